@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` and `make test`. Both set up .venv first; neither needs anything installed
+# beyond Python >= 3.11, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test check format bench docs clean
+help:
+	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
+	@echo "make test    set up .venv and run the tests"
+	@echo "make check   formatting, lint, types, architecture"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
+	@echo "make docs    regenerate docs/config.md from the config classes"
+	@echo "make clean   remove .venv, runs/ and caches"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"megalite needs Python >= 3.11, $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/quickstart/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/train_step.py
+
+docs: $(STAMP)
+	$(BIN)/megalite config --markdown > docs/config.md
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

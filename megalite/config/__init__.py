@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses, presets, files, flags and the one validator. Imports nothing above it."""

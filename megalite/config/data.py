@@ -1,0 +1,35 @@
+"""Where tokens come from."""
+
+from dataclasses import dataclass
+
+from megalite.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Token files (`<prefix>.bin`/`<prefix>.idx`), their split, and the tokenizer that made them."""
+
+    data_path: list[str] = option([], basic=True)
+    """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`."""
+    train_data_path: list[str] = option([])
+    """As data_path, for training alone; then valid_data_path may be given too, and split may not."""
+    valid_data_path: list[str] = option([])
+    """As data_path, for validation alone."""
+    test_data_path: list[str] = option([])
+    """As data_path, for testing alone."""
+    split: str | None = option(None, basic=True)
+    """Train, valid and test shares of data_path's documents; default 969,30,1."""
+    mock_data: bool = option(False)
+    """Train on made-up tokens (for timing); needs vocab_size."""
+    tokenizer_type: str | None = option(
+        None, choices=("SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+    )
+    """Kind of tokenizer; default: told from the files given."""
+    tokenizer_model: str | None = option(None, basic=True)
+    """SentencePiece .model file or Hugging Face tokenizer.json."""
+    vocab_file: str | None = option(None)
+    """GPT-2 BPE vocab.json."""
+    merge_file: str | None = option(None)
+    """GPT-2 BPE merges.txt."""
+    eod_mask_loss: bool = option(False)
+    """Leave the prediction after an end-of-document token out of the loss."""

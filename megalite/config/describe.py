@@ -1,0 +1,128 @@
+"""One table of every setting, read off the dataclasses: parser, help, docs and file loader all use it."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from megalite.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of one section of RunConfig."""
+
+    section: str
+    """Name of the section: model, parallel, ..."""
+    name: str
+    """Field name; unique over all sections."""
+    type: type
+    """bool, int, float or str; of one element where `is_list`."""
+    is_list: bool
+    """It takes several values."""
+    optional: bool
+    """None is legal: the value is then derived or the feature is off."""
+    default: Any
+    help: str
+    """The docstring under the field, on one line."""
+    flags: tuple[str, ...]
+    """Spellings on the command line, the canonical one first."""
+    choices: tuple[str, ...]
+    basic: bool
+    """Shown by `--help`."""
+
+    @property
+    def type_name(self) -> str:
+        """The type in words, for messages and tables."""
+        if self.choices:
+            return " | ".join(self.choices)
+        return f"list of {self.type.__name__}" if self.is_list else self.type.__name__
+
+
+def _attribute_docstrings(section: type) -> dict[str, str]:
+    """Field name -> the string literal that follows it in the source of the class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, following in zip(body.body, body.body[1:]):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            found[statement.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def _element_type(annotation: Any) -> tuple[type, bool, bool]:
+    """(element type, is a list, None is legal) of `int`, `int | None`, `list[str]`, `list[int] | None`, ..."""
+    optional = False
+    if isinstance(annotation, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        assert len(members) == 1, annotation
+        annotation, optional = members[0], True
+    is_list = typing.get_origin(annotation) is list
+    element = typing.get_args(annotation)[0] if is_list else annotation
+    assert element in (bool, int, float, str), annotation
+    return element, is_list, optional
+
+
+@cache
+def sections() -> Mapping[str, type]:
+    """Section name -> its dataclass, in the order of RunConfig."""
+    hints = typing.get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Setting name -> its description, in the order of the source."""
+    table: dict[str, Setting] = {}
+    for section, cls in sections().items():
+        hints, helps = typing.get_type_hints(cls), _attribute_docstrings(cls)
+        for field in dataclasses.fields(cls):
+            assert field.name in helps, f"{cls.__name__}.{field.name} has no docstring"
+            assert field.name not in table, f"{field.name} is in two sections"
+            element, is_list, optional = _element_type(hints[field.name])
+            table[field.name] = Setting(
+                section=section,
+                name=field.name,
+                type=element,
+                is_list=is_list,
+                optional=optional,
+                default=getattr(cls(), field.name),
+                help=helps[field.name],
+                flags=("--" + field.name.replace("_", "-"), *field.metadata["flags"]),
+                choices=field.metadata["choices"],
+                basic=field.metadata["basic"],
+            )
+    return table
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting of a config, flat."""
+    return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
+
+
+def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Every setting of a config, by section: the tree of a config file."""
+    values = values_of(config)
+    return {
+        section: {name: values[name] for name, setting in settings().items() if setting.section == section}
+        for section in sections()
+    }
+
+
+def replace(config: RunConfig, **changes: Any) -> RunConfig:
+    """A copy of the config with some settings changed, named flat: `replace(config, dp=2, vocab_size=50257)`."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        by_section.setdefault(settings()[name].section, {})[name] = value
+    replaced = {
+        section: dataclasses.replace(getattr(config, section), **changed)
+        for section, changed in by_section.items()
+    }
+    return dataclasses.replace(config, **replaced)

@@ -1,0 +1,152 @@
+"""Help and documentation, made from the table of settings."""
+
+import re
+from typing import Any
+
+from megalite.config.describe import Setting, sections, settings
+from megalite.config.flags import RUN_OPTIONS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.presets import preset_names
+
+_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
+
+
+def basic_help(program: str) -> str:
+    """What most runs need, on one screen."""
+    lines = [_usage_line(program)]
+    for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
+        lines.append(
+            _row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1])
+        )
+    for section in sections():
+        shown = [setting for setting in settings().values() if setting.section == section and setting.basic]
+        for setting in shown:
+            lines.append(
+                _row(section if setting is shown[0] else "", _usage(setting), _first_clause(setting))
+            )
+    return "\n".join(lines)
+
+
+def full_help(program: str) -> str:
+    """Every setting with all its spellings, choices and default."""
+    lines = [
+        _usage_line(program),
+        "Later ones win: default < preset < config files < flags. `none` unsets a setting whose default is none.",
+        "",
+    ]
+    for flag, (placeholder, text) in RUN_OPTIONS.items():
+        lines.append(f"  {flag} {placeholder}".rstrip())
+        lines.append(f"      {text}")
+    lines.append(f"      presets: {', '.join(preset_names())}")
+    for section, cls in sections().items():
+        lines += ["", f"{section}: {(cls.__doc__ or '').splitlines()[0]}"]
+        for setting in settings().values():
+            if setting.section == section:
+                lines.append(f"  {_all_spellings(setting)}")
+                lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
+    lines += ["", "Megatron-LM's flags that set something else:"]
+    lines += [f"  {flag:<42} {_sets(flag)}" for flag in SHORTHANDS]
+    lines += [f"  {flag}{' N' if takes_value else ''}" for flag, takes_value in DERIVED.items()]
+    return "\n".join(lines)
+
+
+def markdown() -> str:
+    """docs/config.md: one table a section, then presets and Megatron-LM's flags."""
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Written by `make docs` from the config classes; do not edit. -->",
+        "",
+        "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
+        "Later ones win: default < `--preset` < `--config` files < flags. On the command line `none` unsets a setting",
+        "whose default is empty; switches are turned off by `--no-...`. Unknown settings, settings without effect and",
+        "contradictions are errors.",
+        "",
+        "| flag | | |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| `{flag}` | {_code(value)} | {_cell(text)} |" for flag, (value, text) in RUN_OPTIONS.items()]
+    for section, cls in sections().items():
+        lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
+        lines += ["| setting | type | default | meaning | also spelled |", "| --- | --- | --- | --- | --- |"]
+        for setting in settings().values():
+            if setting.section == section:
+                also = ", ".join(
+                    f"`{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name
+                )
+                kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or setting.type_name
+                lines.append(
+                    f"| `{setting.name}` | {kind} | {_code(_shown(setting.default, ''))} | {_cell(setting.help)} | {also} |"
+                )
+    lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
+    lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |"]
+    lines += [f"| `{flag}` | {_sets(flag)} |" for flag in SHORTHANDS]
+    lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
+    lines += [
+        "",
+        "These are refused, because they would change nothing:",
+        "",
+        "| flag | why |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{flag}` | {_cell(reason)} |" for flag, reason in NO_EFFECT.items()]
+    return "\n".join(lines) + "\n"
+
+
+_DERIVED_MEANING = {
+    "--num-layers-per-virtual-pipeline-stage": "`vpp` = `num_layers` / `pp` / N, exactly",
+    "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
+    "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
+    "--group-query-attention": "needs `num_query_groups`, which alone is enough",
+}
+
+
+def _usage_line(program: str) -> str:
+    return f"usage: {program} [--preset NAME] [--config FILE ...] [--SETTING VALUE ...]"
+
+
+def _row(section: str, usage: str, text: str) -> str:
+    return f"{section:<10} {usage:<29} {text}".rstrip()
+
+
+def _usage(setting: Setting) -> str:
+    if setting.type is bool:
+        return setting.flags[0]
+    placeholder = "NAME" if setting.choices else _PLACEHOLDERS[setting.type]
+    return f"{setting.flags[0]} {placeholder}{' ...' if setting.is_list else ''}"
+
+
+def _all_spellings(setting: Setting) -> str:
+    value = (
+        "" if setting.type is bool else f" {_PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
+    )
+    negative = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
+    return ", ".join(f"{flag}{value}" for flag in (*setting.flags, *negative))
+
+
+def _first_clause(setting: Setting) -> str:
+    """The help up to where it goes into detail, then the choices if there are any; at most 70 characters."""
+    clause = re.split(r"; |: |\. |\.$", setting.help)[0]
+    if setting.choices:
+        return f"{clause}: {'|'.join(setting.choices)}"
+    return clause if len(clause) <= 70 else clause[:66].rsplit(" ", 1)[0] + " ..."
+
+
+def _shown(value: Any, absent: str = "none") -> str:
+    if value is None or value == []:
+        return absent
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sets(flag: str) -> str:
+    return ", ".join(f"`{name}: {_shown(value)}`" for name, value in SHORTHANDS[flag].items())
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,19 @@
+"""What a run tells and where."""
+
+from dataclasses import dataclass
+
+from megalite.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Log lines, TensorBoard, JSONL."""
+
+    log_interval: int = option(10, basic=True)
+    """Steps between log lines."""
+    run_dir: str | None = option(None, basic=True)
+    """Folder for the resolved config, metrics.jsonl and tensorboard/; default: none of them is written."""
+    tensorboard_dir: str | None = option(None)
+    """TensorBoard event files; default <run_dir>/tensorboard."""
+    peak_tflops: float | None = option(None)
+    """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""

@@ -1,0 +1,122 @@
+"""Megatron-LM's flags that are not the name of a setting here, so that launch scripts port.
+
+Three tables: flags that set a setting to a fixed value, flags whose value follows from other settings, and flags that
+cannot do anything here and are refused with the reason (never swallowed).
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "--bf16": {"precision": "bf16"},
+        "--fp16": {"precision": "fp16"},
+        "--fp32": {"precision": "fp32"},
+        "--fp64": {"precision": "fp64"},
+        "--swiglu": {"activation": "swiglu"},
+        "--disable-bias-linear": {"add_bias_linear": False},
+        "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
+        "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+        "--use-distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
+        "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
+        "--recompute-activations": {"recompute_granularity": "selective"},
+        "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
+    }
+)
+"""Flag without a value -> the settings it stands for."""
+
+DERIVED: Mapping[str, bool] = MappingProxyType(
+    {
+        "--num-layers-per-virtual-pipeline-stage": True,
+        "--decoder-first-pipeline-num-layers": True,
+        "--decoder-last-pipeline-num-layers": True,
+        "--group-query-attention": False,
+    }
+)
+"""Flag that needs other settings before it means anything (see merge.py) -> whether it takes a whole number."""
+
+_FUSED = "the fastest kernel for the device is picked by itself"
+_ONE_MODEL = "there is one implementation of the model"
+_ALWAYS_FP32 = "gradients are always accumulated and reduced in fp32 (bf16, fp16 and fp32 runs)"
+_ONE_FORMAT = "there is one checkpoint format, which any layout can load"
+_ALWAYS_LOGGED = "it is always logged"
+_UNSUPPORTED = "this is not supported"
+
+NO_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "--use-flash-attn": "fused attention is always used (except with attention_dropout above 0)",
+        "--attention-backend": "fused attention is always used (except with attention_dropout above 0)",
+        "--use-mcore-models": _ONE_MODEL,
+        "--use-legacy-models": _ONE_MODEL,
+        "--transformer-impl": _ONE_MODEL,
+        "--spec": _ONE_MODEL,
+        "--no-gradient-accumulation-fusion": _FUSED,
+        "--no-masked-softmax-fusion": _FUSED,
+        "--no-bias-gelu-fusion": _FUSED,
+        "--no-bias-swiglu-fusion": _FUSED,
+        "--no-bias-dropout-fusion": _FUSED,
+        "--no-rope-fusion": _FUSED,
+        "--no-persist-layer-norm": _FUSED,
+        "--cross-entropy-loss-fusion": _FUSED,
+        "--cross-entropy-fusion-impl": _FUSED,
+        "--tp-comm-overlap": "the input-gradient all-reduce always overlaps with the weight gradient",
+        "--no-async-tensor-model-parallel-allreduce": "the all-reduce always overlaps with the weight gradient",
+        "--overlap-p2p-communication": "sends and receives are always asynchronous",
+        "--no-overlap-p2p-communication": "sends and receives are always asynchronous",
+        "--distribute-saved-activations": "use --sequence-parallel, which shards what recompute saves",
+        "--recompute-method": "--recompute-granularity full recomputes every layer by itself",
+        "--recompute-num-layers": "--recompute-granularity full recomputes every layer by itself",
+        "--recompute-modules": "--recompute-granularity selective recomputes the attention core",
+        "--accumulate-allreduce-grads-in-fp32": _ALWAYS_FP32,
+        "--grad-reduce-in-bf16": _ALWAYS_FP32,
+        "--calculate-per-token-loss": "the loss is always the mean over the unmasked tokens of the global batch",
+        "--num-workers": "one background thread prepares the next batch",
+        "--data-cache-path": "the sample order is computed, not cached on disk",
+        "--dataloader-type": "the sample order is always the one that --seed gives",
+        "--no-mmap-bin-files": "token files are always memory-mapped",
+        "--data-impl": "token files are always memory-mapped .bin/.idx pairs",
+        "--use-cpu-initialization": "initial weights never depend on device or layout",
+        "--data-parallel-random-init": "initial weights never depend on the layout",
+        "--no-position-embedding": "say --position-embedding-type rope or none instead",
+        "--use-checkpoint-args": "the shape of the model is checked against the checkpoint; use --config with the "
+        "config.yaml in it instead",
+        "--override-opt-param-scheduler": "the schedule is always the one of the present settings",
+        "--use-checkpoint-opt-param-scheduler": "the schedule is always the one of the present settings",
+        "--ckpt-format": _ONE_FORMAT,
+        "--use-dist-ckpt": _ONE_FORMAT,
+        "--dist-ckpt-format": _ONE_FORMAT,
+        "--dist-ckpt-optim-fully-reshardable": _ONE_FORMAT,
+        "--ckpt-fully-parallel-save": _ONE_FORMAT,
+        "--auto-detect-ckpt-format": _ONE_FORMAT,
+        "--no-load-optim": "use --finetune to load the weights alone",
+        "--no-load-rng": "use --finetune to load the weights alone",
+        "--no-save-optim": "a checkpoint always holds everything that a resumed run needs",
+        "--no-save-rng": "a checkpoint always holds everything that a resumed run needs",
+        "--log-throughput": _ALWAYS_LOGGED,
+        "--log-memory-to-tensorboard": _ALWAYS_LOGGED,
+        "--log-world-size-to-tensorboard": _ALWAYS_LOGGED,
+        "--log-batch-size-to-tensorboard": _ALWAYS_LOGGED,
+        "--log-learning-rate-to-tensorboard": _ALWAYS_LOGGED,
+        "--log-loss-scale-to-tensorboard": _ALWAYS_LOGGED,
+        "--tensorboard-log-interval": "TensorBoard follows --log-interval",
+        "--local-rank": "ranks come from torchrun's environment",
+        "--lazy-mpu-init": "ranks come from torchrun's environment",
+        "--DDP-impl": "use --dp-strategy",
+        "--empty-unused-memory-level": _UNSUPPORTED,
+        "--rotary-percent": "the whole head is rotated",
+        "--squared-relu": f"{_UNSUPPORTED}: --activation is gelu, gelu_tanh or swiglu",
+        "--apply-layernorm-1p": _UNSUPPORTED,
+        "--qk-layernorm": _UNSUPPORTED,
+        "--add-qkv-bias": f"{_UNSUPPORTED}: --add-bias-linear is for all linear layers alike",
+        "--account-for-embedding-in-pipeline-split": "the cut of layers always weighs embedding and head",
+        "--account-for-loss-in-pipeline-split": "the cut of layers always weighs embedding and head",
+        "--pipeline-model-parallel-layout": "use --pipeline-layers, e.g. 3,4,4,3",
+        "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES",
+        "--decrease-batch-size-if-needed": _UNSUPPORTED,
+        "--wandb-project": "metrics go to TensorBoard and <run_dir>/metrics.jsonl",
+        "--fake-process-group": "use --dry-run, which needs no devices",
+        "--sft": _UNSUPPORTED,
+    }
+)
+"""Flag of Megatron-LM that would change nothing here -> why."""

@@ -1,0 +1,155 @@
+"""Levels of settings (preset, files, flags) and how they become one RunConfig."""
+
+import dataclasses
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from megalite.config.describe import replace, settings
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A value and what gave it: `flag --tp`, `file run.yaml`, `preset gpt3-175b`."""
+
+    value: Any
+    source: str
+
+
+class Level:
+    """The settings that one preset, one file or the command line gives; giving one twice must agree."""
+
+    def __init__(self, *, always_explicit: bool = False) -> None:
+        self.always_explicit = always_explicit
+        """Values equal to the default count as asked for too (flags); a dumped config restates every default."""
+        self.given: dict[str, Given] = {}
+        self.derived: dict[str, Given] = {}
+
+    def add(self, name: str, value: Any, source: str) -> None:
+        """Record a setting.
+
+        Raises:
+            ConfigError: the level has it already with another value.
+        """
+        _add(self.given, name, Given(value, source))
+
+    def add_derived(self, flag: str, value: Any, source: str) -> None:
+        """Record one of megatron.DERIVED; `resolve` turns it into settings."""
+        _add(self.derived, flag, Given(value, source))
+
+
+def _add(table: dict[str, Given], name: str, new: Given) -> None:
+    old = table.setdefault(name, new)
+    if old.value != new.value:
+        raise ConfigError(
+            f"{name} is given twice: {reprlib.repr(old.value)} by {old.source} and {reprlib.repr(new.value)} by "
+            f"{new.source}; keep one of them"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """The config and where each of its settings comes from."""
+
+    config: RunConfig
+    provenance: dict[str, str]
+    """Setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`."""
+    explicit: frozenset[str]
+    """Settings that someone asked for: by a flag, or by a file with a value that is not the default."""
+
+
+def merge(levels: Sequence[Level]) -> Merged:
+    """Lay the levels over the defaults, later ones on top.
+
+    Raises:
+        ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly.
+    """
+    _resolve_derived(levels)
+    top = _overlay(levels)
+    explicit = set()
+    for level in levels:
+        for name, given in level.given.items():
+            if top[name] is given:
+                asked = level.always_explicit or given.value != settings()[name].default
+                explicit |= {name} if asked and not given.source.startswith("preset ") else set()
+    provenance = {name: top[name].source if name in top else "default" for name in settings()}
+    config = replace(RunConfig(), **{name: given.value for name, given in top.items()})
+    return Merged(config, provenance, frozenset(explicit))
+
+
+def _overlay(levels: Sequence[Level]) -> dict[str, Given]:
+    return {name: given for level in levels for name, given in level.given.items()}
+
+
+def _resolve_derived(levels: Sequence[Level]) -> None:
+    """Add to each level the settings that its derived flags stand for, given everything else."""
+    for level in levels:
+        per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
+        if per_chunk:
+            level.add("vpp", _chunks(per_chunk, _sizes(levels)), per_chunk.source)
+    for level in levels:
+        first = level.derived.get("--decoder-first-pipeline-num-layers")
+        last = level.derived.get("--decoder-last-pipeline-num-layers")
+        given = first or last
+        if given:
+            level.add("pipeline_layers", _uneven_layers(first, last, _sizes(levels)), given.source)
+        grouped = level.derived.get("--group-query-attention")
+        if grouped and _value(levels, "num_query_groups") is None:
+            raise ConfigError(
+                f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8"
+            )
+
+
+def _value(levels: Sequence[Level], name: str) -> Any:
+    top = _overlay(levels)
+    return top[name].value if name in top else settings()[name].default
+
+
+def _sizes(levels: Sequence[Level]) -> tuple[int, int, int]:
+    """(num_layers, pp, vpp); sizes below 1 are refused here because the divisions that follow need them."""
+    sizes = []
+    for name in ("num_layers", "pp", "vpp"):
+        size = _value(levels, name)
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be at least 1")
+        sizes.append(size)
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
+    """vpp = num_layers / pp / (layers of one virtual stage)."""
+    layers, pp, _ = sizes
+    if pp == 1:
+        raise ConfigError(
+            f"{per_chunk.source} {per_chunk.value} needs pp > 1, but pp is 1; add --pp 2 or remove it"
+        )
+    if layers % pp == 0 and per_chunk.value >= 1 and (layers // pp) % per_chunk.value == 0:
+        return layers // pp // per_chunk.value
+    if layers % pp == 0:
+        works = [str(size) for size in range(1, layers // pp + 1) if (layers // pp) % size == 0]
+        remedy = f"use one of {', '.join(works)}"
+    else:
+        remedy = "use --vpp, with --pipeline-layers where the layers do not divide"
+    raise ConfigError(
+        f"{per_chunk.source} {per_chunk.value} does not divide num_layers / pp = {layers} / {pp}; {remedy}"
+    )
+
+
+def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, int, int]) -> list[int]:
+    """Layers of each virtual stage when the first and last rank have their own number and the others share the rest."""
+    layers, pp, vpp = sizes
+    source = " and ".join(f"{given.source} {given.value}" for given in (first, last) if given)
+    ends = {rank: given.value for rank, given in ((0, first), (pp - 1, last)) if given}
+    if pp == 1 or len(ends) < bool(first) + bool(last):
+        raise ConfigError(f"{source} needs pp > 1, but pp is {pp}; add --pp 2 or remove it")
+    rest, others = layers - sum(ends.values()), pp - len(ends)
+    share = rest // others if others else 0
+    per_rank = [ends.get(rank, share) for rank in range(pp)]
+    if sum(per_rank) != layers or any(count < vpp or count % vpp for count in per_rank):
+        raise ConfigError(
+            f"{source} leaves {rest} of {layers} layers for {others} other pipeline ranks with {vpp} virtual stage(s) "
+            f"each, which does not come out even; say the layers of all {pp * vpp} stages with --pipeline-layers"
+        )
+    return [per_rank[stage % pp] // vpp for stage in range(pp * vpp)]

@@ -1,0 +1,68 @@
+"""Rules about data, tokenizer, checkpoints and evaluation: which settings go together. No file is opened here."""
+
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+
+
+def check_data(config: RunConfig) -> None:
+    """One source of tokens, and settings that belong to it."""
+    d = config.data
+    per_split = [
+        name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, name)
+    ]
+    sources = (["data_path"] if d.data_path else []) + per_split[:1] + (["mock_data"] if d.mock_data else [])
+    if len(sources) > 1:
+        first, second = (
+            f"{name} {' '.join(getattr(d, name))}" if "path" in name else name for name in sources[:2]
+        )
+        raise ConfigError(f"{first} and {second} are two sources of tokens; keep one of them")
+    if per_split and "train_data_path" not in per_split:
+        raise ConfigError(f"{per_split[0]} needs train_data_path; add it, or use data_path with split")
+    if d.split is not None and not d.data_path:
+        cause = (
+            f"with {per_split[0]}" if per_split else "with mock_data" if d.mock_data else "without data_path"
+        )
+        raise ConfigError(f"split {d.split} has no effect {cause}; use data_path or remove it")
+    if per_split and config.training.eval_interval is not None and not d.valid_data_path:
+        raise ConfigError(
+            f"eval_interval {config.training.eval_interval} needs data to evaluate on; add --valid-data-path or "
+            f"remove it"
+        )
+    if d.mock_data and config.model.vocab_size is None:
+        raise ConfigError("mock_data needs the range of its tokens; add --vocab-size, e.g. 1024")
+    _check_tokenizer(config)
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    """What the tokenizer's files must be is for data/tokenizers to say, which opens them."""
+    d = config.data
+    if (d.vocab_file is None) != (d.merge_file is None):
+        missing, given = ("merge_file", "vocab_file") if d.vocab_file else ("vocab_file", "merge_file")
+        raise ConfigError(f"{given} {getattr(d, given)} needs {missing}; add --{missing.replace('_', '-')}")
+    if d.tokenizer_model and d.vocab_file:
+        raise ConfigError(
+            f"tokenizer_model {d.tokenizer_model} and vocab_file {d.vocab_file} are two tokenizers; keep one of them"
+        )
+
+
+def check_checkpoint(config: RunConfig) -> None:
+    """Settings of saving and loading that need a folder."""
+    c = config.checkpoint
+    if c.save_interval is not None and c.save is None and config.logging.run_dir is None:
+        raise ConfigError(
+            f"save_interval {c.save_interval} has nowhere to save; add --save checkpoints or --run-dir runs/1"
+        )
+    for name in ("ckpt_step", "finetune", "fresh_if_missing"):
+        value = getattr(c, name)
+        if c.load is None and value is not None and value is not False:
+            shown = name if value is True else f"{name} {value}"
+            raise ConfigError(f"{shown} has no effect without load; add --load FOLDER or remove it")
+
+
+def check_evaluation(config: RunConfig, explicit: frozenset[str]) -> None:
+    """eval_iters does nothing if there are no evaluations."""
+    t = config.training
+    if "eval_iters" in explicit and t.eval_interval is None:
+        raise ConfigError(
+            f"eval_iters {t.eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it"
+        )

@@ -1,0 +1,175 @@
+"""Rules about ranks: how the axes divide the world and the model."""
+
+import math
+
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, for messages: `1, 2, 3, 6`."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+
+
+def resolve_dp(config: RunConfig, world_size: int) -> int:
+    """The data-parallel size: what tp·pp·cp leaves of the world.
+
+    Raises:
+        ConfigError: the world does not divide, or dp was given as another number.
+    """
+    p = config.parallel
+    if world_size < 1:
+        raise ConfigError(f"world size is {world_size}; it must be at least 1")
+    model_ranks = p.tp * p.pp * p.cp
+    if world_size % model_ranks:
+        below = world_size // model_ranks * model_ranks
+        works = f"{below} or {below + model_ranks}" if below else str(model_ranks)
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {model_ranks}; start "
+            f"{works} ranks, or choose tp, pp, cp with a product among {divisors(world_size)}"
+        )
+    dp = world_size // model_ranks
+    if p.dp not in (None, dp):
+        raise ConfigError(
+            f"dp {p.dp} does not fit: world size {world_size} / (tp·pp·cp = {model_ranks}) is {dp}; use --dp {dp} or "
+            f"start {model_ranks * (p.dp or 1)} ranks"
+        )
+    return dp
+
+
+def check_layout(config: RunConfig, explicit: frozenset[str]) -> None:
+    """Axes that need company, and settings of one axis that have no effect without it."""
+    p = config.parallel
+    if p.vpp > 1 and p.pp == 1:
+        raise ConfigError(f"vpp {p.vpp} has no effect with pp 1; use pp 2 or more, or vpp 1")
+    if p.sequence_parallel and p.tp == 1:
+        raise ConfigError(
+            "sequence_parallel has no effect with tp 1; use tp 2 or more, or --no-sequence-parallel"
+        )
+    group = p.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None and (p.vpp == 1 or p.pipeline_schedule == "gpipe"):
+        cause, remedy = (
+            ("vpp 1", "use vpp 2 or more") if p.vpp == 1 else ("gpipe", "use --pipeline-schedule auto")
+        )
+        raise ConfigError(
+            f"microbatch_group_size_per_virtual_pipeline_stage {group} has no effect with {cause}: only the "
+            f"interleaved schedule has groups; {remedy}, or remove it"
+        )
+    if (
+        p.dp_strategy != "distributed-optimizer"
+        and p.overlap_param_gather
+        and "overlap_param_gather" in explicit
+    ):
+        raise ConfigError(
+            f"overlap_param_gather has no effect with dp_strategy {p.dp_strategy}; use --dp-strategy "
+            f"distributed-optimizer or remove it"
+        )
+    if config.training.device == "cpu" and p.distributed_backend == "nccl":
+        raise ConfigError("distributed_backend nccl cannot run on device cpu; use gloo or auto")
+    _check_experts(config, explicit)
+
+
+def _check_experts(config: RunConfig, explicit: frozenset[str]) -> None:
+    p, model = config.parallel, config.model
+    if model.num_experts is None:
+        if p.ep > 1:
+            raise ConfigError(
+                f"ep {p.ep} has no effect without experts; add --num-experts {p.ep * 2} or use ep 1"
+            )
+        if "etp" in explicit and p.etp is not None:
+            raise ConfigError(f"etp {p.etp} has no effect without experts; add --num-experts 8 or remove it")
+        if "moe_router_topk" in explicit:
+            raise ConfigError(
+                f"moe_router_topk {model.moe_router_topk} has no effect without experts; add --num-experts 8 or "
+                f"remove it"
+            )
+        return
+    if model.moe_router_topk > model.num_experts:
+        raise ConfigError(
+            f"moe_router_topk {model.moe_router_topk} is more than num_experts {model.num_experts}; use at most "
+            f"{model.num_experts}"
+        )
+    if model.num_experts % p.ep:
+        raise ConfigError(
+            f"num_experts {model.num_experts} is not divisible by ep {p.ep}; use ep {divisors(model.num_experts)}"
+        )
+    assert p.dp is not None
+    stage_ranks, expert_ranks = p.tp * p.cp * p.dp, p.expert_tp * p.ep
+    if stage_ranks % expert_ranks:
+        raise ConfigError(
+            f"the tp·cp·dp = {stage_ranks} ranks of a pipeline stage are not a multiple of etp·ep = "
+            f"{p.expert_tp}·{p.ep} = {expert_ranks}; choose etp·ep among {divisors(stage_ranks)}"
+        )
+
+
+def check_model_cuts(config: RunConfig) -> None:
+    """Heads, groups, MLP width, vocabulary, sequence and layers must divide over the axes that split them."""
+    p, model, s = config.parallel, config.model, config.training.seq_length
+    widths = {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.query_groups}
+    if not model.num_experts:
+        widths["ffn_hidden_size"] = model.ffn_size
+    for name, size in widths.items():
+        if size % p.tp:
+            raise ConfigError(
+                f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}"
+            )
+    if model.num_experts and model.ffn_size % p.expert_tp:
+        raise ConfigError(
+            f"ffn_hidden_size {model.ffn_size} is not divisible by etp {p.expert_tp}; use etp {divisors(model.ffn_size)}"
+        )
+    if model.vocab_size is not None and model.padded_vocab_size % p.tp:
+        multiple = model.make_vocab_size_divisible_by
+        raise ConfigError(
+            f"the vocabulary of {model.vocab_size}, padded to {model.padded_vocab_size} by "
+            f"make_vocab_size_divisible_by {multiple}, is not divisible by tp {p.tp}; use "
+            f"--make-vocab-size-divisible-by {math.lcm(multiple, p.tp)}"
+        )
+    if s % (2 * p.cp) and p.cp > 1:
+        raise ConfigError(
+            f"seq_length {s} is not divisible by 2·cp = {2 * p.cp}; use a multiple, e.g. {_up(s, 2 * p.cp)}"
+        )
+    if p.sequence_parallel and s % (p.tp * p.cp):
+        product = f"tp·cp = {p.tp * p.cp}" if p.cp > 1 else f"tp {p.tp}"
+        step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
+        raise ConfigError(
+            f"seq_length {s} is not divisible by {product}, which sequence_parallel needs; use a multiple, e.g. "
+            f"{_up(s, step)}"
+        )
+    _check_stages(config)
+
+
+def _check_stages(config: RunConfig) -> None:
+    p, layers = config.parallel, config.model.num_layers
+    stages = p.pp * p.vpp
+    if layers < stages:
+        raise ConfigError(
+            f"num_layers {layers} is less than pp·vpp = {p.pp}·{p.vpp} = {stages} stages, which need a layer each; use "
+            f"num_layers {stages} or more, or pp·vpp up to {layers}"
+        )
+    cut = p.pipeline_layers
+    if cut is None:
+        return
+    if len(cut) != stages:
+        raise ConfigError(
+            f"pipeline_layers {_commas(cut)} has {len(cut)} entries, but there are pp·vpp = {p.pp}·{p.vpp} = {stages} "
+            f"stages; use {_commas(_even(layers, stages))}"
+        )
+    if sum(cut) != layers:
+        raise ConfigError(
+            f"pipeline_layers {_commas(cut)} adds up to {sum(cut)}, but num_layers is {layers}; use "
+            f"{_commas(_even(layers, stages))}"
+        )
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """A cut that works; later stages get the rest, not more than one layer more."""
+    return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
+
+
+def _commas(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

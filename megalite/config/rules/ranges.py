@@ -1,0 +1,125 @@
+"""Rules about single settings: bounds and choices."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megalite.config.describe import settings, values_of
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.config.values import check_choice
+
+
+class Bounds(NamedTuple):
+    """`low <= value` (or `low < value` if open) and, where given, `value < high` (or <= if closed)."""
+
+    low: float
+    example: float
+    """A value that works."""
+    open: bool = False
+    high: float | None = None
+    closed: bool = False
+
+    def error(self, value: float) -> str | None:
+        """What is wrong with the value, or None."""
+        low_kept = value > self.low if self.open else value >= self.low
+        if not low_kept:
+            return f"must be {'above' if self.open else 'at least'} {self.low:g}"
+        if self.high is not None and not (value <= self.high if self.closed else value < self.high):
+            return f"must be {'at most' if self.closed else 'below'} {self.high:g}"
+        return None
+
+
+_AT_LEAST_ONE = [
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "max_position_embeddings",
+    "num_experts",
+    "moe_router_topk",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "cp",
+    "ep",
+    "etp",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "pipeline_layers",
+    "ddp_bucket_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "seq_length",
+    "loss_scale_window",
+    "hysteresis",
+    "eval_interval",
+    "eval_iters",
+    "exit_interval",
+    "save_interval",
+    "log_interval",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+]
+
+BOUNDS: Mapping[str, Bounds] = MappingProxyType(
+    {name: Bounds(1, 1) for name in _AT_LEAST_ONE}
+    | {
+        "rotary_base": Bounds(0, 10000, open=True),
+        "norm_epsilon": Bounds(0, 1e-5, open=True),
+        "init_method_std": Bounds(0, 0.02, open=True),
+        "hidden_dropout": Bounds(0, 0.1, high=1),
+        "attention_dropout": Bounds(0, 0.1, high=1),
+        "distributed_timeout_minutes": Bounds(0, 10, open=True),
+        "lr": Bounds(0, 1e-3, open=True),
+        "min_lr": Bounds(0, 0),
+        "lr_warmup_iters": Bounds(0, 0),
+        "lr_warmup_samples": Bounds(0, 0),
+        "lr_warmup_fraction": Bounds(0, 0.01, high=1),
+        "lr_warmup_init": Bounds(0, 0),
+        "weight_decay": Bounds(0, 0.01),
+        "start_weight_decay": Bounds(0, 0),
+        "end_weight_decay": Bounds(0, 0.01),
+        "adam_beta1": Bounds(0, 0.9, high=1),
+        "adam_beta2": Bounds(0, 0.999, high=1),
+        "adam_eps": Bounds(0, 1e-8, open=True),
+        "clip_grad": Bounds(0, 1),
+        "seed": Bounds(0, 1234, high=2**63),
+        "loss_scale": Bounds(0, 65536, open=True),
+        "initial_loss_scale": Bounds(0, 65536, open=True),
+        "min_loss_scale": Bounds(0, 1, open=True),
+        "ckpt_step": Bounds(0, 1000),
+        "peak_tflops": Bounds(0, 312, open=True),
+    }
+)
+"""Setting -> its bounds (of each element, for a list)."""
+
+
+def check_ranges(config: RunConfig) -> None:
+    """Raise ConfigError for the first setting outside its bounds or choices."""
+    for name, value in values_of(config).items():
+        if value is None:
+            continue
+        check_choice(settings()[name], value, "config")
+        if name in BOUNDS:
+            _check_bounds(name, value, BOUNDS[name])
+
+
+def _check_bounds(name: str, value: Any, bounds: Bounds) -> None:
+    for element in value if isinstance(value, list) else [value]:
+        error = bounds.error(element)
+        if error:
+            what = (
+                f"{name} has {element:g} in it; each"
+                if isinstance(value, list)
+                else f"{name} is {element:g}; it"
+            )
+            raise ConfigError(f"{what} {error}, e.g. {bounds.example:g}")

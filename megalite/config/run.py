@@ -1,0 +1,24 @@
+"""`RunConfig`: everything that decides a run, in one frozen value."""
+
+from dataclasses import dataclass, field
+
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.data import DataConfig
+from megalite.config.logging import LoggingConfig
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One section a topic. The same settings are flat on the command line: field names are unique over sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,106 @@
+"""Values of settings: from text and from YAML, with the type each setting wants."""
+
+import difflib
+import math
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+from megalite.config.describe import Setting
+from megalite.config.errors import ConfigError
+
+_EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(close)}?" if close else ""
+
+
+def _number(text: str, kind: type) -> int | float | None:
+    """The number that `text` spells, or None. `1e6` is an integer, `1.5` is not; nan and inf are not numbers."""
+    try:
+        if kind is int:
+            try:
+                return int(text)
+            except ValueError:
+                value = float(text)
+                return int(value) if math.isfinite(value) and value == int(value) else None
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _element(setting: Setting, value: Any, where: str) -> Any:
+    """One value of the setting's element type; text that spells a number exactly is taken as that number."""
+    if setting.type is str:
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{where}: {setting.name} takes text, got the {type(value).__name__} {reprlib.repr(value)}; "
+                f"write it in quotes if you mean it: '{value}'"
+            )
+        if not value.strip():
+            raise ConfigError(f"{where}: {setting.name} is empty; leave it out or give it a value")
+        return value
+    if setting.type is bool:
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where}: {setting.name} takes true or false, got {reprlib.repr(value)}")
+    if not isinstance(value, bool):
+        number = _number(str(value), setting.type) if isinstance(value, str | int | float) else None
+        if number is not None:
+            return number
+    kind = "a whole number" if setting.type is int else "a number"
+    raise ConfigError(
+        f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {reprlib.repr(value)}"
+    )
+
+
+def check_choice(setting: Setting, value: Any, where: str) -> None:
+    """Raise ConfigError unless the value is one of the setting's choices (if it has any)."""
+    if setting.choices and value is not None and value not in setting.choices:
+        raise ConfigError(
+            f"{where}: {setting.name} cannot be {reprlib.repr(value)}{nearest(str(value), setting.choices)} "
+            f"(one of {', '.join(setting.choices)})"
+        )
+
+
+def coerce(setting: Setting, value: Any, where: str) -> Any:
+    """The value with the setting's type, from what YAML or a caller gave.
+
+    Raises:
+        ConfigError: the value is of another type or not among the choices; the message starts with `where`.
+    """
+    if value is None:
+        if setting.optional:
+            return None
+        raise ConfigError(f"{where}: {setting.name} cannot be null; its default is {setting.default!r}")
+    if setting.is_list:
+        if isinstance(value, str) and setting.type is int:
+            value = value.split(",")
+        if not isinstance(value, list | tuple):
+            example = f"[{_EXAMPLES[setting.type]}]"
+            raise ConfigError(
+                f"{where}: {setting.name} takes a list such as {example}, got {reprlib.repr(value)}"
+            )
+        return [_element(setting, element, where) for element in value]
+    if isinstance(value, list | tuple | dict):
+        raise ConfigError(
+            f"{where}: {setting.name} takes one {setting.type.__name__}, got {reprlib.repr(value)}"
+        )
+    coerced = _element(setting, value, where)
+    check_choice(setting, coerced, where)
+    return coerced
+
+
+def from_words(setting: Setting, words: list[str], flag: str) -> Any:
+    """The value that command-line words spell. `none` unsets an optional setting."""
+    if setting.optional and words in (["none"], ["None"]):
+        return None
+    if setting.is_list:
+        if setting.type is int:
+            words = [part for word in words for part in word.split(",") if part]
+        return coerce(setting, words, flag)
+    return coerce(setting, words[0], flag)

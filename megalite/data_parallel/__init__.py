@@ -1,0 +1,1 @@
+"""Data parallelism: flat gradient buckets and what ranks do with them."""

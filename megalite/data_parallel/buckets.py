@@ -1,0 +1,109 @@
+"""Flat buckets: parameters of one kind share one buffer for their values and one for their gradients.
+
+One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that
+need different treatment never share one: each bucket is uniform in weight decay, in what tensor parallelism does
+with it and in being tied. Replicated and tied parameters therefore sit at the same offsets on every rank that holds
+a copy, so the copies see bit-equal sums and cannot drift.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megalite.tensor_parallel.parameter import ShardedParameter
+
+
+class BucketKind(NamedTuple):
+    """What all parameters of a bucket have in common."""
+
+    decay: bool
+    split_over_tp: bool
+    partial_over_tp: bool
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter and where it starts in its bucket."""
+
+    parameter: ShardedParameter
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + self.parameter.numel()
+
+
+class Bucket:
+    """Parameters whose values (`data`) and gradients (`grad`) are views of two flat buffers.
+
+    Args:
+        align: both buffers are padded with zeros to a multiple of this, so that they split evenly over dp.
+    """
+
+    def __init__(
+        self, kind: BucketKind, parameters: list[ShardedParameter], *, align: int, grad_dtype: torch.dtype
+    ) -> None:
+        self.kind = kind
+        self.placed: list[Placed] = []
+        offset = 0
+        for parameter in parameters:
+            self.placed.append(Placed(parameter, offset))
+            offset += parameter.numel()
+        size = -(-offset // align) * align
+        first = parameters[0]
+        self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        for placed in self.placed:
+            self._adopt(placed)
+        self._awaited = 0
+        self._on_full: Callable[[], None] = lambda: None
+
+    def _adopt(self, placed: Placed) -> None:
+        """Move the parameter's value into the buffer and let its gradients flow into the other."""
+        parameter = placed.parameter
+        view = self.data[placed.start : placed.stop].view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+        parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
+        parameter.grad_ready = self._note
+        # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
+        parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def arm(self, on_full: Callable[[], None]) -> None:
+        """From now on count gradients; `on_full` is called once each parameter's last one has come."""
+        self._awaited = sum(placed.parameter.info.uses for placed in self.placed)
+        self._on_full = on_full
+
+    def _note(self) -> None:
+        if self._awaited > 0:
+            self._awaited -= 1
+            if self._awaited == 0:
+                self._on_full()
+
+
+def _move_to_main_grad(parameter: torch.Tensor) -> None:
+    assert isinstance(parameter, ShardedParameter)
+    grad, parameter.grad = parameter.grad, None
+    if grad is not None:  # None: the layer's own backward has put it where it belongs
+        parameter.accumulate(grad)
+
+
+def make_buckets(
+    parameters: Iterable[ShardedParameter], *, bucket_size: int, align: int, grad_dtype: torch.dtype
+) -> list[Bucket]:
+    """Buckets of about `bucket_size` elements in reverse order of `parameters`: the order in which gradients come."""
+    open_buckets: dict[BucketKind, list[ShardedParameter]] = {}
+    closed: list[tuple[BucketKind, list[ShardedParameter]]] = []
+    for parameter in reversed(list(dict.fromkeys(parameters))):
+        info = parameter.info
+        kind = BucketKind(info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied)
+        members = open_buckets.setdefault(kind, [])
+        members.append(parameter)
+        if sum(member.numel() for member in members) >= bucket_size:
+            closed.append((kind, open_buckets.pop(kind)))
+    closed.extend(open_buckets.items())
+    return [Bucket(kind, members, align=align, grad_dtype=grad_dtype) for kind, members in closed]

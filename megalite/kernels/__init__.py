@@ -1,0 +1,1 @@
+"""The hot operations, one file each, torch first. Every function takes float64 too, so that it can be its own proof."""

@@ -1,0 +1,198 @@
+"""Names, shapes and FLOPs of the GPT's parameters, computed without torch.
+
+The model builds its parameters from this table, and the planner, the MFU figure and the checkpoint manifest read it:
+one description, so that they cannot disagree. Shapes are those of the full tensors, whatever the layout.
+
+Letters: h hidden size, d head size, g query groups (key/value heads), q query heads of a group, f MLP width, E experts,
+V padded vocabulary, P rows of the position embedding, L layers, s sequence length.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.config.model import ModelConfig
+
+Init = Literal["normal", "residual", "zeros", "ones"]
+Convention = Literal["palm", "megatron"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """One parameter: full shape, how it is split over tensor-parallel ranks, decayed and initialised."""
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None
+    """Dimension that tensor parallelism splits; None: every rank of the group holds it whole."""
+    decay: bool
+    """Weight decay applies (matrices); not to norms and biases."""
+    init: Init
+    """normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream."""
+    expert: bool = False
+    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim` is split over expert-tp ranks."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def _matrix(
+    name: str, shape: tuple[int, ...], shard_dim: int | None, init: Init = "normal", expert: bool = False
+) -> ParameterShape:
+    return ParameterShape(name=name, shape=shape, shard_dim=shard_dim, decay=True, init=init, expert=expert)
+
+
+def _bias(name: str, shape: tuple[int, ...], shard_dim: int | None) -> ParameterShape:
+    return ParameterShape(name=name, shape=shape, shard_dim=shard_dim, decay=False, init="zeros")
+
+
+def _norm(model: ModelConfig, name: str) -> list[ParameterShape]:
+    shape = (model.hidden_size,)
+    weight = ParameterShape(name=f"{name}.weight", shape=shape, shard_dim=None, decay=False, init="ones")
+    return [weight] + ([_bias(f"{name}.bias", shape, None)] if model.normalization == "LayerNorm" else [])
+
+
+def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    h, d = model.hidden_size, model.head_size
+    # Rows come grouped by key/value head (its query heads, then key, then value), so that an equal cut of the rows
+    # gives each rank whole groups.
+    rows = (model.num_attention_heads + 2 * model.query_groups) * d
+    shapes = [_matrix(f"{prefix}.qkv.weight", (rows, h), 0)]
+    if model.add_bias_linear:
+        shapes.append(_bias(f"{prefix}.qkv.bias", (rows,), 0))
+    shapes.append(_matrix(f"{prefix}.out.weight", (h, model.num_attention_heads * d), 1, "residual"))
+    if model.add_bias_linear:
+        shapes.append(_bias(f"{prefix}.out.bias", (h,), None))
+    return shapes
+
+
+def _mlp(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    h, f = model.hidden_size, model.ffn_size
+    # Gate and up projection are stacked on a dimension of their own: a cut of [2f, h] would give rank 0 only gates.
+    stacked = (2, f) if model.activation == "swiglu" else (f,)
+    split = len(stacked) - 1
+    shapes = [_matrix(f"{prefix}.up.weight", (*stacked, h), split)]
+    if model.add_bias_linear:
+        shapes.append(_bias(f"{prefix}.up.bias", stacked, split))
+    shapes.append(_matrix(f"{prefix}.down.weight", (h, f), 1, "residual"))
+    if model.add_bias_linear:
+        shapes.append(_bias(f"{prefix}.down.bias", (h,), None))
+    return shapes
+
+
+def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    assert model.num_experts is not None
+    h, f, experts = model.hidden_size, model.ffn_size, model.num_experts
+    stacked = (experts, 2, f) if model.activation == "swiglu" else (experts, f)
+    return [
+        _matrix(f"{prefix}.router.weight", (experts, h), None),
+        _matrix(f"{prefix}.experts.up.weight", (*stacked, h), len(stacked) - 1, expert=True),
+        _matrix(f"{prefix}.experts.down.weight", (experts, h, f), 2, "residual", expert=True),
+    ]
+
+
+def layer_shapes(model: ModelConfig, layer_index: int) -> list[ParameterShape]:
+    """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass."""
+    prefix = f"layers.{layer_index}"
+    feed_forward = _moe(model, f"{prefix}.moe") if model.num_experts else _mlp(model, f"{prefix}.mlp")
+    return [
+        *_norm(model, f"{prefix}.attention_norm"),
+        *_attention(model, f"{prefix}.attention"),
+        *_norm(model, f"{prefix}.mlp_norm"),
+        *feed_forward,
+    ]
+
+
+def _word_embedding(model: ModelConfig) -> ParameterShape:
+    return _matrix("embedding.word.weight", (model.padded_vocab_size, model.hidden_size), 0)
+
+
+def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
+    """Word embedding [V, h] and, with learned positions, position embedding [P, h].
+
+    Raises:
+        ValueError: vocab_size, or with learned positions max_position_embeddings, is not resolved yet.
+    """
+    shapes = [_word_embedding(model)]
+    if model.position_embedding_type == "learned_absolute":
+        if model.max_position_embeddings is None:
+            raise ValueError("max_position_embeddings is not set: validate() the config first")
+        shape = (model.max_position_embeddings, model.hidden_size)
+        shapes.append(_matrix("embedding.position.weight", shape, None))
+    return shapes
+
+
+def head_shapes(model: ModelConfig) -> list[ParameterShape]:
+    """Final norm and, unless it is the word embedding's own weight, the output matrix [V, h]."""
+    head = (
+        []
+        if model.tie_embeddings
+        else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
+    )
+    return [*_norm(model, "final_norm"), *head]
+
+
+def stage_shapes(
+    model: ModelConfig, first_layer: int, last_layer: int, has_embedding: bool, has_head: bool
+) -> list[ParameterShape]:
+    """Parameters of a stage with layers `first_layer <= i < last_layer`.
+
+    A stage with the head and without the embedding holds its own copy of a tied word embedding, listed here under
+    the embedding's name: it takes memory on both ranks although `parameter_count` counts it once.
+    """
+    shapes = embedding_shapes(model) if has_embedding else []
+    for index in range(first_layer, last_layer):
+        shapes.extend(layer_shapes(model, index))
+    if has_head:
+        if model.tie_embeddings and not has_embedding:
+            shapes.append(_word_embedding(model))
+        shapes.extend(head_shapes(model))
+    return shapes
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Elements of all parameters, with the vocabulary padded and a tied embedding counted once."""
+    per_layer = sum(shape.size for shape in layer_shapes(model, 0))
+    ends = embedding_shapes(model) + head_shapes(model)
+    return model.num_layers * per_layer + sum(shape.size for shape in ends)
+
+
+def _layer_matmul_weights(model: ModelConfig) -> int:
+    """Elements of a layer's matrices that one token multiplies: with experts, top-k of them."""
+    total = 0
+    for shape in layer_shapes(model, 0):
+        if shape.expert:
+            assert model.num_experts is not None
+            total += shape.size // model.num_experts * model.moe_router_topk
+        elif shape.decay:
+            total += shape.size
+    return total
+
+
+def layer_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
+    """FLOPs of one layer's forward for one token of a sequence of `seq_length`.
+
+    2 for each weight of its matrices, and 4·s·(heads·d) for attention's two products over all s positions; the
+    megatron convention counts the half that the causal mask leaves. Norms, activations and softmax are not counted.
+    """
+    attention = 4 * seq_length * model.num_attention_heads * model.head_size
+    return 2 * _layer_matmul_weights(model) + (attention // 2 if convention == "megatron" else attention)
+
+
+def head_forward_flops(model: ModelConfig) -> int:
+    """FLOPs of the output projection's forward for one token: 2·V·h. The embedding is a lookup: none."""
+    return 2 * model.padded_vocab_size * model.hidden_size
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
+    """Model FLOPs of forward and backward for one token; recomputation is not counted.
+
+    palm (Chowdhery et al. 2022, appendix B, the usual MFU): 6·N + 12·L·(heads·d)·s, where N are the weights that a
+    token is multiplied with (layers and output head; the embedding lookup, norms and biases left out). For GPT-3's
+    shape that is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
+    megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
+    """
+    layers = model.num_layers * layer_forward_flops(model, seq_length, convention)
+    return 3 * (layers + head_forward_flops(model))

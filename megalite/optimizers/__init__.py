@@ -1,0 +1,1 @@
+"""Optimizers and the schedules of what they are told: learning rate, weight decay, loss scale."""

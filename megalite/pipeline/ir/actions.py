@@ -1,0 +1,65 @@
+"""What one pipeline rank can be told to do: the atoms of every schedule."""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from megalite.pipeline.ir.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What an action does. F and B compute; the rest is added by `lower`."""
+
+    # A string enum, because actions are dictionary keys by the ten thousand: a plain Enum hashes in Python code.
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """Full backward of one microbatch through one stage: input and weight gradients."""
+    SEND_F = "SEND_F"
+    """Send the stage's output to the rank of the next stage."""
+    RECV_F = "RECV_F"
+    """Receive the stage's input from the rank of the stage before."""
+    SEND_B = "SEND_B"
+    """Send the gradient of the stage's input to the rank of the stage before."""
+    RECV_B = "RECV_B"
+    """Receive the gradient of the stage's output from the rank of the next stage."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """The stage's gradients are final for this step: data-parallel reduction may start. Has no microbatch."""
+
+
+COMPUTE = frozenset({Kind.F, Kind.B})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
+
+NO_MICROBATCH = -1
+"""The `microbatch` of a REDUCE_GRAD."""
+
+_TEXT = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)", re.ASCII)
+
+
+class Action(NamedTuple):
+    """One step of one rank. `stage` is the global virtual stage. Text form: stage, kind, microbatch, e.g. `2F0`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.kind is Kind.REDUCE_GRAD else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action whose text form this is.
+
+        Raises:
+            ScheduleError: it is not the text form of any action.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None or (match[2] == Kind.REDUCE_GRAD) != (match[3] == ""):
+            kinds = ", ".join(Kind)
+            raise ScheduleError(
+                f"not a pipeline action: {text.strip()!r}; expected stage, kind, microbatch as in 2F0, 2SEND_F0, "
+                f"2REDUCE_GRAD (kinds: {kinds})"
+            )
+        return cls(Kind(match[2]), int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH)

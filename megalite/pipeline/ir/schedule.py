@@ -1,0 +1,144 @@
+"""`Schedule` (what each rank computes, in order) and `Program` (the same with communication, ready to run)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind
+from megalite.pipeline.ir.errors import ScheduleError
+
+ActionLists = tuple[tuple[Action, ...], ...]
+"""Per rank, its actions in order."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of forwards and backwards on each pipeline rank; communication follows from it (`lower`)."""
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    """Per virtual stage, the rank that holds it."""
+    actions: ActionLists
+    """Per rank, F and B only."""
+    forward_only: bool = False
+    """No backward: evaluation."""
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages on a rank, ascending: its chunks 0, 1, ..."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @property
+    def num_chunks(self) -> int:
+        """The most stages on any rank."""
+        return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
+
+    def objection(self, rank: int, action: Action) -> str | None:
+        """Why the action cannot be on that rank at all, whatever surrounds it: an id out of range, another's stage."""
+        if not 0 <= action.stage < self.num_stages:
+            return f"there is no stage {action.stage}: stages are 0 to {self.num_stages - 1}"
+        if action.kind is Kind.REDUCE_GRAD:
+            if action.microbatch != NO_MICROBATCH:
+                return f"REDUCE_GRAD has no microbatch, but this has {action.microbatch}"
+        elif not 0 <= action.microbatch < self.num_microbatches:
+            return f"there is no microbatch {action.microbatch}: microbatches are 0 to {self.num_microbatches - 1}"
+        if self.placement[action.stage] != rank:
+            return f"stage {action.stage} is on rank {self.placement[action.stage]}"
+        return None
+
+    def to_csv(self) -> str:
+        """One line a rank, its actions separated by commas."""
+        return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
+
+    @classmethod
+    def from_csv(cls, text: str, *, name: str = "csv") -> "Schedule":
+        """The schedule that `to_csv` wrote, or that a user did: one line a rank.
+
+        Sizes and placement are inferred: a stage is on the rank in whose line it occurs. Empty cells are skipped, so
+        tables with bubbles in them load as well. Legality is not checked here: lower it and `validate` the program.
+
+        Raises:
+            ScheduleError: a cell is no action, or no F or B, a stage occurs in two lines, or a stage is missing.
+        """
+        lines = [line for line in text.splitlines() if line.strip()]
+        lists = tuple(
+            tuple(_parse_cells(line.split(","), name=name, rank=rank)) for rank, line in enumerate(lines)
+        )
+        actions = [(rank, action) for rank, row in enumerate(lists) for action in row]
+        if not actions:
+            raise ScheduleError(
+                f"schedule {name}: there is no action in it; expected one line a rank such as 0F0,0B0"
+            )
+        owners: dict[int, int] = {}
+        for rank, action in actions:
+            if owners.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"schedule {name}: stage {action.stage} is on line {owners[action.stage] + 1} and, with {action}, "
+                    f"on line {rank + 1}; each stage belongs on the line of one rank"
+                )
+        num_stages = max(owners) + 1
+        missing = [stage for stage in range(num_stages) if stage not in owners]
+        if missing:
+            raise ScheduleError(f"schedule {name}: it has stage {num_stages - 1} but no stage {missing[0]}")
+        return cls(
+            name=name,
+            num_ranks=len(lists),
+            num_stages=num_stages,
+            num_microbatches=max(action.microbatch for _, action in actions) + 1,
+            placement=tuple(owners[stage] for stage in range(num_stages)),
+            actions=lists,
+            forward_only=all(action.kind is Kind.F for _, action in actions),
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with its communication: exactly what the executor does, rank by rank.
+
+    RECV posts a receive and returns; the F or B that needs it waits. SEND posts a send and returns, unless
+    `send_window` sends are pending on its channel (ordered pair of ranks): then it first waits for the oldest of
+    them. After its last action a rank waits for all its sends. REDUCE_GRAD does not block.
+    """
+
+    schedule: Schedule
+    actions: ActionLists
+    """Per rank, the schedule's actions with SEND, RECV and REDUCE_GRAD between them."""
+    send_window: int = 1
+    """Sends that may be pending on one channel; each keeps an output tensor alive."""
+
+
+def peak_activations(actions: Sequence[Iterable[Action]], *, forward_only: bool) -> tuple[int, ...]:
+    """Per rank, the most (stage, microbatch) pairs whose activations are alive at once: from their F to their B.
+
+    Forward-only runs keep nothing beyond the F itself, so their peak is 1. The order on the rank alone decides: the
+    result holds whatever the actions cost.
+    """
+    peaks = []
+    for row in actions:
+        live = peak = 0
+        for action in row:
+            if action.kind is Kind.F:
+                live += 1
+                peak = max(peak, live)
+                live -= forward_only
+            elif action.kind is Kind.B:
+                live -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _parse_cells(cells: list[str], *, name: str, rank: int) -> Iterable[Action]:
+    for column, cell in enumerate(cells):
+        if not cell.strip():
+            continue
+        where = f"schedule {name}, line {rank + 1}, cell {column + 1}"
+        try:
+            action = Action.parse(cell)
+        except ScheduleError as error:
+            raise ScheduleError(f"{where}: {error}") from None
+        if action.kind not in COMPUTE:
+            raise ScheduleError(
+                f"{where}: {action} is communication, which lowering adds; only F and B belong here"
+            )
+        yield action

@@ -1,0 +1,1 @@
+"""Tensor parallelism: autograd mappings, split layers, vocab-parallel cross-entropy, layout-free randomness."""

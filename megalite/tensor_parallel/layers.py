@@ -1,0 +1,209 @@
+"""Column- and row-parallel linear layers and the vocabulary-parallel embedding (arXiv 1909.08053)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.tensor_parallel.mappings import (
+    gather_along_sequence,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import DONE, Group, Work
+
+
+class _Linear(torch.autograd.Function):
+    """x·Wᵀ + bias whose backward overlaps the input gradient's collective with the weight gradient's GEMM.
+
+    `enter` says how x came into the split region: "copy" (replicated; its gradient is all-reduced), "gather"
+    (split over the sequence; gathered here, its gradient reduce-scattered), or "local" (already split: nothing).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        tp: Group,
+        enter: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias, ctx.tp, ctx.enter = weight, bias is not None, tp, enter
+        if enter == "gather":
+            x = gather_along_sequence(x, tp)
+        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
+        gathering = DONE
+        if ctx.enter == "gather":
+            part, x = x.contiguous(), x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
+            gathering = tp.all_gather_async(x, part)
+        grad_y = grad_y.contiguous()
+        grad_rows = grad_y.flatten(0, -2)
+        grad_x, reducing = _reduce_input_grad(ctx, grad_y @ weight.flatten(0, -2))
+        gathering.wait()
+        x_rows = x.flatten(0, -2)
+        if weight.main_grad is not None:
+            accumulate_weight_grad(weight.main_grad.flatten(0, -2), grad_rows, x_rows)
+            grad_weight = None
+            if weight.grad_ready is not None:
+                weight.grad_ready()
+        else:
+            grad_weight = (grad_rows.t() @ x_rows).view(weight.shape)
+        grad_bias = grad_rows.sum(0) if ctx.has_bias else None
+        reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    """Start the collective that finishes the input gradient."""
+    if ctx.enter == "copy":
+        return grad_x, ctx.tp.all_reduce_async(grad_x)
+    if ctx.enter == "gather":
+        part = grad_x.new_empty(grad_x.shape[0] // ctx.tp.size, *grad_x.shape[1:])
+        return part, ctx.tp.reduce_scatter_async(part, grad_x)
+    return grad_x, DONE
+
+
+def linear(
+    x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, *, tp: Group, enter: str
+) -> torch.Tensor:
+    """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
+
+    Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
+    autograd. A weight of more than two dimensions counts as [-1, i].
+
+    Collectives: `enter="copy"`: none / all-reduce of the input gradient; `"gather"`: all-gather / all-gather and
+    reduce-scatter; `"local"`: none.
+    """
+    if bias is not None and bias.dim() > 1:
+        flat = _Linear.apply(x, weight, None, tp, enter)
+        return flat + bias.flatten()
+    return _Linear.apply(x, weight, bias, tp, enter)
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """Y = X·Aᵀ with A [o, i] split along its output: rank r computes columns r of Y.
+
+    Input [s, b, i], replicated over tp, or [s/tp, b, i] with sequence parallelism; output [s, b, o/tp].
+
+    Args:
+        shape: global weight shape; its last dimension is i, the others multiply to o.
+        shard_dim: the dimension of `shape` that is split.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        std: float,
+        bias: bool,
+        make: ParameterFactory,
+        shard_dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tp = make.tp
+        self.enter = "gather" if make.sequence_parallel else "copy"
+        self.weight = make.make(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
+        self.bias = make.make(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Collectives: see `linear`."""
+        return linear(x, self.weight, self.bias, tp=self.tp, enter=self.enter)
+
+
+class RowParallelLinear(torch.nn.Module):
+    """Y = X·Aᵀ + b with A [o, i] split along its input: rank r holds X's columns r, partial results are summed.
+
+    Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
+    once, after the sum.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], *, std: float, bias: bool, make: ParameterFactory
+    ) -> None:
+        super().__init__()
+        self.tp = make.tp
+        self.sequence_parallel = make.sequence_parallel
+        self.weight = make.make(f"{name}.weight", shape, shard_dim=1, std=std)
+        self.bias = (
+            make.make(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism."""
+        if self.tp.size == 1:
+            return linear(x, self.weight, self.bias, tp=self.tp, enter="local")
+        partial = linear(x, self.weight, None, tp=self.tp, enter="local")
+        if self.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel_region(partial, tp=self.tp)
+        else:
+            y = reduce_from_tensor_parallel_region(partial, tp=self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class _VocabularyLookup(torch.autograd.Function):
+    """Rows of a table shard for the tokens in its range, zero for the others; the backward adds into main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
+        start, stop = weight.info.spec.slice[0]
+        outside = None
+        if (start, stop) != (0, weight.info.spec.global_shape[0]):
+            outside = (tokens < start) | (tokens >= stop)
+            tokens = (tokens - start).masked_fill(outside, 0)
+        rows = F.embedding(tokens, weight)
+        if outside is not None:
+            rows[outside] = 0.0
+        ctx.save_for_backward(tokens, outside)
+        ctx.weight = weight
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
+        (tokens, outside), weight = ctx.saved_tensors, ctx.weight
+        if outside is not None:
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), tokens, weight.shape[0], -1, False)
+        if weight.main_grad is None:
+            return None, dense
+        weight.accumulate(dense)
+        return None, None
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallel.
+
+    `tied` and `uses` are those of `ParameterInfo`.
+
+    Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        std: float,
+        make: ParameterFactory,
+        tied: bool = False,
+        uses: int = 1,
+    ) -> None:
+        super().__init__()
+        self.tp = make.tp
+        self.sequence_parallel = make.sequence_parallel
+        self.weight = make.make(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        rows = _VocabularyLookup.apply(tokens.t().contiguous(), self.weight)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(rows, tp=self.tp)
+        return reduce_from_tensor_parallel_region(rows, tp=self.tp)

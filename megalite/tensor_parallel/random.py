@@ -1,0 +1,79 @@
+"""Initial weights and dropout masks that do not depend on the layout.
+
+Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
+generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
+
+Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index),
+and a rank uses its part. So the mask of an element is the same for every tp, pp, dp and microbatch size; replicated
+regions agree and split regions are independent by construction; recomputing a forward draws the same mask; and no
+generator state exists that a checkpoint would have to hold.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megalite.topology.sharding import ShardSpec
+
+BLOCK = 64
+"""Rows (columns) drawn together. A constant of the weights' definition: changing it changes every initial weight."""
+
+
+def _key(*parts: object, size: int) -> int:
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
+def fill_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int) -> None:
+    """Fill the local slice of a parameter with N(0, std²), as every other layout would.
+
+    Args:
+        tensor: the local slice, of any float type and device; draws are made in fp32.
+        spec: its name, global shape and slice.
+        dim: the dimension that blocks run along; the one that tensor parallelism splits, if any.
+    """
+    (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
+    shape = list(spec.global_shape)
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, extent)
+        shape[dim] = last - first
+        generator = np.random.Generator(np.random.Philox(key=_key(seed, spec.name, block, size=16)))
+        drawn = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(std))
+        lower, upper = max(first, start), min(last, stop)
+        part = drawn.narrow(dim, lower - first, upper - lower)
+        tensor.narrow(dim, lower - start, upper - lower).copy_(part)
+
+
+@dataclass(frozen=True)
+class DropoutStream:
+    """What the masks of one microbatch are keyed by."""
+
+    seed: int
+    sample_ids: tuple[int, ...]
+
+    def keep(
+        self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device
+    ) -> torch.Tensor:
+        """The boolean keep-mask of one sample (by its place in the microbatch) at one site, full shape."""
+        generator = torch.Generator(device)
+        generator.manual_seed(_key(self.seed, site, self.sample_ids[sample], size=8) >> 1)
+        return torch.rand(shape, generator=generator, device=device) >= p
+
+
+def dropout(
+    x: torch.Tensor, p: float, *, site: str, stream: DropoutStream, rows: tuple[int, int], length: int
+) -> torch.Tensor:
+    """Zero elements of x [s_local, b, h] with probability p and scale the rest by 1/(1-p).
+
+    Args:
+        site: name of the place in the network, e.g. `"layers.3.mlp"`.
+        rows: the half-open range of sequence positions held here; `length` is the full sequence's.
+    """
+    start, stop = rows
+    masks = [
+        stream.keep(site, sample, (length, x.shape[2]), p, x.device)[start:stop]
+        for sample in range(x.shape[1])
+    ]
+    return x * (torch.stack(masks, dim=1).to(x.dtype) / (1.0 - p))

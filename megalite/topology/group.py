@@ -1,0 +1,187 @@
+"""`Group`: the ranks of one parallel group and the collectives over them.
+
+A group of one rank needs no process group: its collectives are identities, so the single-process model runs the
+same code without a branch.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megalite.config.errors import ConfigError
+
+# torch 2.13 renamed both; 2.11 has the old names alone.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """Something under way: `wait()` returns when its result may be used (on CUDA: by the current stream)."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    """The work of a collective over one rank."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass
+class _Then:
+    """A work with a step to run after it, once, in whoever waits first."""
+
+    work: Work
+    finish: Callable[[], None] | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+
+DONE: Work = _Done()
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks that take part in one kind of communication, seen from one of them.
+
+    Args:
+        name: the kind, e.g. `"tp"`; it appears in error messages.
+        ranks: global ranks, ascending (or sender, receiver for a pipeline edge).
+        rank: this process's index in `ranks`.
+        process_group: torch's handle; None for one rank.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def solo(cls, name: str, rank: int = 0) -> "Group":
+        """The group of one process: every collective is the identity."""
+        return cls(name=name, ranks=(rank,), rank=0)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def _uses_gloo(self) -> bool:
+        return dist.get_backend(self.process_group) == "gloo"
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
+        """In place: every rank gets the sum (or max, min) over ranks."""
+        self.all_reduce_async(tensor, op=op).wait()
+
+    def all_reduce_async(self, tensor: torch.Tensor, *, op: str = "sum") -> Work:
+        """`all_reduce` under way; `tensor` must not be touched before `wait()`."""
+        if self.size == 1:
+            return DONE
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        return dist.all_reduce(tensor, reduce_op, group=self.process_group, async_op=True)
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """`output` [size·n, ...] becomes the parts [n, ...] of all ranks, in rank order."""
+        self.all_gather_async(output, part).wait()
+
+    def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> Work:
+        """`all_gather` under way. `part` may be this rank's place inside `output`."""
+        if self.size == 1:
+            if output.data_ptr() != part.data_ptr():
+                output.copy_(part)
+            return DONE
+        return _all_gather_single(output, part, group=self.process_group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`output` [n, ...] becomes this rank's part of the sum over ranks of `tensor` [size·n, ...]."""
+        self.reduce_scatter_async(output, tensor).wait()
+
+    def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`reduce_scatter` under way. `output` may be this rank's place inside `tensor`.
+
+        gloo's own reduce-scatter moves as many bytes as an all-reduce; exchanging the parts and adding them here,
+        in rank order, moves half of that and gives the same bits in every run.
+        """
+        if self.size == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return DONE
+        if not self._uses_gloo:
+            return _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True)
+        received = torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True)
+        parts = received.view(self.size, *output.shape)
+        return _Then(work, lambda: torch.sum(parts, dim=0, out=output))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        """In place: every rank gets the tensor of the rank with index `source`."""
+        if self.size > 1:
+            dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+
+    def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
+        """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""
+        return dist.isend(tensor, self.ranks[to], group=self.process_group)
+
+    def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
+        """Receive into `tensor` from the rank with index `source`."""
+        return dist.irecv(tensor, self.ranks[source], group=self.process_group)
+
+    def barrier(self, device: torch.device) -> None:
+        """Return when every rank has come here."""
+        if self.size > 1:
+            flag = torch.zeros(1, device=device)
+            self.all_reduce(flag)
+            flag.item()
+
+    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+        """Every rank's `value` (anything JSON can hold), in rank order, on every rank. For small things."""
+        if self.size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        self.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: payload.numel()] = payload
+        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        self.all_gather(everything, padded)
+        rows = everything.view(self.size, longest).cpu()
+        return [
+            json.loads(bytes(row[:length].tolist()))
+            for row, length in zip(rows, lengths.tolist(), strict=True)
+        ]
+
+    def agree(self, error: BaseException | None, device: torch.device) -> None:
+        """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
+
+        Local work that can fail on some ranks alone (opening a file, say) goes between a try and this call; without
+        it the ranks without the fault would wait for ever in the next collective.
+
+        Raises:
+            the error itself on a rank that has one; on others one of the same type (ConfigError) or RuntimeError
+            with the first failing rank's message.
+        """
+        from_here = None if error is None else [type(error).__name__, str(error)]
+        reports = self.gather_json(from_here, device)
+        if error is not None:
+            raise error
+        for index, report in enumerate(reports):
+            if report is not None:
+                raise _remote_error(report, self.ranks[index])
+
+
+def _remote_error(report: Sequence[str], rank: int) -> Exception:
+    name, message = report
+    if name in ("ConfigError", "CheckpointError"):
+        return ConfigError(message)
+    return RuntimeError(f"rank {rank} failed: {name}: {message}")

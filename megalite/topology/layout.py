@@ -1,0 +1,194 @@
+"""`ParallelLayout`: rank <-> coordinate and the rank list of every process group. Pure arithmetic, no torch.
+
+The rank order and the groups are Megatron-LM's (core/parallel_state.py, RankGenerator), so that a launch script
+places the same ranks on the same nodes.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from megalite.config.errors import ConfigError
+
+RankLists = tuple[tuple[int, ...], ...]
+
+
+class Coordinate(NamedTuple):
+    """Position of a rank on the dense axes."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """world = tp·cp·dp·pp ranks. Experts use a second grid over the same ranks: etp·ep·edp·pp.
+
+    With the default order, global rank = tp + TP·(cp + CP·(dp + DP·pp)).
+
+    Raises:
+        ConfigError: a size below 1, or an expert grid that does not divide the world or cuts pipelines apart.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = (
+        "world",
+        "tp",
+        "cp",
+        "dp",
+        "pp",
+        "dp-cp",
+        "model",
+        "tp-cp",
+        "tp-dp-cp",
+        "embedding",
+        "position-embedding",
+        "ep",
+        "expert-tp",
+        "expert-dp",
+    )
+    """Every kind of group; `model` is tp-pp, one replica of the network."""
+
+    ORDERS: ClassVar[tuple[str, ...]] = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "cp", "dp", "ep"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"{axis} is {getattr(self, axis)}; a parallel size is at least 1")
+        if self.order not in self.ORDERS:
+            raise ConfigError(f"rank_order is {self.order!r}; it is one of {', '.join(self.ORDERS)}")
+        block = self.expert_tp * self.ep
+        dense = self.tp * self.cp * self.dp
+        if dense % block:
+            raise ConfigError(
+                f"expert_tp·ep = {self.expert_tp}·{self.ep} = {block} does not divide the {dense} ranks of a pipeline "
+                f"stage (tp·cp·dp = {self.tp}·{self.cp}·{self.dp}); choose ep so that it does, e.g. --ep 1"
+            )
+        if (
+            self.order == "tp-cp-ep-pp-dp"
+            and self._experts_apart
+            and self.pp > 1
+            and block != self.tp * self.cp
+        ):
+            raise ConfigError(
+                f"with rank_order {self.order}, expert_tp·ep = {block} must equal tp·cp = {self.tp * self.cp}, or the "
+                "dense and the expert grid would have different pipelines; use --rank-order tp-cp-ep-dp-pp"
+            )
+
+    @property
+    def _experts_apart(self) -> bool:
+        """Experts have a grid of their own; else it is the dense one with cp folded into dp."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size inside experts."""
+        return self.etp or self.tp
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel size of experts."""
+        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @cached_property
+    def _dense_strides(self) -> dict[str, tuple[int, int]]:
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return _strides(sizes, [axis for axis in self.order.split("-") if axis != "ep"])
+
+    @cached_property
+    def _expert_strides(self) -> dict[str, tuple[int, int]]:
+        sizes = {"tp": self.expert_tp, "ep": self.ep, "dp": self.expert_dp, "pp": self.pp}
+        return _strides(sizes, [axis for axis in self.order.split("-") if axis != "cp"])
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` stands on the dense axes."""
+        assert 0 <= rank < self.world_size, (rank, self.world_size)
+        strides = self._dense_strides
+        return Coordinate(
+            **{axis: rank // strides[axis][1] % strides[axis][0] for axis in Coordinate._fields}
+        )
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank that stands at these coordinates; the inverse of `coordinate`."""
+        place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        return sum(index * self._dense_strides[axis][1] for axis, index in place.items())
+
+    def groups(self, kind: str) -> RankLists:
+        """All groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
+
+        `embedding` holds the first and last rank of each pipeline (they share the tied embedding), and
+        `position-embedding` the first; ranks in between are in no such group.
+        """
+        pipelines = _grid_groups(self._dense_strides, {"pp"})
+        if kind == "embedding":
+            return tuple((ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines)
+        if kind == "position-embedding":
+            return tuple(ranks[:1] for ranks in pipelines)
+        dense = {
+            "world": {"tp", "cp", "dp", "pp"},
+            "tp": {"tp"},
+            "cp": {"cp"},
+            "dp": {"dp"},
+            "pp": {"pp"},
+            "dp-cp": {"dp", "cp"},
+            "model": {"tp", "pp"},
+            "tp-cp": {"tp", "cp"},
+            "tp-dp-cp": {"tp", "dp", "cp"},
+        }
+        if kind in dense:
+            return _grid_groups(self._dense_strides, dense[kind])
+        if not self._experts_apart and kind in ("expert-tp", "expert-dp"):
+            return self.groups({"expert-tp": "tp", "expert-dp": "dp-cp"}[kind])
+        expert = {"ep": {"ep"}, "expert-tp": {"tp"}, "expert-dp": {"dp"}}
+        return _grid_groups(self._expert_strides, expert[kind])
+
+    def group_of(self, kind: str, rank: int) -> tuple[int, ...] | None:
+        """The group of this kind that `rank` is in, or None."""
+        return next((ranks for ranks in self.groups(kind) if rank in ranks), None)
+
+    def pipeline_edges(self) -> RankLists:
+        """Directed neighbour pairs (sender, receiver) of every pipeline ring, both ways, without repeats."""
+        if self.pp == 1:
+            return ()
+        edges: dict[tuple[int, ...], None] = {}
+        for ranks in self.groups("pp"):
+            for here, there in zip(ranks, ranks[1:] + ranks[:1], strict=True):
+                edges[here, there] = None
+                edges[there, here] = None
+        return tuple(edges)
+
+
+def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple[int, int]]:
+    """{axis: (size, stride)} of a grid whose first axis varies fastest."""
+    strides, stride = {}, 1
+    for axis in fastest_first:
+        strides[axis] = (sizes[axis], stride)
+        stride *= sizes[axis]
+    return strides
+
+
+def _grid_groups(strides: dict[str, tuple[int, int]], axes: set[str]) -> RankLists:
+    """Groups of the ranks that differ in `axes` alone."""
+
+    def offsets(chosen: list[str]) -> list[int]:
+        ranges = [range(0, strides[axis][0] * strides[axis][1], strides[axis][1]) for axis in chosen]
+        return sorted(sum(parts) for parts in itertools.product(*ranges))
+
+    inside = offsets([axis for axis in strides if axis in axes])
+    outside = offsets([axis for axis in strides if axis not in axes])
+    return tuple(tuple(base + offset for offset in inside) for base in outside)

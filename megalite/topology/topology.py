@@ -1,0 +1,169 @@
+"""`Topology`: the process groups of one layout, made once and passed down. The only place that makes any.
+
+torch's DeviceMesh is not underneath: it cannot express the embedding groups or a second grid for experts. The rank
+lists of `ParallelLayout` are the single source instead.
+"""
+
+import datetime
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.config.errors import ConfigError
+from megalite.topology.group import Group
+from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+
+ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
+"""Process groups made so far, by (kind, ranks)."""
+
+MADE_KINDS = (
+    *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp"),
+    *("ep", "expert-tp", "expert-dp", "embedding", "position-embedding"),
+)
+"""The kinds that become fields of a Topology, in the order in which they are made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launcher says of this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read torchrun's variables; one process where there are none."""
+        try:
+            return cls(
+                rank=int(os.environ.get("RANK", 0)),
+                world_size=int(os.environ.get("WORLD_SIZE", 1)),
+                local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be integers ({error}); use torchrun"
+            ) from None
+
+    def device(self, name: str) -> torch.device:
+        """The device for `auto`, `cpu` or `cuda`; on cuda, the one of this local rank."""
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu":
+            return torch.device("cpu")
+        count = torch.cuda.device_count()
+        if self.local_rank >= count:
+            raise ConfigError(
+                f"local rank {self.local_rank} has no CUDA device: this host has {count}; start at most "
+                f"{count} processes on it (--nproc-per-node {max(count, 1)}) or use --device cpu"
+            )
+        device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Topology:
+    """Where this rank stands and the groups it is in.
+
+    `model` spans tp and pp (one replica of the network); `embedding` is None where this rank is neither first nor
+    last in its pipeline. `edges` maps (sender, receiver), as pipeline ranks, to the pair's own group, in which the
+    sender has index 0.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    coordinate: Coordinate
+    device: torch.device
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    dp_cp: Group
+    model: Group
+    tp_cp: Group
+    ep: Group
+    expert_tp: Group
+    expert_dp: Group
+    embedding: Group | None
+    position_embedding: Group | None
+    edges: dict[tuple[int, int], Group]
+
+    @classmethod
+    def create(
+        cls,
+        layout: ParallelLayout,
+        *,
+        rank: int,
+        device: torch.device,
+        backend: str = "auto",
+        timeout_minutes: float = 10.0,
+        made: ProcessGroups | None = None,
+    ) -> "Topology":
+        """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
+
+        As torch names process groups by a counter, every rank makes all of them in one order, also those that it
+        is not in (those cost a few microseconds). Groups over the same ranks share a process group where their
+        collectives are ordered by the program; pipeline edges have their own, since there order is per channel.
+
+        Args:
+            made: process groups to re-use and add to, for programs that go through many layouts of one world.
+        """
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        made = {} if made is None else made
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+
+        def group(kind: str, rank_lists: RankLists, *, private: bool = False) -> Group | None:
+            mine = None
+            for ranks in rank_lists:
+                key = (kind if private else "shared", ranks)
+                if len(ranks) > 1 and key not in made:
+                    made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                if rank in ranks:
+                    process_group = made[key] if len(ranks) > 1 else None
+                    mine = Group(name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group)
+            return mine
+
+        groups = {kind: group(kind, layout.groups(kind)) for kind in MADE_KINDS}
+        pipeline = groups["pp"].ranks if groups["pp"] else ()
+        edges = {}
+        for pair in layout.pipeline_edges():
+            edge = group(f"pp edge {pair[0]}->{pair[1]}", (pair,), private=True)
+            if edge is not None:
+                edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
+        return cls(
+            layout=layout,
+            rank=rank,
+            coordinate=layout.coordinate(rank),
+            device=device,
+            edges=edges,
+            **{kind.replace("-", "_"): value for kind, value in groups.items()},  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def solo(cls, device: torch.device | None = None) -> "Topology":
+        """One process, no process groups."""
+        return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
+
+
+def start_distributed(launch: Launch, device: torch.device, *, backend: str, timeout_minutes: float) -> None:
+    """Join the job that torchrun started; nothing to do for one process."""
+    if launch.world_size == 1:
+        return
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    # No device_id: it would make every rank take part in the creation of every NCCL communicator.
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def stop_distributed() -> None:
+    """Leave the job cleanly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

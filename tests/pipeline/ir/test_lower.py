@@ -1,0 +1,137 @@
+"""Lowering: where sends, receives and reductions go, and that the result never deadlocks."""
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.actions import COMPUTE, RECVS, SENDS, Action, Kind
+from megalite.pipeline.ir.errors import ScheduleError
+from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.pipeline.ir.validate import validate
+
+SAMPLES = [one_f_one_b(4, 6), gpipe(3, 4), gpipe(2, 4, 2), interleaved(4, 2, 8), interleaved(2, 3, 7, 5)]
+
+
+def test_1f1b_on_two_ranks_written_out() -> None:
+    program = lower(one_f_one_b(2, 2))
+    assert [" ".join(map(str, row)) for row in program.actions] == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
+    ]
+    assert program.send_window == 1
+
+
+def test_one_rank_has_no_messages() -> None:
+    (row,) = lower(gpipe(1, 2, 2)).actions
+    assert " ".join(map(str, row)) == "0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD"
+
+
+@pytest.mark.parametrize("schedule", SAMPLES, ids=lambda s: f"{s.name}-{s.num_ranks}-{s.num_stages}")
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_placement_of_everything(schedule: Schedule, prefetch: int) -> None:
+    program = lower(schedule, recv_prefetch=prefetch)
+    result = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
+    reader = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+    wire: dict[bool, dict[tuple[int, int], list[tuple[Kind, int, int]]]] = {
+        True: defaultdict(list),
+        False: defaultdict(list),
+    }
+    for rank, row in enumerate(program.actions):
+        assert tuple(action for action in row if action.kind in COMPUTE) == schedule.actions[rank]
+        for position, (kind, stage, microbatch) in enumerate(row):
+            if kind in SENDS:
+                assert row[position - 1] == Action(result[kind], stage, microbatch)
+                peer = schedule.placement[stage + (1 if kind is Kind.SEND_F else -1)]
+                wire[True][rank, peer].append((result[kind], stage, microbatch))
+            elif kind in RECVS:
+                offset = -1 if kind is Kind.RECV_F else 1
+                wire[False][schedule.placement[stage + offset], rank].append(
+                    (reader[kind], stage + offset, microbatch)
+                )
+                ahead = row[position : row.index(Action(reader[kind], stage, microbatch))]
+                # At least `prefetch` computations lie between, unless the list begins here.
+                between = sum(action.kind in COMPUTE for action in ahead)
+                before = sum(action.kind in COMPUTE for action in row[:position])
+                assert between >= prefetch or before == 0
+            elif kind is Kind.REDUCE_GRAD:
+                assert row[position - 1] in {
+                    Action(k, stage, schedule.num_microbatches - 1) for k in (Kind.B, Kind.SEND_B)
+                }
+                assert all(a.stage != stage or a.kind is not Kind.B for a in row[position:])
+    assert wire[True] == wire[False]
+
+
+def legal_sizes() -> list[tuple[int, int, int, int]]:
+    sizes = [
+        (ranks, chunks, microbatches, group)
+        for ranks in range(1, 9)
+        for chunks in range(1, 5)
+        for microbatches in range(1, 33)
+        for group in {ranks, ranks + 1, 2 * ranks, microbatches}
+        if ranks <= group <= microbatches and not 0 < microbatches % group < ranks
+    ]
+    small = [size for size in sizes if size[0] <= 3 and size[1] <= 3 and size[2] <= 7]
+    return small + random.Random(1).sample(sizes, 120)
+
+
+def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
+    """Valid under both send semantics, and as fast as with sends that never block, for three ratios of B to F."""
+    sizes = legal_sizes()
+    assert len(sizes) > 250
+    for ranks, chunks, microbatches, group in sizes:
+        schedules = [gpipe(ranks, microbatches, chunks), forward_only(ranks, chunks, microbatches)]
+        schedules += (
+            [interleaved(ranks, chunks, microbatches, group)]
+            if chunks > 1
+            else [one_f_one_b(ranks, microbatches)]
+        )
+        for schedule in schedules:
+            program = lower(schedule, recv_prefetch=0)
+            validate(program)
+        wanted = microbatches * chunks + ranks - 1
+        for backward in (0.5, 1.0, 2.0):
+            costs = Costs.uniform(ranks * chunks, backward=backward)
+            assert simulate(program, costs).makespan == wanted * (1 + backward), (
+                schedule.name,
+                ranks,
+                chunks,
+                group,
+            )
+
+
+def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_program() -> None:
+    """The docstring's theorem on random orders: what runs with unlimited sends runs with a window of one."""
+    rng = random.Random(7)
+    ran = 0
+    for _ in range(600):
+        base = rng.choice(
+            [one_f_one_b(3, 3), gpipe(2, 4, 2), interleaved(2, 2, 4, 4), interleaved(3, 2, 4), gpipe(3, 3)]
+        )
+        lists = [list(row) for row in base.actions]
+        for _ in range(rng.randint(1, 6)):
+            row = rng.choice(lists)
+            row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
+        schedule = replace(base, actions=tuple(map(tuple, lists)))
+        try:
+            validate(lower(schedule, recv_prefetch=0, send_window=10_000))
+        except ScheduleError:
+            continue
+        validate(lower(schedule, recv_prefetch=0, send_window=1))
+        ran += 1
+    assert ran > 60
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ConfigError, match="recv_prefetch is -1"):
+        lower(gpipe(2, 2), recv_prefetch=-1)
+    with pytest.raises(ConfigError, match="send_window is 0"):
+        lower(gpipe(2, 2), send_window=0)
+    broken = replace(gpipe(2, 2), actions=((Action(Kind.F, 2, 0),), ()))
+    with pytest.raises(ScheduleError, match="2F0 on rank 0: there is no stage 2"):
+        lower(broken)

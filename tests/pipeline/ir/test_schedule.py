@@ -1,0 +1,59 @@
+"""CSV form and memory count of schedules."""
+
+import pytest
+
+from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.errors import ScheduleError
+from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule, peak_activations
+from megalite.pipeline.ir.validate import validate
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(3, 4, 2), one_f_one_b(4, 6), interleaved(2, 3, 5, 3), forward_only(2, 2, 5), one_f_one_b(1, 1)],
+)
+def test_csv_round_trip(schedule: Schedule) -> None:
+    assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
+
+
+def test_csv_of_a_user() -> None:
+    # A V placement (rank 0 has stages 0 and 3), with bubbles as empty cells and blanks around.
+    schedule = Schedule.from_csv(" 0F0,,, 3F0,3B0,,,0B0 \n\n,1F0,2F0,,,2B0,1B0,\n", name="vee")
+    assert schedule.placement == (0, 1, 1, 0)
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (2, 4, 1)
+    assert schedule.stages_of(0) == (0, 3) and schedule.stages_of(1) == (1, 2)
+    assert not schedule.forward_only
+    program = lower(schedule)
+    validate(program)
+    # 1 -> 2 and 3's forward -> backward stay on their rank: two messages a direction are all there is.
+    assert " ".join(map(str, program.actions[1])) == (
+        "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 2REDUCE_GRAD 1B0 1SEND_B0 1REDUCE_GRAD"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "line 1, cell 2.*0X0"),
+        ("0F0,0SEND_F0\n1F0\n", "0SEND_F0 is communication"),
+        ("0F0\n0B0\n", "stage 0 is on line 1 and, with 0B0, on line 2"),
+        ("0F0\n2F0\n", "stage 2 but no stage 1"),
+        (" \n", "no action"),
+    ],
+)
+def test_csv_that_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_csv(text)
+
+
+def test_a_csv_that_parses_is_still_validated() -> None:
+    with pytest.raises(ScheduleError, match="0B1 is missing on rank 0"):
+        validate(lower(Schedule.from_csv("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n")))
+
+
+def test_peak_activations_counts_from_f_to_b() -> None:
+    row = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0F2", "0F3", "0B1", "0B2", "0B3")]
+    assert peak_activations([row, row[:1]], forward_only=False) == (3, 1)
+    assert peak_activations([row[:2]], forward_only=True) == (1,)

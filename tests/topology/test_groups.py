@@ -1,0 +1,100 @@
+"""Collectives over real gloo ranks, and the identities of a solo group."""
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.topology.group import Group
+from tests.support.ranks import RankContext, RankFailure, run_ranks
+
+
+def collectives(context: RankContext) -> dict[str, object]:
+    topology = context.topology(tp=2, dp=2)
+    me = float(topology.rank)
+    summed = torch.tensor([me, 1.0])
+    topology.world.all_reduce(summed)
+    gathered = torch.empty(4, 2)
+    topology.world.all_gather(gathered, torch.full((1, 2), me))
+    whole = torch.arange(8.0).view(4, 2) + me
+    part = torch.empty(1, 2)
+    topology.world.reduce_scatter(part, whole)
+    in_place = torch.arange(4.0) * (topology.dp.rank + 1)
+    mine = in_place[topology.dp.rank * 2 : topology.dp.rank * 2 + 2]
+    topology.dp.reduce_scatter_async(mine, in_place).wait()
+    return {
+        "sum": summed.tolist(),
+        "gathered": gathered[:, 0].tolist(),
+        "part": part.tolist(),
+        "mine": mine.tolist(),
+        "json": topology.tp.gather_json(
+            {"rank": topology.rank, "text": "é" * topology.rank}, topology.device
+        ),
+    }
+
+
+def test_collectives_over_four_ranks() -> None:
+    results = run_ranks(4, collectives)
+    for rank, result in enumerate(results):
+        assert result["sum"] == [6.0, 4.0]
+        assert result["gathered"] == [0.0, 1.0, 2.0, 3.0]
+        assert result["part"] == [[4 * 2 * rank + 6.0, 4 * (2 * rank + 1) + 6.0]]
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert result["json"] == [{"rank": other, "text": "é" * other} for other in pair]
+        assert result["mine"] == ([0.0, 3.0] if rank // 2 == 0 else [6.0, 9.0])
+
+
+def exchange(context: RankContext) -> list[float]:
+    topology = context.topology(pp=3)
+    here = topology.pp.rank
+    sent = torch.full((5,), float(here))
+    received = torch.empty(5)
+    pending = [
+        topology.edges[here, (here + 1) % 3].send_async(sent, to=1),
+        topology.edges[(here - 1) % 3, here].receive_async(received, source=0),
+    ]
+    for work in pending:
+        work.wait()
+    return received.tolist()
+
+
+def test_messages_round_the_ring() -> None:
+    assert run_ranks(3, exchange) == [[2.0] * 5, [0.0] * 5, [1.0] * 5]
+
+
+def one_rank_finds_a_fault(context: RankContext) -> str:
+    topology = context.topology(dp=2)
+    fault = ConfigError("file x is truncated") if topology.rank == 1 else None
+    try:
+        topology.world.agree(fault, topology.device)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_agree_raises_the_same_error_on_every_rank() -> None:
+    assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
+
+
+def fail_on_rank_one(context: RankContext) -> None:
+    topology = context.topology(dp=2)
+    if context.rank == 1:
+        raise ValueError("boom on purpose")
+    topology.world.all_reduce(torch.ones(1))
+
+
+def test_pool_reports_the_failing_rank_and_recovers() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed first:(.|\n)*boom on purpose"):
+        run_ranks(2, fail_on_rank_one)
+    assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
+
+
+def test_solo_group_is_the_identity() -> None:
+    solo = Group.solo("tp")
+    tensor = torch.arange(4.0)
+    solo.all_reduce(tensor)
+    output = torch.empty(4)
+    solo.all_gather(output, tensor)
+    assert output.tolist() == tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
+    solo.reduce_scatter(output, tensor + 1)
+    assert output.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert solo.gather_json([1], torch.device("cpu")) == [[1]]
