@@ -15,7 +15,12 @@ _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
 def nearest(word: str, known: Iterable[str]) -> str:
     """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    return f": did you mean {' or '.join(close)}?" if close else ""
+    if not close:
+        return ""
+    likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
+    # The best one, and others only if they are almost as good.
+    named = [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
+    return f": did you mean {' or '.join(named)}?"
 
 
 def _number(text: str, kind: type) -> int | float | None:

@@ -190,7 +190,7 @@ def _engine_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
     """`output.backward(grad)` without the shape check that a freed output would fail."""
     if grad is None:
         grad = torch.ones_like(output)
-    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    Variable._execution_engine.run_backward(
         tensors=(output,),
         grad_tensors=(grad,),
         keep_graph=False,

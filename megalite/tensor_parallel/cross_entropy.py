@@ -32,7 +32,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return log_total - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_probabilities, index, outside, shift = ctx.saved_tensors
         # In place: this is the only reader of the saved tensor, and the largest activation of the step.
         probabilities = log_probabilities if shift is None else log_probabilities.add_(shift.unsqueeze(-1))

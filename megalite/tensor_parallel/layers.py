@@ -38,7 +38,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
         gathering = DONE
         if ctx.enter == "gather":
@@ -167,7 +167,7 @@ class _VocabularyLookup(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
         (tokens, outside), weight = ctx.saved_tensors, ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)

@@ -19,7 +19,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.contiguous()
         ctx.tp.all_reduce(grad)
         return grad, None
@@ -34,7 +34,7 @@ class _ReduceFrom(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -45,7 +45,7 @@ class _ScatterSequence(torch.autograd.Function):
         return x.tensor_split(tp.size, dim=0)[tp.rank].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gather_along_sequence(grad, ctx.tp), None
 
 
@@ -56,7 +56,7 @@ class _GatherSequence(torch.autograd.Function):
         return gather_along_sequence(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return reduce_scatter_along_sequence(grad, ctx.tp), None
 
 
@@ -67,7 +67,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter_along_sequence(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gather_along_sequence(grad, ctx.tp), None
 
 

@@ -37,7 +37,7 @@ class _Then:
     """A work with a step to run after it, once, in whoever waits first."""
 
     work: Work
-    finish: Callable[[], None] | None
+    finish: Callable[[], Any] | None
 
     def wait(self) -> None:
         self.work.wait()
@@ -130,11 +130,11 @@ class Group:
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""
-        return dist.isend(tensor, self.ranks[to], group=self.process_group)
+        return _started(dist.isend(tensor, self.ranks[to], group=self.process_group))
 
     def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
         """Receive into `tensor` from the rank with index `source`."""
-        return dist.irecv(tensor, self.ranks[source], group=self.process_group)
+        return _started(dist.irecv(tensor, self.ranks[source], group=self.process_group))
 
     def barrier(self, device: torch.device) -> None:
         """Return when every rank has come here."""
@@ -178,6 +178,11 @@ class Group:
         for index, report in enumerate(reports):
             if report is not None:
                 raise _remote_error(report, self.ranks[index])
+
+
+def _started(work: Work | None) -> Work:
+    assert work is not None, "this rank is not in the group"
+    return work
 
 
 def _remote_error(report: Sequence[str], rank: int) -> Exception:

@@ -83,7 +83,7 @@ def fail_on_rank_one(context: RankContext) -> None:
 
 
 def test_pool_reports_the_failing_rank_and_recovers() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 2 failed first:(.|\n)*boom on purpose"):
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:(.|\n)*boom on purpose"):
         run_ranks(2, fail_on_rank_one)
     assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
 

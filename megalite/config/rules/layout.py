@@ -115,8 +115,10 @@ def check_model_cuts(config: RunConfig) -> None:
                 f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}"
             )
     if model.num_experts and model.ffn_size % p.expert_tp:
+        assert p.dp is not None
+        works = divisors(math.gcd(model.ffn_size, p.tp * p.cp * p.dp))
         raise ConfigError(
-            f"ffn_hidden_size {model.ffn_size} is not divisible by etp {p.expert_tp}; use etp {divisors(model.ffn_size)}"
+            f"ffn_hidden_size {model.ffn_size} is not divisible by etp {p.expert_tp}; use etp {works}"
         )
     if model.vocab_size is not None and model.padded_vocab_size % p.tp:
         multiple = model.make_vocab_size_divisible_by

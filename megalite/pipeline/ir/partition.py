@@ -1,8 +1,8 @@
 """How many layers each virtual stage gets."""
 
-from collections.abc import Callable
+from bisect import bisect_left
 from fractions import Fraction
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from megalite.config.errors import ConfigError
 
@@ -22,10 +22,10 @@ def partition_layers(
     the last. Minimised, in this order: the largest total of a rank, which sets the pace of the steady state; the
     largest stage, which sets the ramp; the sum of squared stage costs, the even cut; and equals lean to early stages.
 
-    The result is exact. Layers are alike, so only the counts matter: the bounds on ranks and on stages are found by
-    bisection over the values they can take (a bound is feasible if the stages' room, capped by their rank's, holds
-    all layers), and inside them handing each layer to the cheapest stage with room is optimal, because a sum of convex
-    functions over nested capacities is what the greedy rule minimises.
+    The result is exact. Layers are alike, so only the counts matter. The bound on ranks is found by bisection over the
+    values that it can take. Inside it each layer goes to the cheapest stage whose rank has room: over such nested
+    capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
+    their largest and their squares.
 
     Raises:
         ConfigError: fewer layers than stages, stages that the ranks do not divide, or a negative cost.
@@ -55,71 +55,36 @@ def partition_layers(
 
     chunks = num_stages // num_ranks
     rank_room = _smallest_room(num_layers, rank_extra, floor=chunks)
-    stage_room = _smallest_stage_room(num_layers, extra, rank_room)
-    return _fill(num_layers, extra, rank_room, stage_room)
-
-
-def _room(bound: Fraction, extra: list[Fraction]) -> list[int]:
-    """Layers that fit beside each extra cost under the bound."""
-    return [int((bound - cost) // 1) for cost in extra]
-
-
-def _bounds(num_layers: int, extra: list[Fraction]) -> list[Fraction]:
-    """The values that the largest cost can take, ascending."""
-    return sorted({cost + layers for cost in set(extra) for layers in range(1, num_layers + 1)})
+    return _fill(num_layers, extra, rank_room)
 
 
 def _smallest_room(num_layers: int, extra: list[Fraction], *, floor: int) -> list[int]:
-    """Room of each rank under the smallest bound that gives each its `floor` and all layers a place."""
+    """Layers that fit on each rank, beside its extra cost, under the smallest bound on ranks' costs with which each
+    rank gets its `floor` and all layers have a place."""
+
+    def room(bound: Fraction) -> list[int]:
+        return [int((bound - cost) // 1) for cost in extra]
 
     def feasible(bound: Fraction) -> bool:
-        room = _room(bound, extra)
-        return min(room) >= floor and sum(room) >= num_layers
+        return min(room(bound)) >= floor and sum(room(bound)) >= num_layers
 
-    bounds = _bounds(num_layers, extra)
-    return _room(bounds[_first(bounds, feasible)], extra)
-
-
-def _smallest_stage_room(num_layers: int, extra: list[Fraction], rank_room: list[int]) -> list[int]:
-    """Room of each stage under the smallest bound with which, inside the ranks' room, all layers have a place."""
-    num_ranks = len(rank_room)
-
-    def feasible(bound: Fraction) -> bool:
-        room = _room(bound, extra)
-        held = (min(rank_room[rank], sum(room[rank::num_ranks])) for rank in range(num_ranks))
-        return min(room) >= 1 and sum(held) >= num_layers
-
-    bounds = _bounds(num_layers, extra)
-    return _room(bounds[_first(bounds, feasible)], extra)
+    # The values that the largest cost can take. Feasibility is monotone in them and holds for the last.
+    bounds = sorted({cost + layers for cost in set(extra) for layers in range(1, num_layers + 1)})
+    return room(bounds[bisect_left(bounds, True, key=feasible)])
 
 
-def _first(bounds: list[Fraction], feasible: Callable[[Fraction], bool]) -> int:
-    """Index of the first feasible bound; feasibility is monotone and holds for the last."""
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if feasible(bounds[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _fill(
-    num_layers: int, extra: list[Fraction], rank_room: list[int], stage_room: list[int]
-) -> tuple[int, ...]:
-    """One layer each, then each further layer to the cheapest stage that it fits, the earliest of equals."""
+def _fill(num_layers: int, extra: list[Fraction], rank_room: list[int]) -> tuple[int, ...]:
+    """One layer each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
     num_stages, num_ranks = len(extra), len(rank_room)
     layers = [1] * num_stages
     rank_left = [room - num_stages // num_ranks for room in rank_room]
-    heap: list[tuple[Fraction, int]] = []
-    for stage in range(num_stages):
-        heappush(heap, (extra[stage] + 1, stage))
+    heap = [(cost, stage) for stage, cost in enumerate(extra)]
+    heapify(heap)
     left = num_layers - num_stages
     while left:
         cost, stage = heappop(heap)
-        # No room, on the stage or on its rank, never comes back: the stage is dropped for good.
-        if layers[stage] < stage_room[stage] and rank_left[stage % num_ranks] > 0:
+        # A full rank never has room again: its stages are dropped for good.
+        if rank_left[stage % num_ranks] > 0:
             layers[stage] += 1
             rank_left[stage % num_ranks] -= 1
             left -= 1

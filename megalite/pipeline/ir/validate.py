@@ -139,7 +139,8 @@ def _check_order(program: Program, places: _Places, inputs: _Inputs) -> tuple[in
         for position, action in enumerate(row):
             if action.kind in RECVS:
                 posted += 1
-                peak = max(peak, posted)
+                if posted > peak:
+                    peak = posted
                 continue
             for event in inputs[action] if action.kind in COMPUTE else dependencies(action, schedule):
                 if event not in places:

@@ -21,7 +21,7 @@ SAMPLES = [one_f_one_b(4, 6), gpipe(3, 4), gpipe(2, 4, 2), interleaved(4, 2, 8),
 def test_1f1b_on_two_ranks_written_out() -> None:
     program = lower(one_f_one_b(2, 2))
     assert [" ".join(map(str, row)) for row in program.actions] == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0B1 0REDUCE_GRAD",
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
     ]
     assert program.send_window == 1
@@ -83,7 +83,7 @@ def legal_sizes() -> list[tuple[int, int, int, int]]:
 def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
     """Valid under both send semantics, and as fast as with sends that never block, for three ratios of B to F."""
     sizes = legal_sizes()
-    assert len(sizes) > 250
+    assert len(sizes) > 200
     for ranks, chunks, microbatches, group in sizes:
         schedules = [gpipe(ranks, microbatches, chunks), forward_only(ranks, chunks, microbatches)]
         schedules += (
@@ -111,7 +111,7 @@ def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_pro
     ran = 0
     for _ in range(600):
         base = rng.choice(
-            [one_f_one_b(3, 3), gpipe(2, 4, 2), interleaved(2, 2, 4, 4), interleaved(3, 2, 4), gpipe(3, 3)]
+            [one_f_one_b(3, 3), gpipe(2, 4, 2), interleaved(2, 2, 4, 4), interleaved(3, 2, 3), gpipe(3, 3)]
         )
         lists = [list(row) for row in base.actions]
         for _ in range(rng.randint(1, 6)):

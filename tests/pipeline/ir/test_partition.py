@@ -25,8 +25,13 @@ def score(
     stages = [layer * count for count in cut]
     stages[0] += first
     stages[-1] += last
-    ranks = [sum(stages[rank::num_ranks]) for rank in range(num_ranks)]
-    return max(ranks), max(stages), sum(cost * cost for cost in stages), tuple(-count for count in cut)
+    ranks = [sum(stages[rank::num_ranks], Fraction(0)) for rank in range(num_ranks)]
+    return (
+        max(ranks),
+        max(stages),
+        sum((cost * cost for cost in stages), Fraction(0)),
+        tuple(-count for count in cut),
+    )
 
 
 def test_equals_exhaustive_search() -> None:
@@ -86,4 +91,6 @@ def test_large_is_quick() -> None:
 )
 def test_what_cannot_be_cut(arguments: tuple[int, int, int], costs: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        partition_layers(*arguments, **costs)
+        partition_layers(
+            *arguments, layer_cost=costs.get("layer_cost", 1.0), last_cost=costs.get("last_cost", 0.0)
+        )

@@ -50,12 +50,8 @@ def test_wide_and_tall_grids_say_what_is_left_out() -> None:
     grid = render_grid(interleaved(24, 2, 48), width=100, max_ranks=8)
     lines = grid.split("\n")
     assert max(map(len, lines[1:-3])) <= 100
-    assert [line[:7].strip() for line in lines[2:11]] == [
-        *(f"rank {rank}" for rank in (0, 1, 2, 3)),
-        "…",
-        *(f"rank {rank}" for rank in (21, 22, 23)),
-        "47F2 fo"[:0] or lines[10][:7].strip(),
-    ]
+    names = [line[:7].strip() for line in lines[2:-3]]
+    assert names == [f"rank {rank}" for rank in range(4)] + ["…"] + [f"rank {rank}" for rank in (21, 22, 23)]
     header = lines[1].split()
     cut = header.index("…")
     first, last = int(header[cut - 1]) + 1, int(header[cut + 1]) - 1

@@ -1,0 +1,165 @@
+"""How a checkpoint comes to be, all of it or nothing: written aside, made durable, then renamed. No torch.
+
+Order of the steps, so that a crash between any two leaves only checkpoints that verify:
+the ranks write and fsync their files and a list of them each -> rank 0 merges the lists into the manifest and fsyncs
+it -> the lists are removed and the folder is fsynced -> it gets its name and the parent is fsynced -> `latest` names it.
+A former checkpoint of the same step is renamed aside first and removed last; loading knows that name too.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.files import read_text, remove_tree, replace_durably, sync_folder, write_durably
+from megalite.checkpoint.folders import (
+    LATEST_NAME,
+    REPLACED_SUFFIX,
+    STAGING_PREFIX,
+    staging_name,
+    step_name,
+    step_of,
+)
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+)
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote: its files, and the tensors with the slices that lie in them."""
+
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+
+
+def prepare_staging(folder: Path, step: int) -> Path:
+    """Tidy up what earlier crashes left in `folder` and make the empty folder that a save writes into (rank 0).
+
+    Raises:
+        OSError: no permission, no space, ...
+    """
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        sync_folder(folder.parent)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(STAGING_PREFIX):
+            remove_tree(path)
+        elif step_of(path.name) is not None and path.name.endswith(REPLACED_SUFFIX):
+            _finish_replacing(path)
+    staging = folder / staging_name(step)
+    staging.mkdir()
+    sync_folder(folder)
+    return staging
+
+
+def _finish_replacing(aside: Path) -> None:
+    """A crash came between moving a checkpoint aside and removing it: finish, or undo if its place is empty."""
+    proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
+    if proper.exists():
+        _discard(aside)
+    else:
+        aside.rename(proper)
+        sync_folder(aside.parent)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged."""
+    hidden = checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}")
+    checkpoint.rename(hidden)
+    remove_tree(hidden)
+
+
+def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
+    """Leave the list of what `rank` wrote for rank 0 to merge."""
+    write_durably(staging / _part_name(rank), json.dumps(asdict(part)).encode())
+    sync_folder(staging)
+
+
+def _part_name(rank: int) -> str:
+    return f"part-{rank}.json"
+
+
+def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
+    """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
+
+    Args:
+        preamble: the manifest without files and tensors.
+        ranks: how many ranks wrote a part.
+
+    Returns:
+        The folder's path, `.../step-N`.
+
+    Raises:
+        CheckpointError: a part is missing, or the parts of a tensor do not tile it.
+        OSError: no space, no permission, ...
+    """
+    manifest = _merge(staging, preamble, ranks)
+    text = manifest.to_json()
+    Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
+    write_durably(staging / MANIFEST_NAME, text.encode())
+    for rank in range(ranks):
+        (staging / _part_name(rank)).unlink()
+    sync_folder(staging)
+    folder, name = staging.parent, step_name(manifest.step)
+    final, aside = folder / name, folder / (name + REPLACED_SUFFIX)
+    replacing = final.exists() or final.is_symlink()
+    if replacing:
+        final.rename(aside)
+    staging.rename(final)
+    sync_folder(folder)
+    replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
+    if replacing:
+        _discard(aside)
+    return final
+
+
+def abandon(staging: Path) -> None:
+    """Remove what a failed save wrote, so that it does not take the room that the next one needs (rank 0)."""
+    with contextlib.suppress(OSError):
+        remove_tree(staging)
+
+
+def _merge(staging: Path, preamble: Manifest, ranks: int) -> Manifest:
+    files: dict[str, Any] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for rank in range(ranks):
+        part = _read_part(staging, rank)
+        files.update(part.files)
+        for key, entry in part.tensors.items():
+            known = tensors.get(key)
+            if known is None:
+                tensors[key] = entry
+                continue
+            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
+                raise CheckpointError(
+                    f"{key}: rank {rank} wrote {entry.dtype} of global shape {list(entry.global_shape)}, "
+                    f"an earlier rank {known.dtype} of {list(known.global_shape)}"
+                )
+            tensors[key] = replace(known, parts=known.parts + entry.parts)
+    return replace(preamble, files=files, tensors=tensors)
+
+
+def _read_part(staging: Path, rank: int) -> RankPart:
+    path = staging / _part_name(rank)
+    try:
+        body = json.loads(read_text(path))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: rank {rank} wrote its files but rank 0 does not find them ({error}): "
+            f"all ranks must see one folder, on a shared file system if they run on several machines"
+        ) from None
+    tensors = {}
+    for key, entry in body["tensors"].items():
+        parts = tuple(
+            Part(p["file"], tuple((start, stop) for start, stop in p["slice"])) for p in entry["parts"]
+        )
+        tensors[key] = TensorEntry(entry["name"], entry["dtype"], tuple(entry["global_shape"]), parts)
+    return RankPart({name: FileEntry(**entry) for name, entry in body["files"].items()}, tensors)

@@ -1,0 +1,114 @@
+"""Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from megalite.checkpoint.manifest import CheckpointError, FileEntry
+
+CHUNK = 8 << 20
+"""Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""
+
+
+def create(path: Path) -> int:
+    """Open a new file for writing; one that is there already, a link among them, is an error."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write every byte; the system may take fewer than it is offered."""
+    while data:
+        data = data[os.write(descriptor, data[:CHUNK]) :]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Create a file, with its content on the disk."""
+    descriptor = create(path)
+    try:
+        write_all(descriptor, memoryview(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Give a file new content so that at every instant, even across a crash, it has the old one or the new one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    write_durably(beside, data)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder (what was created, renamed or removed there) on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all in it, or a link (never what it points to)."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def file_length(path: Path) -> int:
+    """Length of a plain file in bytes.
+
+    Raises:
+        CheckpointError: it is missing, cannot be read, or is a link, a device or the like, which could lead out of
+            the folder or block for ever.
+    """
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path.name}: not a plain file")
+    return status.st_size
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain file.
+
+    Raises:
+        CheckpointError: as `file_length`, or it is not UTF-8.
+    """
+    file_length(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path.name}: {error}") from None
+
+
+def entry_fault(path: Path, entry: FileEntry) -> str | None:
+    """How a file differs from its entry in the manifest (reads all of it), or None."""
+    try:
+        length = file_length(path)
+        if length != entry.length:
+            return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
+        with path.open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if digest != entry.sha256:
+        return f"{path.name}: sha256 is {digest[:12]}..., the manifest says {entry.sha256[:12]}..."
+    return None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent); None if unknown."""
+    for place in (folder, *folder.absolute().parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None

@@ -1,0 +1,109 @@
+"""How checkpoints are named in their folder, and what is to be found there. No torch.
+
+step-0000100            a committed checkpoint
+step-0000100.replaced   the same step's former checkpoint, while a new one takes its place
+.tmp-step-100           a save under way, or what a crash left of one
+latest                  text: the name of the last committed checkpoint, for people and scripts
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing
+
+LATEST_NAME = "latest"
+REPLACED_SUFFIX = ".replaced"
+STAGING_PREFIX = ".tmp-step-"
+_STEP_NAME = re.compile(r"step-([0-9]{7,18})(\.replaced)?")
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:07d}"
+
+
+def staging_name(step: int) -> str:
+    """Folder name of a step's checkpoint while it is being written."""
+    return f"{STAGING_PREFIX}{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name stands for, or None if it is not a checkpoint's name."""
+    match = _STEP_NAME.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if name.removesuffix(REPLACED_SUFFIX) == step_name(step) else None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that is named like a checkpoint; whether it is a sound one remains to be seen."""
+
+    step: int
+    name: str
+
+
+def candidates(folder: Path, step: int | None = None) -> list[Candidate]:
+    """What in `folder` is named like a checkpoint (of `step`, if given), newest first.
+
+    `step-N.replaced` comes after `step-N`: a crash while step N is saved anew can leave it as the only one.
+
+    Raises:
+        CheckpointMissing: there is nothing of the kind; the message says what there is.
+        CheckpointError: the folder is itself a checkpoint, or has checkpoints one level below: surely a slip.
+    """
+    names = _names(folder)
+    found = [Candidate(number, name) for name in names if (number := step_of(name)) is not None]
+    if not found:
+        raise _nothing_found(folder, names)
+    chosen = [candidate for candidate in found if step is None or candidate.step == step]
+    if not chosen:
+        steps = ", ".join(str(number) for number in sorted({candidate.step for candidate in found}))
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; it has steps {steps}")
+    return sorted(chosen, key=lambda candidate: (-candidate.step, candidate.name))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        parent = folder.absolute().parent
+        near = difflib.get_close_matches(folder.name, _subfolders(parent), n=1, cutoff=0.7)
+        hint = f"; there is {parent / near[0]}" if near else ""
+        raise CheckpointMissing(f"no checkpoint: {folder} does not exist{hint}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot look for checkpoints: {error.strerror}") from None
+
+
+def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
+    if MANIFEST_NAME in names:
+        here = folder.absolute()
+        step = step_of(here.name)
+        which = f" and step {step}" if step is not None else ""
+        return CheckpointError(
+            f"{folder} is itself a checkpoint; give the folder that holds it, {here.parent}{which}"
+        )
+    for name in sorted(_subfolders(folder)):
+        if any(step_of(inner) is not None for inner in _subfolders(folder / name)):
+            return CheckpointError(
+                f"no checkpoint directly in {folder}, but in {folder / name}: give that folder"
+            )
+    unfinished = sorted(name for name in names if name.startswith(STAGING_PREFIX))
+    if unfinished:
+        what = f"only unfinished saves ({', '.join(unfinished)})"
+    elif names:
+        shown = sorted(names)[:5]
+        what = f"{len(names)} other entries ({', '.join(shown)}{', ...' if len(names) > len(shown) else ''})"
+    else:
+        what = "nothing at all"
+    return CheckpointMissing(f"no checkpoint in {folder}: no step-* folder, {what}")
+
+
+def _subfolders(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir() if path.is_dir()]
+    except OSError:
+        return []

@@ -1,0 +1,181 @@
+"""Finding a checkpoint that verifies, and reading any slice of any tensor in it."""
+
+import difflib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.files import entry_fault, read_text
+from megalite.checkpoint.folders import Candidate, candidates
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    CheckpointMissing,
+    Manifest,
+    TensorEntry,
+    file_key,
+)
+from megalite.checkpoint.safetensors_file import TORCH_DTYPES, Record, SafetensorsReader
+from megalite.checkpoint.tiling import Slice, overlap, relative, within
+from megalite.topology.group import Group
+
+
+class Checkpoint:
+    """A verified checkpoint, open for reading. Files are memory-mapped when first touched.
+
+    Args:
+        path: its folder.
+        manifest: what it says about itself.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._readers: dict[str, SafetensorsReader] = {}
+
+    def keys(self) -> list[str]:
+        """Keys of all tensors, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def has(self, key: str) -> bool:
+        """There is a tensor of this key."""
+        return key in self.manifest.tensors
+
+    def entry(self, key: str) -> TensorEntry:
+        """What the manifest says of a tensor: its dtype, global shape and parts.
+
+        Raises:
+            CheckpointError: there is none of this key; the message names the nearest.
+        """
+        if key not in self.manifest.tensors:
+            near = difflib.get_close_matches(key, self.manifest.tensors, n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise CheckpointError(f"{self.path}: there is no {key}{hint}")
+        return self.manifest.tensors[key]
+
+    def read(
+        self,
+        key: str,
+        slice: Slice | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A new tensor with a slice of the stored one, put together from the parts that overlap it.
+
+        Only the bytes of the slice are read, and beside the result no more than one part's share is in memory.
+
+        Args:
+            slice: per dimension [start, stop) in the global shape; None for all of it.
+            device: of the result.
+            dtype: of the result; None for the stored one.
+
+        Raises:
+            CheckpointError: no such key, the slice is not inside the tensor, or a file is not what the manifest says.
+        """
+        entry = self.entry(key)
+        wanted = tuple((0, size) for size in entry.global_shape) if slice is None else tuple(slice)
+        if not within(wanted, entry.global_shape, may_be_empty=True):
+            raise CheckpointError(
+                f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(wanted)}"
+            )
+        shape = tuple(stop - start for start, stop in wanted)
+        result = torch.empty(shape, dtype=dtype or TORCH_DTYPES[entry.dtype], device=device)
+        for part in entry.parts:
+            common = overlap(part.slice, wanted)
+            if common is not None:
+                held = tuple(stop - start for start, stop in part.slice)
+                record = Record(file_key(key), entry.dtype, held)
+                target = result[relative(common, wanted)]
+                self._reader(part.file).read_into(target, record, relative(common, part.slice))
+        return result
+
+    def _reader(self, name: str) -> SafetensorsReader:
+        if name not in self._readers:
+            self._readers[name] = SafetensorsReader(self.path / name)
+        return self._readers[name]
+
+
+def find_checkpoint(
+    folder: Path,
+    *,
+    step: int | None,
+    world: Group,
+    device: torch.device,
+    log: Callable[[str], None],
+) -> Checkpoint:
+    """The newest checkpoint in `folder` that verifies, or that of `step`.
+
+    A checkpoint verifies if its manifest is sound and every file has the length and sha256 that the manifest says.
+    The ranks share out the hashing and agree on the outcome: all open the same checkpoint or raise the same error.
+
+    Args:
+        step: only this one, with no fallback; None for the newest.
+        device: for the collectives of `world`.
+        log: gets a line for each damaged checkpoint passed over: which file, and what is wrong. Every rank calls it
+            with the same lines, so give it one that prints on one rank.
+
+    Collectives: one `gather_json` over `world`, and two for each checkpoint examined.
+
+    Raises:
+        CheckpointMissing: there is nothing named like a checkpoint; the message says what there is.
+        CheckpointError: there is, but none (or not the step asked for) verifies; or the folder is one level off.
+    """
+    damaged: list[str] = []
+    for candidate in _agreed_candidates(folder, step, world, device):
+        path = folder / candidate.name
+        manifest, fault = _verify(path, candidate.step, world, device)
+        if manifest is not None:
+            return Checkpoint(path, manifest)
+        damaged.append(f"{candidate.name}: {fault}")
+        if step is None:
+            log(f"checkpoint {path} is damaged and passed over: {fault}")
+    which = "no checkpoint verifies" if step is None else f"the checkpoint of step {step} is damaged"
+    raise CheckpointError(f"{folder}: {which}: {'; '.join(damaged)}")
+
+
+def _agreed_candidates(folder: Path, step: int | None, world: Group, device: torch.device) -> list[Candidate]:
+    """Rank 0's view of the folder, which may change while the ranks look, on every rank."""
+    view: dict[str, object] | None = None
+    if world.rank == 0:
+        try:
+            view = {"found": [[item.step, item.name] for item in candidates(folder, step)]}
+        except CheckpointError as error:
+            view = {"error": str(error), "missing": isinstance(error, CheckpointMissing)}
+    agreed = world.gather_json(view, device)[0]
+    if "error" in agreed:
+        raise (CheckpointMissing if agreed["missing"] else CheckpointError)(agreed["error"])
+    return [Candidate(number, name) for number, name in agreed["found"]]
+
+
+def _verify(path: Path, step: int, world: Group, device: torch.device) -> tuple[Manifest | None, str]:
+    """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank."""
+    manifest, text, fault = None, "", None
+    try:
+        text = read_text(path / MANIFEST_NAME)
+        manifest = Manifest.from_json(text)
+        if manifest.step != step:
+            fault = f"{MANIFEST_NAME}: is of step {manifest.step}"
+    except CheckpointError as error:
+        fault = str(error)
+    views = world.gather_json([fault, hashlib.sha256(text.encode()).hexdigest()], device)
+    faults = [view[0] for view in views if view[0] is not None]
+    if faults:
+        return None, faults[0]
+    if len({view[1] for view in views}) > 1:
+        return (
+            None,
+            f"{MANIFEST_NAME}: ranks read different content: the folder must be on a shared file system",
+        )
+    assert manifest is not None
+    # Largest first and in turn, so that the ranks' shares are about equal.
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
+    mine = names[world.rank :: world.size]
+    found = [fault for name in mine if (fault := entry_fault(path / name, manifest.files[name]))]
+    every = sorted(fault for faults in world.gather_json(found, device) for fault in faults)
+    if every:
+        more = f" (and {len(every) - 3} more files)" if len(every) > 3 else ""
+        return None, "; ".join(every[:3]) + more
+    return manifest, ""

@@ -1,0 +1,293 @@
+"""The manifest of a checkpoint: which tensors it has, which slice of each lies in which file, every file's sha256.
+
+No torch here: inspecting, planning and converting need it without. The text is canonical JSON that carries its own
+sha256, so an edited or damaged manifest is told from a sound one as surely as a damaged file is.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalite.checkpoint.tiling import Slice, tiling_fault, volume
+from megalite.config.errors import ConfigError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+"""Bytes an element, by safetensors' name of the dtype."""
+MAX_DIMS = 8
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.safetensors")
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,511}")
+_STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint cannot be written or read; the message names the file and the fault."""
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no checkpoint where one was looked for (as opposed to one that is damaged)."""
+
+
+def weight_key(name: str) -> str:
+    """Key of a model weight in the manifest; its key inside the safetensors file is `name`."""
+    return f"weight:{name}"
+
+
+def optimizer_key(state: str, name: str) -> str:
+    """Key of an optimizer state (`main_param`, `exp_avg`, ...) of the parameter `name`; in the file `state/name`."""
+    return f"optimizer.{state}:{name}"
+
+
+def file_key(key: str) -> str:
+    """What a tensor is called inside its safetensors file.
+
+    Raises:
+        CheckpointError: `key` is neither a `weight_key` nor an `optimizer_key`.
+    """
+    group, colon, name = key.partition(":")
+    if colon and _TENSOR_NAME.fullmatch(name) and name != "__metadata__":  # reserved in safetensors
+        if group == "weight":
+            return name
+        prefix, dot, state = group.partition(".")
+        if dot and prefix == "optimizer" and _STATE_NAME.fullmatch(state):
+            return f"{state}/{name}"
+    raise CheckpointError(f"{key!r} is not a tensor key: expected weight:<name> or optimizer.<state>:<name>")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's length in bytes and its sha256 in hexadecimal."""
+
+    length: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The slice of a tensor that one file holds."""
+
+    file: str
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its parameter's name, dtype (a key of `ITEM_SIZES`), global shape, and the parts that tile it."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that a checkpoint says about itself.
+
+    Args:
+        step: optimizer steps done.
+        files: by name inside the checkpoint's folder.
+        tensors: by `weight_key` or `optimizer_key`.
+        counters: plain JSON: consumed samples, loss scaler, and what else a resumed run continues from.
+        config: the resolved run config.
+        layout: the parallel layout that wrote it; information only, any layout can read it.
+        tokenizer: sha256 of the tokenizer's files, if there is one.
+    """
+
+    step: int
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    counters: dict[str, Any]
+    config: dict[str, Any]
+    layout: dict[str, Any]
+    megalite_version: str
+    tokenizer: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`.
+
+        Raises:
+            CheckpointError: counters, config or layout hold what JSON cannot (a tensor, a path, a NaN, ...).
+        """
+        try:
+            return seal(asdict(self))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{MANIFEST_NAME}: counters, config and layout must be plain JSON: {error}"
+            ) from None
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = MANIFEST_NAME) -> "Manifest":
+        """Parse and check everything that can be checked without the other files.
+
+        Raises:
+            CheckpointError: naming `source` and the fault: not JSON, edited, of another format version, a missing or
+                extra field, a wrong type, an unsafe file name, a slice outside its tensor, parts that leave a gap or
+                overlap, more data than a file is long.
+        """
+        try:
+            return _parse_manifest(_unseal(text))
+        except _Fault as fault:
+            raise CheckpointError(f"{source}: {fault}") from None
+
+
+def seal(body: dict[str, Any]) -> str:
+    """Canonical JSON of `body` with the sha256 of that JSON as one more field."""
+    return _canonical({**body, "sha256": hashlib.sha256(_canonical(body).encode()).hexdigest()})
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+class _Fault(Exception):
+    """What is wrong; the caller adds the file's name."""
+
+
+def _unseal(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text, object_pairs_hook=_no_duplicates)
+        if not isinstance(body, dict):
+            raise _Fault("not a JSON object")
+        body.pop("sha256", None)
+        sound = seal(body) == text
+    except (ValueError, RecursionError) as error:
+        raise _Fault(f"not valid JSON: {error}") from None
+    if not sound:
+        raise _Fault("does not match its own sha256: edited or damaged")
+    return body
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _Fault(f"the key {twice[:80]!r} appears twice")
+    return result
+
+
+def _parse_manifest(body: dict[str, Any]) -> Manifest:
+    version = body.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise _Fault(f"format_version is {version!r}; this version of megalite reads {FORMAT_VERSION}")
+    fields = _fields(body, Manifest.__dataclass_fields__, "the manifest")
+    tokenizer = fields["tokenizer"]
+    if tokenizer is not None and not (isinstance(tokenizer, str) and _SHA256.fullmatch(tokenizer)):
+        raise _Fault(f"tokenizer must be null or a sha256, not {tokenizer!r}")
+    files = {name: _parse_file(name, value) for name, value in _object(fields["files"], "files").items()}
+    tensors = {key: _parse_tensor(key, value) for key, value in _object(fields["tensors"], "tensors").items()}
+    _check_room(tensors, files)
+    return Manifest(
+        step=_integer(fields["step"], "step"),
+        files=files,
+        tensors=tensors,
+        counters=_object(fields["counters"], "counters"),
+        config=_object(fields["config"], "config"),
+        layout=_object(fields["layout"], "layout"),
+        megalite_version=_string(fields["megalite_version"], "megalite_version"),
+        tokenizer=tokenizer,
+    )
+
+
+def _parse_file(name: str, value: Any) -> FileEntry:
+    if not _FILE_NAME.fullmatch(name) or ".." in name:
+        raise _Fault(f"{name[:120]!r} is not the name of a .safetensors file in the checkpoint's own folder")
+    fields = _fields(value, FileEntry.__dataclass_fields__, f"file {name}")
+    sha256 = fields["sha256"]
+    if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
+        raise _Fault(f"file {name}: {sha256!r} is not a sha256")
+    return FileEntry(_integer(fields["length"], f"length of {name}"), sha256)
+
+
+def _parse_tensor(key: str, value: Any) -> TensorEntry:
+    try:
+        file_key(key)
+    except CheckpointError as error:
+        raise _Fault(str(error)) from None
+    fields = _fields(value, TensorEntry.__dataclass_fields__, key)
+    if fields["name"] != key.partition(":")[2]:
+        raise _Fault(f"{key}: its name field says {fields['name']!r}")
+    dtype = fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise _Fault(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_SIZES)}")
+    shape = tuple(
+        _integer(size, f"{key}: global_shape") for size in _list(fields["global_shape"], f"{key}: shape")
+    )
+    if len(shape) > MAX_DIMS or 0 in shape:
+        raise _Fault(f"{key}: global_shape {shape} must have at most {MAX_DIMS} dimensions, none of size 0")
+    parts = tuple(_parse_part(key, part) for part in _list(fields["parts"], f"{key}: parts"))
+    fault = tiling_fault(shape, [part.slice for part in parts])
+    if fault:
+        raise _Fault(f"{key}: {fault}")
+    return TensorEntry(fields["name"], dtype, shape, parts)
+
+
+def _parse_part(key: str, value: Any) -> Part:
+    fields = _fields(value, Part.__dataclass_fields__, f"a part of {key}")
+    bounds = []
+    for pair in _list(fields["slice"], f"{key}: slice"):
+        ends = [_integer(end, f"{key}: slice") for end in _list(pair, f"{key}: slice")]
+        if len(ends) != 2:
+            raise _Fault(f"{key}: a slice has {ends} where [start, stop] belongs")
+        bounds.append((ends[0], ends[1]))
+    return Part(_string(fields["file"], f"{key}: file"), tuple(bounds))
+
+
+def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> None:
+    """Declared sizes must fit the files that are said to hold them: nobody allocates for a shape that cannot be."""
+    needed: Counter[str] = Counter()
+    for key, entry in tensors.items():
+        names = [part.file for part in entry.parts]
+        for name in names:
+            if name not in files:
+                raise _Fault(f"{key}: a part is in {name[:120]!r}, which files does not list")
+        if len(set(names)) != len(names):
+            raise _Fault(f"{key}: two parts are in one file")
+        for part in entry.parts:
+            needed[part.file] += volume(part.slice) * ITEM_SIZES[entry.dtype]
+    for name, size in needed.items():
+        if size > files[name].length:
+            raise _Fault(f"the tensors in {name} take {size} bytes, the file has {files[name].length}")
+
+
+def _fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    found, expected = set(_object(value, where)), set(names)
+    if found != expected:
+        wrong = sorted(expected - found) or sorted(found - expected)
+        raise _Fault(
+            f"{where}: {'lacks' if expected - found else 'has unknown'} fields {', '.join(wrong)[:200]}"
+        )
+    return dict(value)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Fault(f"{where} must be an object, not {type(value).__name__}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Fault(f"{where} must be a list, not {type(value).__name__}")
+    return value
+
+
+def _integer(value: Any, where: str) -> int:
+    # bool is an int to isinstance, and true is no size.
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise _Fault(f"{where}: {str(value)[:80]!r} is not an integer from 0 to 2**63 - 1")
+    return value
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _Fault(f"{where} must be text, not {type(value).__name__}")
+    return value

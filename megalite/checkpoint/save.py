@@ -1,0 +1,242 @@
+"""Writing a checkpoint: every rank streams its tensors into its own files, rank 0 commits them as one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megalite import __version__
+from megalite.checkpoint.agreement import agree
+from megalite.checkpoint.commit import RankPart, abandon, prepare_staging, publish, write_rank_part
+from megalite.checkpoint.files import free_bytes
+from megalite.checkpoint.folders import staging_name, step_name
+from megalite.checkpoint.manifest import (
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    file_key,
+    optimizer_key,
+    weight_key,
+)
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, Record, SafetensorsWriter, file_bytes
+from megalite.topology.group import Group
+from megalite.topology.sharding import ShardSpec
+
+FILE_KINDS = {"weight": "weights", "optimizer": "optimizer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor that this rank writes: all that is known of it before its data.
+
+    Args:
+        key_group: model weight or optimizer state.
+        state: which optimizer state (`main_param`, `exp_avg`, ...); empty for a weight.
+        spec: the parameter's name and global shape, and the slice of it that this rank writes. An empty slice is
+            allowed: its tensor is taken from the stream and not stored.
+        dtype: as it is stored; the tensor must come in it.
+    """
+
+    key_group: Literal["weight", "optimizer"]
+    state: str = ""
+    spec: ShardSpec
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        """The tensor's key in the manifest."""
+        return (
+            weight_key(self.spec.name)
+            if self.key_group == "weight"
+            else optimizer_key(self.state, self.spec.name)
+        )
+
+    @property
+    def record(self) -> Record:
+        """The tensor as its file declares it."""
+        return Record(file_key(self.key), DTYPE_NAMES[self.dtype], self.spec.shape)
+
+    @property
+    def is_stored(self) -> bool:
+        """The slice has elements."""
+        return 0 not in self.spec.shape
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    plan: Sequence[SavedTensor],
+    tensors: Iterable[torch.Tensor],
+    counters: Mapping[str, Any],
+    config: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    tokenizer: str | None,
+    world: Group,
+    device: torch.device,
+) -> Path:
+    """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
+
+    The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
+    to the disk as soon as it is there, and no rank holds more of them than the one being written.
+
+    Args:
+        folder: holds the checkpoints of a run, one subfolder a step; made if need be. All ranks must see the same.
+        plan: what this rank writes. Over all ranks the slices must cover every tensor exactly once.
+        tensors: the data, in the plan's order, on any device. Iterating may perform collectives: every rank iterates
+            its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
+            the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
+        counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
+        device: for the collectives of `world`.
+
+    Returns:
+        The checkpoint's folder.
+
+    Collectives: a few `gather_json` over `world`, and what `tensors` does.
+
+    Raises:
+        CheckpointError: the same on every rank: disk full, no permission, a tensor unlike its plan, slices that leave
+            a gap or overlap, counters that are not plain JSON. Earlier checkpoints are as they were.
+    """
+    staging = folder / staging_name(step)
+    failure: Exception | None = _check_plan(plan)
+    needed = 0 if failure else sum(file_bytes(records) for records in _records_by_kind(plan).values())
+    needed = sum(world.gather_json(needed, device))
+    preamble = Manifest(
+        step=step,
+        files={},
+        tensors={},
+        counters=dict(counters),
+        config=dict(config),
+        layout=dict(layout),
+        megalite_version=__version__,
+        tokenizer=tokenizer,
+    )
+    if failure is None and world.rank == 0:
+        try:
+            Manifest.from_json(preamble.to_json())
+            prepare_staging(folder, step)
+        except Exception as error:
+            failure = error
+    _agree_or_abandon(failure, staging, needed, world, device)
+
+    failure = _write_shards(staging, world.rank, plan, tensors)
+    _agree_or_abandon(failure, staging, needed, world, device)
+    failure = None
+    if world.rank == 0:
+        try:
+            publish(staging, preamble, world.size)
+        except Exception as error:
+            failure = error
+    _agree_or_abandon(failure, staging, needed, world, device)
+    return folder / step_name(step)
+
+
+def _check_plan(plan: Sequence[SavedTensor]) -> CheckpointError | None:
+    seen: set[str] = set()
+    for saved in plan:
+        try:
+            file_key(saved.key)
+        except CheckpointError as error:
+            return error
+        if saved.key in seen:
+            return CheckpointError(
+                f"{saved.key} is twice in one rank's plan; a rank writes one slice of a tensor"
+            )
+        if saved.dtype not in DTYPE_NAMES:
+            known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+            return CheckpointError(f"{saved.key}: {saved.dtype} cannot be saved; these can: {known}")
+        seen.add(saved.key)
+    return None
+
+
+def _records_by_kind(plan: Sequence[SavedTensor]) -> dict[str, list[Record]]:
+    records: dict[str, list[Record]] = {}
+    for saved in plan:
+        if saved.is_stored:
+            records.setdefault(saved.key_group, []).append(saved.record)
+    return records
+
+
+def _write_shards(
+    staging: Path, rank: int, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor]
+) -> Exception | None:
+    """Write this rank's files and their list. No collectives but those of `tensors`, which is iterated to its end
+    whatever happens: other ranks' collectives wait for this one's."""
+    failure: Exception | None = None
+    writers: dict[str, SafetensorsWriter] = {}
+    taken = 0
+    try:
+        try:
+            for group, records in _records_by_kind(plan).items():
+                writers[group] = SafetensorsWriter(staging / _file_name(group, rank), records)
+        except Exception as error:
+            failure = error
+        for tensor in tensors:
+            taken += 1
+            if failure is None and taken <= len(plan):
+                try:
+                    if plan[taken - 1].is_stored:
+                        writers[plan[taken - 1].key_group].write(tensor)
+                except Exception as error:
+                    failure = error
+            del tensor  # or it would stay alive while the next one is gathered
+        if failure is not None:
+            return failure
+        if taken != len(plan):
+            return CheckpointError(f"rank {rank} planned {len(plan)} tensors and gave {taken}")
+        try:
+            files = {group: writer.finish() for group, writer in writers.items()}
+            write_rank_part(staging, rank, _rank_part(plan, files, rank))
+        except Exception as error:
+            return error
+        return None
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank: int) -> RankPart:
+    tensors = {}
+    for saved in plan:
+        if saved.is_stored:
+            part = Part(_file_name(saved.key_group, rank), saved.spec.slice)
+            shape = tuple(saved.spec.global_shape)
+            tensors[saved.key] = TensorEntry(saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (part,))
+    return RankPart({_file_name(group, rank): entry for group, entry in files.items()}, tensors)
+
+
+def _file_name(group: str, rank: int) -> str:
+    return f"{FILE_KINDS[group]}-{rank:05d}.safetensors"
+
+
+def _agree_or_abandon(
+    failure: Exception | None, staging: Path, needed: int, world: Group, device: torch.device
+) -> None:
+    problem = None if failure is None else _as_checkpoint_error(failure, staging.parent, needed)
+    try:
+        agree(problem, world=world, device=device)
+    except CheckpointError:
+        # Only now: every rank has stopped writing.
+        if world.rank == 0:
+            abandon(staging)
+        raise
+
+
+def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> CheckpointError:
+    """The error for the user; disk space is told while the failed files still take theirs."""
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"cannot save a checkpoint in {folder}: {error}")
+    if isinstance(error, OSError):
+        place = error.filename or folder
+        free = free_bytes(folder)
+        space = "unknown" if free is None else f"{free:,} bytes"
+        return CheckpointError(
+            f"cannot save a checkpoint in {folder}: {place}: {error.strerror or error}; "
+            f"the checkpoint needs {needed:,} bytes, free there: {space}"
+        )
+    return CheckpointError(f"cannot save a checkpoint in {folder}: {type(error).__name__}: {error}")

@@ -1,0 +1,58 @@
+"""`megalite COMMAND ...`: finds the command's module and hands over."""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import megalite
+from megalite.config.values import nearest
+
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "train": (
+            "megalite.cli.train",
+            "train a GPT, as pretrain_gpt.py does; --dry-run shows the layout first",
+        ),
+        "config": (
+            "megalite.cli.config",
+            "show a resolved config, the presets, or the table of all settings",
+        ),
+        "preprocess": ("megalite.cli.preprocess", "turn jsonl or text files into token files"),
+        "train-tokenizer": ("megalite.cli.train_tokenizer", "train a SentencePiece tokenizer"),
+        "generate": ("megalite.cli.generate", "generate text from a checkpoint"),
+        "plot": ("megalite.cli.plot", "draw the loss curve of a run"),
+    }
+)
+"""Command -> (module with `main(argv) -> int | None`, what it does). Imported only when called: most need no torch."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status, 2 if there is no such command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"megalite {megalite.__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(
+            f"error: unknown command {command}{nearest(command, COMMANDS)} (one of {known})", file=sys.stderr
+        )
+        return 2
+    module = importlib.import_module(COMMANDS[command][0])
+    return module.main(rest) or 0
+
+
+def usage() -> str:
+    """The commands and what they do."""
+    lines = ["usage: megalite COMMAND ...  (megalite COMMAND --help tells more)", ""]
+    lines += [f"  {command:<16} {text}" for command, (_, text) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a layout costs, before any device is rented: cuts, memory and bubbles. No torch."""

@@ -1,0 +1,77 @@
+"""Which layers each virtual stage holds; training and dry run cut the model by this one function."""
+
+from dataclasses import dataclass
+
+from megalite.config.run import RunConfig
+from megalite.models.shapes import (
+    ParameterShape,
+    head_forward_flops,
+    layer_forward_flops,
+    stage_shapes,
+)
+from megalite.pipeline.ir.partition import partition_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One virtual stage: layers `first_layer <= i < last_layer`, on pipeline rank `rank`."""
+
+    stage: int
+    rank: int
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer blocks of the stage."""
+        return self.last_layer - self.first_layer
+
+
+def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
+    """The cut of a validated config with a known vocabulary, in stage order.
+
+    pipeline_layers if it is set; else the cut whose slowest pipeline rank is fastest, the head counting by its FLOPs
+    and the embedding, a lookup, as nothing.
+    """
+    model, p = config.model, config.parallel
+    num_stages = p.pp * p.vpp
+    layers = p.pipeline_layers or partition_layers(
+        model.num_layers,
+        num_stages,
+        p.pp,
+        layer_cost=layer_forward_flops(model, config.training.seq_length),
+        last_cost=head_forward_flops(model),
+    )
+    plans, first = [], 0
+    for stage, count in enumerate(layers):
+        plans.append(
+            StagePlan(
+                stage=stage,
+                rank=stage % p.pp,
+                first_layer=first,
+                last_layer=first + count,
+                has_embedding=stage == 0,
+                has_head=stage == num_stages - 1,
+            )
+        )
+        first += count
+    return tuple(plans)
+
+
+def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
+    """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
+    by_name: dict[str, ParameterShape] = {}
+    for plan in stages:
+        shapes = stage_shapes(
+            config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head
+        )
+        by_name |= {shape.name: shape for shape in shapes}
+    return list(by_name.values())
+
+
+def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
+    """FLOPs of one token's forward through the stage."""
+    layer = layer_forward_flops(config.model, config.training.seq_length)
+    return plan.num_layers * layer + (head_forward_flops(config.model) if plan.has_head else 0)

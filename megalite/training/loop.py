@@ -1,0 +1,169 @@
+"""The run: set up, resume, step, evaluate, save, until done."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megalite.checkpoint.manifest import CheckpointMissing
+from megalite.config.batch import batch_size, total_steps
+from megalite.config.run import RunConfig
+from megalite.data.tokenizers.base import Tokenizer
+from megalite.optimizers.schedules import Progress, Schedules
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.training.checkpointing import load, save
+from megalite.training.replica import Replica, build_replica
+from megalite.training.reporter import Reporter
+from megalite.training.setup import Loaders, describe, open_data, open_sinks, resolve
+from megalite.training.step import Stepper
+from megalite.training.throughput import SpeedMeter
+
+
+def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
+    """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
+
+    Args:
+        explicit: settings that the user gave by name.
+        log: prints a line; called on rank 0 alone.
+
+    Raises:
+        ConfigError: bad input, the same on every rank and before any step.
+        NonFiniteError: the loss or a gradient became NaN or infinite.
+    """
+    launch = Launch.from_environment()
+    device = launch.device(config.training.device)
+    parallel = config.parallel
+    start_distributed(
+        launch,
+        device,
+        backend=parallel.distributed_backend,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    try:
+        world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        found: Exception | None = None
+        try:
+            config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
+        except Exception as error:
+            found = error
+        world.agree(found, device)
+        p = config.parallel
+        assert p.dp is not None
+        topology = Topology.create(
+            ParallelLayout(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order),
+            rank=launch.rank,
+            device=device,
+            backend=p.distributed_backend,
+            timeout_minutes=p.distributed_timeout_minutes,
+        )
+        replica = build_replica(config, topology)
+        _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
+    finally:
+        stop_distributed()
+
+
+def _silent(line: str) -> None:
+    """Ranks other than 0."""
+
+
+class _Run:
+    """A replica with its data and its reports."""
+
+    def __init__(self, replica: Replica, tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
+        self.replica = replica
+        self.config = config = replica.config
+        self.log = log
+        self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
+        describe(config, replica, log)
+        self.loaders: Loaders = open_data(replica, tokenizer)
+        self.total = total_steps(config)
+        self.stepper = Stepper(replica, Schedules(config))
+        self.progress = self._resume()
+        self.saved_at: int | None = (
+            self.progress.step if config.checkpoint.load == config.checkpoint.save else None
+        )
+        first = replica.topology.rank == 0
+        self.reporter = Reporter(
+            log=log,
+            sinks=open_sinks(config, step=self.progress.step, log=log) if first else [],
+            meter=SpeedMeter(
+                config, world_size=replica.topology.layout.world_size, device=replica.topology.device
+            ),
+            log_interval=config.logging.log_interval,
+            total_steps=self.total,
+            device=replica.topology.device,
+        )
+
+    def _resume(self) -> Progress:
+        checkpoint = self.config.checkpoint
+        if checkpoint.load is None:
+            return Progress(0, 0)
+        try:
+            return load(self.replica, Path(checkpoint.load), tokenizer=self.fingerprint, log=self.log)
+        except CheckpointMissing:
+            if not checkpoint.fresh_if_missing:
+                raise
+            self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
+            return Progress(0, 0)
+
+    def go(self) -> None:
+        """Step to the end of the run."""
+        config = self.config
+        every = config.training.eval_interval
+        try:
+            if self.progress.step >= self.total:
+                self.log(f"the checkpoint is at step {self.progress.step} of {self.total}: nothing to do")
+                return
+            if every is not None:
+                # Also on resuming: the first line then shows that the layout changed nothing.
+                self._evaluate()
+            self.reporter.restart_clock()
+            while self.progress.step < self.total:
+                self._step()
+                step = self.progress.step
+                if every is not None and (step % every == 0 or step == self.total):
+                    self._evaluate()
+                if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
+                    self._save()
+                if config.training.exit_interval and step % config.training.exit_interval == 0:
+                    self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
+                    break
+            self._save()
+        finally:
+            for loader in (self.loaders.train, self.loaders.valid):
+                if loader is not None:
+                    loader.close()
+            self.reporter.close()
+
+    def _step(self) -> None:
+        before, size = self.progress, batch_size(self.config, self.progress.samples)
+        after = Progress(before.step + 1, before.samples + size)
+        loader = self.loaders.train
+        microbatches = []
+        if loader is not None:
+            microbatches = loader.load(before.samples, size)
+            if after.step < self.total:
+                loader.prefetch(after.samples, batch_size(self.config, after.samples))
+        result = self.stepper.step(microbatches, before=before, batch_size=size)
+        self.progress = after
+        self.reporter.step(result, after=after, batch_size=size)
+
+    def _evaluate(self) -> None:
+        """The validation loss over the same batches each time, so that values can be compared."""
+        size = self.config.training.global_batch_size
+        assert size is not None
+        losses = []
+        for index in range(self.config.training.eval_iters):
+            loader = self.loaders.valid
+            microbatches = [] if loader is None else loader.load(index * size, size)
+            losses.append(self.stepper.evaluate(microbatches, first_sample=index * size, batch_size=size))
+        self.reporter.evaluation(sum(losses) / len(losses), at=self.progress)
+
+    def _save(self) -> None:
+        folder = self.config.checkpoint.save
+        if folder is None or self.saved_at == self.progress.step:
+            return
+        path = save(self.replica, Path(folder), self.progress, tokenizer=self.fingerprint)
+        self.saved_at = self.progress.step
+        self.log(f"saved {path}")
+        self.reporter.restart_clock()

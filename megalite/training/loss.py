@@ -1,0 +1,30 @@
+"""The objective, and the only division in it.
+
+It is the mean over all unmasked tokens of the global batch. The denominator is known before the first forward;
+microbatch losses are sums over tokens divided by it; gradients and logged losses are then plain sums over
+microbatches and over data-parallel ranks. So no layout, mask or microbatch size can change what is optimized.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.data.loader import Microbatch
+from megalite.topology.group import Group
+
+
+def token_denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: torch.device) -> torch.Tensor:
+    """Unmasked tokens of the global batch, fp64 and at least 1: the sum over this rank's microbatches and over dp.
+
+    Collectives: one all-reduce of a number over dp.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for microbatch in microbatches:
+        total += microbatch.loss_mask.sum(dtype=torch.float64).to(device)
+    dp.all_reduce(total)
+    return total.clamp_(min=1.0)
+
+
+def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """One microbatch's term of the objective: Σ loss·mask / denominator, for losses and mask [b, s]."""
+    return (losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)

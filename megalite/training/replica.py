@@ -1,0 +1,138 @@
+"""`Replica`: this rank's share of the network with everything that moves it: stages, gradients, optimizer, scaler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.data_parallel.all_reduce import AllReduce
+from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
+from megalite.data_parallel.strategy import DataParallelStrategy, StrategyGroups
+from megalite.models.gpt import GPTStage
+from megalite.optimizers.adam import AdamW
+from megalite.optimizers.loss_scaler import LossScaler
+from megalite.planner.stages import StagePlan, plan_stages
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.topology import Topology
+from megalite.training.precision import Precision
+from megalite.training.programs import Programs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replica:
+    """Built once a run, by `build_replica`."""
+
+    config: RunConfig
+    topology: Topology
+    plan: tuple[StagePlan, ...]
+    """Every virtual stage of the model, in order."""
+    programs: Programs
+    precision: Precision
+    stages: dict[int, GPTStage]
+    """This rank's virtual stages by their global number."""
+    strategy: DataParallelStrategy
+    optimizer: AdamW
+    scaler: LossScaler
+
+    @property
+    def reads_data(self) -> bool:
+        """This rank needs tokens or labels."""
+        return any(stage.embedding is not None or stage.head is not None for stage in self.stages.values())
+
+
+def build_stages(
+    config: RunConfig, plan: Sequence[StagePlan], topology: Topology, precision: Precision
+) -> dict[int, GPTStage]:
+    """The modules of this rank's virtual stages, with their initial weights."""
+    make = ParameterFactory(
+        tp=topology.tp,
+        seed=config.training.seed,
+        dtype=precision.compute,
+        device=topology.device,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    return {
+        part.stage: GPTStage(
+            config.model,
+            first_layer=part.first_layer,
+            last_layer=part.last_layer,
+            has_embedding=part.has_embedding,
+            has_head=part.has_head,
+            make=make,
+            seq_length=config.training.seq_length,
+            recompute=config.training.recompute_granularity,
+        )
+        for part in plan
+        if part.rank == topology.pp.rank
+    }
+
+
+def _build_strategy(
+    config: RunConfig, stages: dict[int, GPTStage], topology: Topology, precision: Precision
+) -> DataParallelStrategy:
+    parallel = config.parallel
+    groups = StrategyGroups(dp=topology.dp_cp, tp=topology.tp, embedding=topology.embedding)
+    if parallel.dp_strategy == "distributed-optimizer":
+        return DistributedOptimizer(
+            stages,
+            groups=groups,
+            bucket_size=parallel.ddp_bucket_size,
+            grad_dtype=precision.main,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+        )
+    return AllReduce(
+        stages,
+        groups=groups,
+        bucket_size=parallel.ddp_bucket_size,
+        grad_dtype=precision.main,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+    )
+
+
+def build_replica(config: RunConfig, topology: Topology) -> Replica:
+    """Everything of this rank for a validated config whose vocab_size is set.
+
+    Raises:
+        ConfigError: something that can be described and sized but not trained yet.
+    """
+    refuse_untrainable(config)
+    plan = plan_stages(config)
+    programs = Programs(config)
+    precision = Precision.of(config.training.precision)
+    stages = build_stages(config, plan, topology, precision)
+    strategy = _build_strategy(config, stages, topology, precision)
+    optimizer = AdamW(
+        (shard.main_param for shard in strategy.shards if shard.decay),
+        (shard.main_param for shard in strategy.shards if not shard.decay),
+        config.optimizer,
+    )
+    return Replica(
+        config=config,
+        topology=topology,
+        plan=plan,
+        programs=programs,
+        precision=precision,
+        stages=stages,
+        strategy=strategy,
+        optimizer=optimizer,
+        scaler=LossScaler(config.training),
+    )
+
+
+def refuse_untrainable(config: RunConfig) -> None:
+    """Layouts and models that the dry run sizes but that have no training code in this version.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            f"cp is {config.parallel.cp}: this version lays out and sizes context parallelism (--dry-run) but does "
+            "not train with it; use --cp 1"
+        )
+    if config.model.num_experts:
+        raise ConfigError(
+            f"num_experts is {config.model.num_experts}: this version lays out and sizes mixture-of-experts models "
+            "(--dry-run) but does not train them; use a dense preset, e.g. --preset llama3-8b"
+        )

@@ -1,0 +1,138 @@
+"""What a run tells: one line a log interval, and every step to the sinks."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from megalite.optimizers.schedules import Progress
+from megalite.training.sinks import MetricSink
+from megalite.training.step import StepResult
+from megalite.training.throughput import Speed, SpeedMeter
+
+
+class Reporter:
+    """Keeps the sums of the current log interval.
+
+    Args:
+        log: prints a line.
+        total_steps: length of the run, for "step 10/200" and the time left.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: Callable[[str], None],
+        sinks: list[MetricSink],
+        meter: SpeedMeter,
+        log_interval: int,
+        total_steps: int,
+        device: torch.device,
+    ) -> None:
+        self._log = log
+        self._sinks = sinks
+        self._meter = meter
+        self._interval = log_interval
+        self._total = total_steps
+        self._device = device
+        self._losses: list[float] = []
+        self._skipped = 0
+        self._samples = 0
+        self._seconds = 0.0
+        self._last = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """What lay between this and the last step is no step's time."""
+        self._last = time.perf_counter()
+
+    def step(self, result: StepResult, *, after: Progress, batch_size: int) -> None:
+        """Take note of a step; every `log_interval` steps, and after the last, print a line."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self._losses.append(result.loss)
+        self._skipped += result.skipped
+        self._samples += batch_size
+        self._seconds += seconds
+        record = {
+            "kind": "train",
+            "step": after.step,
+            "consumed_samples": after.samples,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "batch_size": batch_size,
+            "memory_bytes": peak_memory_bytes(self._device),
+            **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
+        }
+        for sink in self._sinks:
+            sink.write(record)
+        if after.step % self._interval == 0 or after.step == self._total:
+            self._print(result, after, batch_size)
+
+    def _print(self, result: StepResult, after: Progress, batch_size: int) -> None:
+        steps = len(self._losses)
+        speed = self._meter.speed(seconds=self._seconds, steps=steps, samples=self._samples)
+        parts = [
+            f"step {after.step:>{len(str(self._total))}}/{self._total}",
+            f"samples {after.samples}",
+            f"loss {math.fsum(self._losses) / steps:.4f}",
+            f"lr {result.lr:.3e}",
+            f"grad norm {result.grad_norm:.3f}",
+            f"loss scale {result.loss_scale:g}",
+            f"batch {batch_size}",
+            *_speed_parts(speed),
+            f"mem {peak_memory_bytes(self._device) / 2**20:.0f} MiB",
+            f"ETA {_clock((self._total - after.step) * speed.ms_per_step / 1e3)}",
+        ]
+        if self._skipped:
+            parts.append(f"skipped {self._skipped}")
+        self._log(" | ".join(parts))
+        self._losses, self._skipped, self._samples, self._seconds = [], 0, 0, 0.0
+
+    def evaluation(self, loss: float, *, at: Progress) -> None:
+        """Take note of a validation loss."""
+        perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
+        self._log(
+            f"step {at.step:>{len(str(self._total))}}/{self._total} | "
+            f"validation loss {loss:.4f} | validation perplexity {perplexity:.2f}"
+        )
+        record = {"kind": "valid", "step": at.step, "consumed_samples": at.samples}
+        for sink in self._sinks:
+            sink.write({**record, "valid_loss": loss, "valid_perplexity": perplexity})
+        self.restart_clock()
+
+    def close(self) -> None:
+        """Finish the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _speed_parts(speed: Speed) -> list[str]:
+    mfu = "MFU (PaLM) unknown peak" if speed.mfu is None else f"MFU (PaLM) {100.0 * speed.mfu:.1f} %"
+    return [
+        f"{speed.ms_per_step:.0f} ms/step",
+        f"{speed.tokens_per_second:.0f} tokens/s",
+        f"{speed.tokens_per_second_per_rank:.0f} a rank",
+        f"{speed.tflops_per_rank:.4g} TFLOP/s a rank",
+        mfu,
+    ]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory of this rank so far: allocated on the GPU, or resident in the host for cpu."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

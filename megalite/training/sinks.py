@@ -1,0 +1,101 @@
+"""Where metrics go: a JSON line a step and TensorBoard with Megatron-LM's tags. Rank 0 alone has any."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalite.config.errors import ConfigError
+
+
+class MetricSink(Protocol):
+    """Takes one record at a time."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take a record: `kind` (train or valid), `step`, `consumed_samples` and numbers."""
+
+    def close(self) -> None:
+        """Finish what is buffered."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object a line. NaN and infinities are the strings "nan", "inf": JSON has no others.
+
+    Args:
+        path: the file, appended to.
+        step: the run stands here: later records, of steps that a killed run had made and that will be made again,
+            are dropped.
+    """
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                # A line that was cut off when the process died is dropped as well.
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append and flush: whoever follows the file sees each step."""
+        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+TENSORBOARD_TAGS = {
+    "loss": "lm loss",
+    "lr": "learning-rate",
+    "grad_norm": "grad-norm",
+    "loss_scale": "loss-scale",
+    "batch_size": "batch-size",
+    "ms_per_step": "iteration-time",
+    "tflops_per_rank": "throughput",
+    "tokens_per_second": "tokens-per-second",
+    "mfu": "mfu",
+    "memory_bytes": "mem-max-allocated-bytes",
+    "valid_loss": "lm loss validation",
+    "valid_perplexity": "lm loss validation ppl",
+}
+"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". iteration-time is in seconds there."""
+
+
+class TensorBoard:
+    """Event files.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "tensorboard_dir is set but the tensorboard package is not installed; "
+                "pip install 'megalite[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One scalar a known name, over steps and over samples."""
+        for name, tag in TENSORBOARD_TAGS.items():
+            value = record.get(name)
+            if value is not None:
+                value = value / 1e3 if name == "ms_per_step" else value
+                self._writer.add_scalar(tag, value, record["step"])
+                self._writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

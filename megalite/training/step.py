@@ -1,0 +1,178 @@
+"""One training step and one evaluation batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.data.loader import Microbatch, sample_ids
+from megalite.optimizers.schedules import Progress, Schedules
+from megalite.pipeline.executor import Executor, ForwardStep
+from megalite.training.loss import masked_loss, token_denominator
+from megalite.training.replica import Replica
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is NaN or infinite, and the run is not to go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step did; the same on every rank."""
+
+    loss: float
+    """The objective: mean over all unmasked tokens of the global batch."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    lr: float
+    loss_scale: float
+    """Scale that this step's loss was multiplied with."""
+    skipped: bool
+    """fp16 overflow: no parameter changed."""
+
+
+class Stepper:
+    """Runs steps of a replica."""
+
+    def __init__(self, replica: Replica, schedules: Schedules) -> None:
+        self._replica = replica
+        self._schedules = schedules
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._forward: ForwardStep = self._no_batch
+        self._head_here = any(stage.head is not None for stage in replica.stages.values())
+
+    @staticmethod
+    def _no_batch(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        raise AssertionError("the executor ran outside a step")
+
+    def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
+        """Forward, backward, reduction, clipping and update over the global batch after `before`.
+
+        Args:
+            microbatches: this rank's; empty on ranks that read no data.
+            before: the position of the run.
+            batch_size: samples of the global batch.
+
+        Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over
+        the world for loss and norm, by which every rank takes the same decisions.
+
+        Raises:
+            NonFiniteError: on every rank, before any parameter changed.
+        """
+        replica = self._replica
+        after = Progress(before.step + 1, before.samples + batch_size)
+        for stage in replica.stages.values():
+            stage.train()
+        scale = replica.scaler.scale
+        replica.strategy.zero_grad()
+        losses = self._run(microbatches, before.samples, batch_size, scale=scale, evaluation=False)
+        replica.strategy.finish_gradients()
+
+        loss, squared = self._totals(losses, replica.strategy.local_norm_squared())
+        loss, norm = loss / scale, math.sqrt(squared) / scale if squared >= 0.0 else math.nan
+        lr = self._schedules.lr(after)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        overflow = replica.scaler.dynamic and not finite
+        if not finite and not overflow and replica.config.training.check_for_nan_in_loss_and_grad:
+            raise NonFiniteError(
+                f"step {after.step}: loss {loss}, gradient norm {norm}: stopped before the update, so the parameters "
+                "are those of the step before. Lower --lr, or raise --lr-warmup-iters, or look at this batch "
+                f"(samples {before.samples} to {after.samples - 1})"
+            )
+        if not overflow:
+            self._scale_gradients(norm, scale)
+            replica.optimizer.step(lr=lr, weight_decay=self._schedules.weight_decay(after))
+            replica.strategy.publish_parameters()
+        replica.scaler.update(overflow=overflow)
+        return StepResult(loss=loss, grad_norm=norm, lr=lr, loss_scale=scale, skipped=overflow)
+
+    def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
+        """The objective on one global batch, without gradients and without dropout; the same on every rank."""
+        for stage in self._replica.stages.values():
+            stage.eval()
+        losses = self._run(microbatches, first_sample, batch_size, scale=1.0, evaluation=True)
+        zero = torch.zeros((), dtype=torch.float64, device=self._replica.topology.device)
+        return self._totals(losses, zero)[0]
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        first_sample: int,
+        batch_size: int,
+        *,
+        scale: float,
+        evaluation: bool,
+    ) -> list[torch.Tensor]:
+        replica = self._replica
+        topology, config = replica.topology, replica.config.training
+        device = topology.device
+        denominator = (
+            token_denominator(microbatches, dp=topology.dp_cp, device=device) if microbatches else None
+        )
+
+        def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+            module = replica.stages[stage]
+            ids = sample_ids(
+                first_sample,
+                microbatch,
+                dp_rank=topology.dp.rank,
+                dp_size=topology.dp.size,
+                micro_batch_size=config.micro_batch_size,
+            )
+            context = module.context(ids)
+            if module.embedding is not None:
+                x = microbatches[microbatch].tokens.to(device, non_blocking=True)
+            assert x is not None
+            if module.head is None:
+                return module(x, context)
+            batch = microbatches[microbatch]
+            losses = module(x, context, labels=batch.labels.to(device, non_blocking=True))
+            assert denominator is not None
+            return masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominator) * scale
+
+        count = batch_size // (config.micro_batch_size * topology.dp.size)
+        self._forward = forward
+        try:
+            return self._executor(count, evaluation).run()
+        finally:
+            self._forward = self._no_batch
+
+    def _executor(self, microbatches: int, evaluation: bool) -> Executor:
+        key = (microbatches, evaluation)
+        if key not in self._executors:
+            replica = self._replica
+            any_stage = next(iter(replica.stages.values()))
+            self._executors[key] = Executor(
+                replica.programs.program(microbatches, evaluation=evaluation),
+                rank=replica.topology.pp.rank,
+                edges=replica.topology.edges,
+                forward=lambda *arguments: self._forward(*arguments),
+                activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size),
+                dtype=replica.precision.compute,
+                device=replica.topology.device,
+                reducer=None if evaluation else replica.strategy,
+            )
+        return self._executors[key]
+
+    def _totals(self, losses: list[torch.Tensor], squared: torch.Tensor) -> tuple[float, float]:
+        """Sum over the world of the losses (each counted once) and of the norm's parts."""
+        topology = self._replica.topology
+        totals = torch.zeros(2, dtype=torch.float64, device=topology.device)
+        if self._head_here and topology.tp.rank == 0 and topology.cp.rank == 0:
+            totals[0] = torch.stack(losses).sum(dtype=torch.float64)
+        totals[1] = squared
+        topology.world.all_reduce(totals)
+        loss, norm_squared = totals.tolist()
+        return loss, norm_squared
+
+    def _scale_gradients(self, norm: float, scale: float) -> None:
+        """Undo the loss scale and clip, in one pass or none."""
+        clip = self._replica.config.optimizer.clip_grad
+        factor = 1.0 / scale
+        if clip > 0.0 and norm > clip:
+            factor *= clip / (norm + 1e-6)
+        if factor != 1.0:
+            for shard in self._replica.strategy.shards:
+                assert shard.main_param.grad is not None
+                shard.main_param.grad.mul_(factor)

@@ -1,0 +1,155 @@
+"""Which checkpoint is found, and what is said when there is none."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint.folders import step_of
+from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing
+from megalite.topology.group import Group
+from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
+
+
+def missing(folder: Path, step: int | None = None) -> str:
+    with pytest.raises(CheckpointMissing) as caught:
+        find(folder, step)
+    return str(caught.value)
+
+
+def slip(folder: Path, step: int | None = None) -> str:
+    """An error, but not the one that lets a run start afresh."""
+    with pytest.raises(CheckpointError) as caught:
+        find(folder, step)
+    assert not isinstance(caught.value, CheckpointMissing)
+    return str(caught.value)
+
+
+def break_file(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_names() -> None:
+    assert step_of("step-0000100") == 100
+    assert step_of("step-12345678") == 12345678
+    assert step_of("step-0000100.replaced") == 100
+    for name in (
+        "step-100",
+        "step-00000100",
+        "step--000001",
+        ".tmp-step-100",
+        "step-0000100.bak",
+        "step-٠٠٠٠١٠٠",
+        "x",
+    ):
+        assert step_of(name) is None
+
+
+def test_newest_or_the_step_asked_for(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        save_as(tmp_path, SOLO, step=step, seed=step)
+    assert (tmp_path / "latest").read_text() == "step-0000020\n"
+    assert find(tmp_path).manifest.step == 100
+    assert_holds(find(tmp_path, 20), seed=20)
+    assert "has no checkpoint of step 21; it has steps 9, 20, 100" in slip(tmp_path, 21)
+
+
+def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_as(tmp_path, SOLO, step=step, seed=step)
+    break_file(tmp_path / "step-0000003" / "optimizer-00000.safetensors")
+    (tmp_path / "step-0000002" / "manifest.json").unlink()
+    lines: list[str] = []
+    assert_holds(find(tmp_path, log=lines.append), seed=1)
+    assert len(lines) == 2
+    assert "step-0000003" in lines[0] and "optimizer-00000.safetensors: sha256 is" in lines[0]
+    assert "step-0000002" in lines[1] and "manifest.json: No such file" in lines[1]
+    # The step asked for, and only that.
+    lines.clear()
+    with pytest.raises(CheckpointError, match=r"step 3 is damaged: .*optimizer-00000"):
+        find(tmp_path, 3, log=lines.append)
+    assert lines == []
+    # A run must not start afresh because all it has is damaged.
+    break_file(tmp_path / "step-0000001" / "weights-00000.safetensors")
+    message = slip(tmp_path)
+    assert "no checkpoint verifies" in message
+    assert all(f"step-000000{step}" in message for step in (1, 2, 3))
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert "does not exist" in missing(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    assert "nothing at all" in missing(tmp_path / "run")
+    assert f"there is {tmp_path / 'run'}" in missing(tmp_path / "runs")
+    (tmp_path / "run" / ".tmp-step-10").mkdir()
+    assert "only unfinished saves (.tmp-step-10)" in missing(tmp_path / "run", 10)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.pt").write_text("")
+    assert "1 other entries (model.pt)" in missing(tmp_path / "other")
+
+
+def test_one_level_off(tmp_path: Path) -> None:
+    save_as(tmp_path / "run" / "checkpoints", SOLO, step=5)
+    assert f"but in {tmp_path / 'run' / 'checkpoints'}" in slip(tmp_path / "run")
+    inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
+    assert "is itself a checkpoint" in inside and f"{tmp_path / 'run' / 'checkpoints'} and step 5" in inside
+    (tmp_path / "file").write_text("x")
+    assert "Not a directory" in slip(tmp_path / "file")
+
+
+def test_former_checkpoint_of_a_step_that_is_being_replaced(tmp_path: Path) -> None:
+    """A crash between moving step 2 aside and moving the new one in leaves only `step-2.replaced`: it counts."""
+    save_as(tmp_path, SOLO, step=1, seed=1)
+    path = save_as(tmp_path, SOLO, step=2, seed=2)
+    path.rename(tmp_path / "step-0000002.replaced")
+    assert_holds(find(tmp_path), seed=2)
+    assert_holds(find(tmp_path, 2), seed=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
+    """Whichever rank's share of the hashing has the damaged file."""
+    on_threads(3, lambda group: save_as(tmp_path, group, step=1, seed=1))
+    on_threads(3, lambda group: save_as(tmp_path, group, step=2, seed=2))
+
+    def look(group: Group) -> tuple[int, list[str]]:
+        lines: list[str] = []
+        found = find_checkpoint(tmp_path, step=None, world=group, device=CPU, log=lines.append)
+        return found.manifest.step, lines
+
+    assert on_threads(ranks, look) == [(2, [])] * ranks
+    for path in sorted((tmp_path / "step-0000002").iterdir()):
+        sound = path.read_bytes()
+        break_file(path)
+        results = on_threads(ranks, look)
+        assert len({str(result) for result in results}) == 1
+        step, lines = results[0]
+        assert step == 1 and len(lines) == 1 and path.name in lines[0]
+        path.write_bytes(sound)
+    assert on_threads(ranks, look) == [(2, [])] * ranks
+
+
+def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
+    """Folders on each machine's own disk: an error that says so, on every rank, in saving and in loading."""
+    for rank in (0, 1):
+        save_as(tmp_path / str(rank), SOLO, step=1, seed=rank)
+
+    def everywhere(fn: Callable[[Group], object]) -> str:
+        results = on_threads(2, fn)
+        assert all(isinstance(result, CheckpointError) for result in results), results
+        messages = {str(result).replace(str(tmp_path / "1"), str(tmp_path / "0")) for result in results}
+        assert len(messages) == 1
+        return messages.pop()
+
+    def load(group: Group) -> object:
+        return find_checkpoint(tmp_path / str(group.rank), step=1, world=group, device=CPU, log=print)
+
+    assert "shared file system" in everywhere(load)
+    save_as(tmp_path / "0", SOLO, step=2)
+    assert "No such file" in everywhere(
+        lambda group: find_checkpoint(tmp_path / str(group.rank), step=2, world=group, device=CPU, log=print)
+    )
+    assert "No such file" in everywhere(lambda group: save_as(tmp_path / str(group.rank), group, step=3))

@@ -1,0 +1,105 @@
+"""Files that any safetensors reader opens, written a tensor at a time."""
+
+import hashlib
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megalite.checkpoint.files import CHUNK
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    Record,
+    SafetensorsReader,
+    SafetensorsWriter,
+    file_bytes,
+)
+
+TENSORS = {
+    "odd.bf16": torch.randn(3).to(torch.bfloat16),
+    "scalar": torch.tensor(-(2**60)),
+    "f64": torch.randn(2, 3, 4, dtype=torch.float64),
+    "f16": torch.randn(5, 1).half(),
+    "a transposed f32": torch.randn(7, 5).t(),
+    "strided": torch.randn(8, 8)[::2, 1::3],
+    "parameter": torch.nn.Parameter(torch.randn(4)),
+}
+
+
+def records(tensors: dict[str, torch.Tensor]) -> list[Record]:
+    return [Record(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+    writer = SafetensorsWriter(path, records(tensors))
+    for tensor in tensors.values():
+        writer.write(tensor)
+    entry = writer.finish()
+    return entry.length, entry.sha256
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    length, sha256 = write(path, TENSORS)
+    data = path.read_bytes()
+    assert (length, sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert length == file_bytes(records(TENSORS))
+    assert struct.unpack("<Q", data[:8])[0] % 8 == 0
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    for key, tensor in TENSORS.items():
+        assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), key
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_larger_than_a_chunk(tmp_path: Path) -> None:
+    tensors = {"small": torch.ones(1), "large": torch.randn(CHUNK // 4 + 12345)}
+    length, sha256 = write(tmp_path / "x.safetensors", tensors)
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert (length, sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["large"], tensors["large"])
+
+
+def test_reading_any_index_dtype_and_unaligned_data(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, TENSORS)
+    reader = SafetensorsReader(path)
+    for record in records(TENSORS):
+        full = TENSORS[record.key].detach()
+        index = tuple(slice(size // 3, size) for size in record.shape)
+        for dtype in (full.dtype, torch.float64, torch.float32):
+            output = torch.empty_like(full[index], dtype=dtype)
+            reader.read_into(output, record, index)
+            assert torch.equal(output, full[index].to(dtype)), record.key
+
+
+def test_a_tensor_that_is_not_as_declared(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", [Record("w", "F32", (2, 3))])
+    with pytest.raises(CheckpointError, match=r"w: the plan says F32 \[2, 3\].*torch.float64 \[3, 2\]"):
+        writer.write(torch.ones(3, 2, dtype=torch.float64))
+    writer.close()
+    save_file({"w": torch.ones(3, 2)}, tmp_path / "y.safetensors")
+    reader = SafetensorsReader(tmp_path / "y.safetensors")
+    for record in (Record("w", "F32", (2, 3)), Record("w", "F16", (3, 2))):
+        with pytest.raises(CheckpointError, match=r"y\.safetensors: w is F32 \[3, 2\], the manifest says"):
+            reader.read_into(torch.empty(record.shape), record, (slice(None), slice(None)))
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: v"):
+        reader.read_into(torch.empty(1), Record("v", "F32", (1,)), (slice(None),))
+    (tmp_path / "z.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match=r"z\.safetensors"):
+        SafetensorsReader(tmp_path / "z.safetensors")
+
+
+def test_never_writes_over_a_file_or_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "x.safetensors").symlink_to(victim)
+    for path in (tmp_path / "x.safetensors", victim):
+        with pytest.raises(FileExistsError):
+            SafetensorsWriter(path, [])
+    assert victim.read_text() == "precious"

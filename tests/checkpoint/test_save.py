@@ -1,0 +1,284 @@
+"""What goes wrong while saving: one error everywhere, every rank's stream at its end, old checkpoints untouched."""
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.topology.group import Group
+from megalite.topology.sharding import ShardSpec
+from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
+
+Plan = Sequence[SavedTensor]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def same_error(results: list[Any]) -> str:
+    assert all(isinstance(result, CheckpointError) for result in results), results
+    assert len({str(result) for result in results}) == 1, results
+    return str(results[0])
+
+
+def save_plan(
+    folder: Path,
+    group: Group,
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    tokenizer: str | None = None,
+    **more: Any,
+) -> Path:
+    return save_checkpoint(
+        folder,
+        step=2,
+        plan=plan,
+        tensors=tensors,
+        counters=more.get("counters", {}),
+        config={},
+        layout={},
+        tokenizer=tokenizer,
+        world=group,
+        device=CPU,
+    )
+
+
+def weight(
+    name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> SavedTensor:
+    bounds = (rows, *((0, size) for size in shape[1:]))
+    return SavedTensor(
+        key_group="weight", spec=ShardSpec(name=name, global_shape=shape, slice=bounds), dtype=dtype
+    )
+
+
+def failing_write(
+    fail_at: int, calls: list[int], partly: bool, code: int
+) -> Callable[[int, memoryview], int]:
+    real, lock = os.write, threading.Lock()
+
+    def write(descriptor: int, data: memoryview) -> int:
+        with lock:
+            calls[0] += 1
+            number = calls[0]
+        if number >= fail_at:
+            if partly and number == fail_at and len(data) > 1:
+                return real(descriptor, data[: len(data) // 2])
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, data)
+
+    return write
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partly: bool) -> None:
+    """Whichever write fails: every rank gets the same error with the bytes needed and free, iterates its tensors to
+    the end, nothing of the save is left, and the earlier checkpoint still verifies."""
+    folder = tmp_path / "run"
+    save_as(folder, SOLO, step=1, seed=1)
+    taken: list[int] = []
+    needed: set[str] = set()
+
+    def counted(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        yield from data
+        taken.append(len(data))  # reached only if the loop over us goes to the end
+
+    fail_at = 0
+    while True:
+        fail_at += 1
+        taken.clear()
+        calls = [0]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", failing_write(fail_at, calls, partly, errno.ENOSPC))
+            results = on_threads(2, lambda group: save_as(folder, group, step=2, seed=2, stream=counted))
+        assert len(taken) == 2
+        if calls[0] < fail_at:
+            break
+        message = same_error(results)
+        assert "No space left on device" in message and str(folder) in message
+        assert "free there: " in message and "of 2)" in message
+        needed.add(message.partition("needs ")[2].partition(" bytes")[0])
+        assert not any(name.startswith(".tmp") for name in names(folder))
+        newest = find(folder, log=pytest.fail)
+        # Only writing `latest` comes after the commit: then the checkpoint is there and sound.
+        assert_holds(newest, seed=newest.manifest.step)
+        if newest.manifest.step == 2:
+            save_as(folder, SOLO, step=2, seed=2)
+            assert names(folder) == ["latest", "step-0000001", "step-0000002"]
+            (folder / "latest").write_text("step-0000001\n")
+            for path in (folder / "step-0000002").iterdir():
+                path.unlink()
+            (folder / "step-0000002").rmdir()
+    assert fail_at > 20, "a save makes many writes"
+    assert set(results) == {folder / "step-0000002"}
+    written = (folder / "step-0000002").glob("*.safetensors")
+    assert needed == {f"{sum(path.stat().st_size for path in written):,}"}
+    assert names(folder) == ["latest", "step-0000001", "step-0000002"]
+    assert_holds(find(folder), seed=2)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_other_errors_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """One rank's disk fails in fsync, the other's does not; both raise."""
+    real, lock, calls = os.fsync, threading.Lock(), [0]
+
+    def fsync(descriptor: int) -> None:
+        with lock:
+            calls[0] += 1
+            fail = calls[0] == 4
+        if fail:
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    message = same_error(on_threads(2, lambda group: save_as(tmp_path / "run", group, step=2)))
+    assert os.strerror(code) in message
+    assert names(tmp_path / "run") == []
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    used: list[int] = []
+
+    def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for tensor in data:
+            used.append(1)
+            yield tensor
+
+    def save(group: Group) -> Path:
+        return save_as(tmp_path / "file" / "run", group, step=2, stream=stream)
+
+    message = same_error(on_threads(2, save))
+    assert "Not a directory" in message and str(tmp_path / "file") in message
+    assert used == [], "no rank iterates when the save fails before the first tensor"
+
+
+def test_error_of_the_stream_itself_is_not_disguised(tmp_path: Path) -> None:
+    def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        yield data[0]
+        raise KeyError("a bug in the trainer")
+
+    with pytest.raises(KeyError, match="a bug in the trainer"):
+        save_as(tmp_path, SOLO, step=2, stream=stream)
+    save_as(tmp_path, SOLO, step=2)
+    assert names(tmp_path) == ["latest", "step-0000002"]
+
+
+def test_parts_that_do_not_tile(tmp_path: Path) -> None:
+    for second, fault in (((3, 5), "leave a gap"), ((1, 5), "overlap"), ((0, 2), "overlap and leave a gap")):
+        ranges = [(0, 2), second] if fault != "overlap and leave a gap" else [(0, 2), (0, 3)]
+
+        def save(group: Group, ranges: list[tuple[int, int]] = ranges) -> Path:
+            mine = weight("w", (5, 3), ranges[group.rank])
+            return save_plan(tmp_path, group, [mine], [torch.ones(mine.spec.shape)])
+
+        message = same_error(on_threads(2, save))
+        assert f"weight:w: its 2 parts {fault} in shape (5, 3)" in message
+        assert names(tmp_path) == []
+
+
+def test_ranks_that_disagree_on_a_tensor(tmp_path: Path) -> None:
+    def save(group: Group) -> Path:
+        dtype = torch.float32 if group.rank else torch.float16
+        mine = weight("w", (4,), (2 * group.rank, 2 * group.rank + 2), dtype)
+        return save_plan(tmp_path, group, [mine], [torch.ones(2, dtype=dtype)])
+
+    assert "rank 1 wrote F32 of global shape [4], an earlier rank F16" in same_error(on_threads(2, save))
+
+
+def test_stream_unlike_the_plan(tmp_path: Path) -> None:
+    plan = [weight("a", (2, 3), (0, 2)), weight("b", (4,), (0, 4))]
+    good = [torch.ones(2, 3), torch.ones(4)]
+    for tensors, reason in (
+        (good[:1], "planned 2 tensors and gave 1"),
+        ([*good, good[0]], "planned 2 tensors and gave 3"),
+        ([good[1], good[0]], r"a: the plan says F32 \[2, 3\]"),
+        ([good[0].double(), good[1]], "the tensor given is torch.float64"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            save_plan(tmp_path, SOLO, plan, tensors)
+        assert names(tmp_path) == []
+    save_plan(tmp_path, SOLO, plan, good)
+
+
+def test_plan_that_cannot_be_saved(tmp_path: Path) -> None:
+    a = weight("a", (2,), (0, 2))
+    for plan, reason in (
+        ([a, a], "twice in one rank's plan"),
+        ([weight("../a", (2,), (0, 2))], "not a tensor key"),
+        ([SavedTensor(key_group="optimizer", spec=a.spec, dtype=torch.float32)], "not a tensor key"),
+        ([weight("a", (2,), (0, 2), torch.complex64)], "torch.complex64 cannot be saved"),
+    ):
+        for rank_with_it in (0, 1):
+
+            def save(group: Group, plan: Plan = plan, rank_with_it: int = rank_with_it) -> Path:
+                return save_plan(tmp_path, group, plan if group.rank == rank_with_it else [], [])
+
+            assert reason in same_error(on_threads(2, save))
+    for more in (
+        {"counters": {"loss": float("nan")}},
+        {"counters": {"path": tmp_path}},
+        {"tokenizer": "gpt2"},
+    ):
+        with pytest.raises(CheckpointError, match=r"plain JSON|tokenizer"):
+            save_plan(tmp_path, SOLO, [a], [torch.ones(2)], **more)
+    assert names(tmp_path) == []
+
+
+def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for tensor in data:
+            most.append(sum(reference() is not None for reference in alive))
+            fresh = tensor.clone()
+            alive.append(weakref.ref(fresh))
+            yield fresh
+            del fresh
+
+    save_as(tmp_path, SOLO, step=1, stream=stream)
+    assert len(most) == 8 and max(most) == 0
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    on_threads(3, lambda group: save_as(tmp_path, group, step=2, seed=1))
+    save_as(tmp_path, SOLO, step=2, seed=2)
+    assert names(tmp_path) == ["latest", "step-0000002"]
+    assert_holds(find(tmp_path), seed=2)
+    assert len(list((tmp_path / "step-0000002").iterdir())) == 3
+
+
+def test_a_link_in_place_of_a_step_is_not_followed(tmp_path: Path) -> None:
+    """Replacing a step that is a link to a folder elsewhere removes the link alone."""
+    save_as(tmp_path / "other", SOLO, step=2, seed=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-0000002").symlink_to(tmp_path / "other" / "step-0000002")
+    save_as(tmp_path / "run", SOLO, step=2, seed=2)
+    assert_holds(find(tmp_path / "other"), seed=1)
+    assert_holds(find(tmp_path / "run"), seed=2)
+    assert names(tmp_path / "run") == ["latest", "step-0000002"]
+
+
+def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
+    save_as(tmp_path, SOLO, step=1, seed=1)
+    save_as(tmp_path, SOLO, step=2, seed=2)
+    (tmp_path / ".tmp-step-9").mkdir()
+    (tmp_path / ".tmp-step-9" / "weights-00000.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / ".latest.new").write_text("half")
+    (tmp_path / "step-0000001").rename(
+        tmp_path / "step-0000001.replaced"
+    )  # cut off before the new one was in place
+    save_as(tmp_path, SOLO, step=3, seed=3)
+    assert names(tmp_path) == ["latest", "step-0000001", "step-0000002", "step-0000003"]
+    for step in (1, 2, 3):
+        assert_holds(find(tmp_path, step), seed=step)

@@ -1,0 +1,96 @@
+"""`megalite COMMAND` and `megalite config`."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import yaml
+
+from megalite.cli.config import main as config_main
+from megalite.cli.main import COMMANDS, main
+from megalite.config.help import markdown
+from megalite.config.presets import preset_names
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_usage_lists_the_commands(capsys: Captured) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {command} " in text for command in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("megalite 0.")
+
+
+def test_unknown_command(capsys: Captured) -> None:
+    assert main(["confg"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: unknown command confg: did you mean config? (one of train, "
+    )
+
+
+def test_hands_over_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    module = types.SimpleNamespace(main=lambda argv: seen.append(argv))
+    monkeypatch.setitem(sys.modules, "megalite.cli.generate", module)
+    assert main(["generate", "--load", "a"]) == 0
+    assert seen == [["--load", "a"]]
+    module.main = lambda argv: 3
+    assert main(["generate"]) == 3
+
+
+def test_config_command_imports_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; main(['config', '--presets'])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == preset_names()
+
+
+def test_show(capsys: Captured) -> None:
+    assert config_main(["--show", "--preset", "gpt2-124m", "--tp", "2", "--world-size", "4"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["parallel"]["tp"], shown["parallel"]["dp"], shown["model"]["num_layers"]) == (2, 2, 12)
+    assert config_main(["--show", "--preset", "gpt2-124m", "--tp", "2", "--world-size", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+
+
+def test_explain(capsys: Captured) -> None:
+    assert config_main(["--explain", "--preset", "gpt2-124m", "--lr", "0.5"]) == 0
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["num_layers"] == ["12", "preset gpt2-124m"]
+    assert rows["lr"] == ["0.5", "flag --lr"]
+    assert rows["dp"] == ["1", "derived"]
+    assert "tp" not in rows
+    assert config_main(["--explain", "--lr", "0.5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lr"] == {"value": 0.5, "source": "flag --lr"}
+
+
+def test_tables(capsys: Captured) -> None:
+    assert config_main(["--markdown"]) == 0
+    assert capsys.readouterr().out == markdown()
+    assert config_main(["--presets"]) == 0
+    assert capsys.readouterr().out.split() == preset_names()
+    assert config_main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: megalite config --show")
+    assert config_main(["--help-all"]) == 0
+    assert "--tensor-model-parallel-size N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--show", "--tp", "3"], "error: num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4\n"),
+        (["--markdown", "x"], "error: megalite config --markdown takes nothing after it, got x\n"),
+        (
+            ["--tp"],
+            "error: megalite config takes --show, --explain, --presets or --markdown first, got --tp; to see what a config "
+            "resolves to write megalite config --show --tp ...\n",
+        ),
+    ],
+)
+def test_errors(arguments: list[str], message: str, capsys: Captured) -> None:
+    assert config_main(arguments) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", message)

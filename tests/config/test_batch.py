@@ -1,0 +1,64 @@
+"""Batch arithmetic against counting step by step."""
+
+import pytest
+
+from megalite.config.batch import batch_size, batch_sizes, samples_after, total_samples, total_steps
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+
+
+def config_of(flags: str) -> RunConfig:
+    return validate(parse_arguments(flags.split()).config, 1)
+
+
+def test_ramp_up_grows_by_the_increment_over_the_samples() -> None:
+    config = config_of("--rampup-batch-size 4 4 30 --global-batch-size 16")
+    # Three increments over 30 samples: one each 10 samples.
+    assert [batch_size(config, consumed) for consumed in (0, 9, 10, 19, 20, 29, 30, 1000)] == [
+        4,
+        4,
+        8,
+        8,
+        12,
+        12,
+        16,
+        16,
+    ]
+    assert batch_sizes(config) == (4, 8, 12, 16)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "final", "sizes"),
+    [("16 8 100", 16, (16,)), ("8 8 0", 16, (16,)), ("16 16 5859375", 1536, tuple(range(16, 1537, 16)))],
+)
+def test_ramp_up_edges(ramp: str, final: int, sizes: tuple[int, ...]) -> None:
+    config = config_of(f"--rampup-batch-size {ramp} --global-batch-size {final}")
+    assert batch_sizes(config) == sizes
+    assert batch_size(config, 0) == sizes[0]
+    assert batch_size(config, 10**9) == final
+
+
+@pytest.mark.parametrize("ramp", ["", "--rampup-batch-size 2 2 25", "--rampup-batch-size 4 4 7"])
+@pytest.mark.parametrize("length", range(1, 60, 7))
+def test_totals_equal_a_count(ramp: str, length: int) -> None:
+    by_steps = config_of(f"--global-batch-size 8 --train-iters {length} {ramp}")
+    consumed = 0
+    for step in range(length):
+        assert samples_after(by_steps, step) == consumed
+        consumed += batch_size(by_steps, consumed)
+    assert total_steps(by_steps) == length
+    assert total_samples(by_steps) == consumed
+
+    by_samples = config_of(f"--global-batch-size 8 --train-samples {length + 8} {ramp}")
+    steps = consumed = 0
+    while consumed + batch_size(by_samples, consumed) <= length + 8:
+        consumed += batch_size(by_samples, consumed)
+        steps += 1
+    assert (total_steps(by_samples), total_samples(by_samples)) == (steps, consumed)
+
+
+def test_length_must_be_known() -> None:
+    with pytest.raises(ConfigError, match="the length of the run is not set; add --train-iters 1000"):
+        total_steps(config_of(""))

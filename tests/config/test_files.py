@@ -1,0 +1,161 @@
+"""YAML files: keys, types, errors, and dump/load as inverses."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from megalite.config.describe import Setting, replace, settings, values_of
+from megalite.config.errors import ConfigError
+from megalite.config.files import dump, level_from_text, load
+from megalite.config.merge import merge
+from megalite.config.rules.ranges import BOUNDS
+from megalite.config.run import RunConfig
+
+
+def parse(text: str) -> RunConfig:
+    return merge([level_from_text(text, "file run.yaml")]).config
+
+
+def changed(text: str) -> dict[str, object]:
+    default = values_of(RunConfig())
+    return {name: value for name, value in values_of(parse(text)).items() if value != default[name]}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {num_layers: 4}\nparallel:\n  tp: 2\n", {"num_layers": 4, "tp": 2}),
+        ("num_layers: 4\ntp: 2\n", {"num_layers": 4, "tp": 2}),
+        ("tensor-model-parallel-size: 2\npipeline_model_parallel_size: 4\n", {"tp": 2, "pp": 4}),
+        ("parallel: {tensor_model_parallel_size: 2}\n", {"tp": 2}),
+        ("optimizer:\n  optimizer: adam\n  lr: 1e-4\n", {"lr": 1e-4}),
+        ("optimizer: adam\nlr: 3\n", {"lr": 3.0}),
+        ("train_samples: 1e6\n", {"train_samples": 1_000_000}),
+        ("train_samples: 2.0\n", {"train_samples": 2}),
+        ("pipeline_layers: [3, 1]\n", {"pipeline_layers": [3, 1]}),
+        ("pipeline_layers: 3,1\n", {"pipeline_layers": [3, 1]}),
+        ("data_path: [a, b]\nsplit: 969,30,1\n", {"data_path": ["a", "b"], "split": "969,30,1"}),
+        (
+            "bf16: true\nuse_distributed_optimizer: true\n",
+            {"precision": "bf16", "dp_strategy": "distributed-optimizer"},
+        ),
+        (
+            "num_layers: 12\npp: 2\nnum-layers-per-virtual-pipeline-stage: 3\n",
+            {"num_layers": 12, "pp": 2, "vpp": 2},
+        ),
+        ("model:\ntraining: {}\nseed: 7\n", {"seed": 7}),
+        ("dp: null\n", {}),
+        ("recompute_granularity: none\n", {}),
+        ("tp: 2\nparallel: {tp: 2}\n", {"tp": 2}),
+    ],
+)
+def test_keys(text: str, expected: dict[str, object]) -> None:
+    assert changed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_layer: 4\n", "file run.yaml: unknown section or key num_layer: did you mean num_layers?"),
+        ("modle: {num_layers: 4}\n", "file run.yaml: unknown section or key modle: did you mean model?"),
+        ("model: {hiden_size: 4}\n", "file run.yaml, model: unknown key hiden_size: did you mean hidden_size?"),
+        ("model: {tp: 4}\n", "file run.yaml, model: tp belongs to section parallel, not model; move it there"),
+        ("tp: 2\nparallel: {tp: 4}\n", "tp is given twice: 2 by file run.yaml and 4 by file run.yaml; keep one of them"),
+        ("tp: 2\npp: 1\ntp: 2\n", "file run.yaml: tp is given twice, on lines 1 and 3; keep one of them"),
+        ("bf16: true\nfp16: true\n", "precision is given twice: 'bf16' by file run.yaml and 'fp16' by file run.yaml; keep "
+         "one of them"),
+        ("bf16: false\n", "file run.yaml: bf16 can only be true, got False; remove it, or set precision itself"),
+        ("num_layers: [4]\n", "file run.yaml: num_layers takes one int, got [4]"),
+        ("num_layers: four\n", "file run.yaml: num_layers takes a whole number such as 4, got 'four'"),
+        ("num_layers: 4.5\n", "file run.yaml: num_layers takes a whole number such as 4, got 4.5"),
+        ("num_layers: true\n", "file run.yaml: num_layers takes a whole number such as 4, got True"),
+        ("num_layers: null\n", "file run.yaml: num_layers cannot be null; its default is 2"),
+        ("lr: .inf\n", "file run.yaml: lr takes a number such as 0.1, got inf"),
+        ("sequence_parallel: 1\n", "file run.yaml: sequence_parallel takes true or false, got 1"),
+        ("run_dir: 2024\n", "file run.yaml: run_dir takes text, got the int 2024; write it in quotes if you mean it: "
+         "'2024'"),
+        ("data_path: a\n", "file run.yaml: data_path takes a list such as [some text], got 'a'"),
+        ("pipeline_layers: [1, x]\n", "file run.yaml: pipeline_layers takes a whole number such as 4, got 'x'"),
+        ("activation: relu\n", "file run.yaml: activation cannot be 'relu': did you mean gelu? (one of gelu, gelu_tanh, "
+         "swiglu)"),
+        ("transformer_impl: local\n", "file run.yaml: transformer_impl has no effect: there is one implementation of the "
+         "model; remove it"),
+        ("num_layers_per_virtual_pipeline_stage: x\n", "file run.yaml: num_layers_per_virtual_pipeline_stage takes a "
+         "whole number such as 4, got 'x'"),
+        ("4: 5\n", "file run.yaml: 4 is not a setting; keys are names such as num_layers"),
+        ("- a\n", "file run.yaml must hold `key: value` lines such as `num_layers: 4`, found ['a']"),
+        ("", "file run.yaml must hold `key: value` lines such as `num_layers: 4`, found nothing"),
+    ],
+)  # fmt: skip
+def test_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert str(error.value) == message
+
+
+def test_not_yaml_and_no_python_objects() -> None:
+    with pytest.raises(ConfigError, match=r"file run\.yaml is not YAML: .*line 1"):
+        parse("a: [1\n")
+    with pytest.raises(ConfigError, match=r"file run\.yaml is not YAML: could not determine a constructor"):
+        parse("seed: !!python/object/apply:os.getpid []\n")
+
+
+def test_alias_bomb_is_refused_with_a_short_message() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    bomb = "model: {num_layers: *a11}"
+    with pytest.raises(ConfigError) as error:
+        parse("\n".join(["model: {}", *lines, bomb]))
+    assert len(str(error.value)) < 300
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("tp: 2\n")
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "rum.yaml")
+    assert (
+        str(error.value)
+        == f"config file {tmp_path}/rum.yaml does not exist: did you mean {tmp_path}/run.yaml?"
+    )
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run_dir: caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read"):
+        load(tmp_path / "latin.yaml")
+
+
+def values(setting: Setting) -> st.SearchStrategy[object]:
+    """Any value of the setting's type, text that looks like numbers and YAML syntax included."""
+    text = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1).filter(
+        str.strip
+    )
+    odd = st.sampled_from(
+        ["none", "null", "1e5", "0x10", "yes", "1:30", "a: b", "- a", "#a", "'", "2024-01-01"]
+    )
+    strategy: st.SearchStrategy[object] = {
+        int: st.integers(),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        bool: st.booleans(),
+        str: text | odd,
+    }[setting.type]
+    if setting.choices:
+        strategy = st.sampled_from(setting.choices)
+    if setting.is_list:
+        strategy = st.lists(strategy, min_size=0)
+    return strategy | st.none() if setting.optional else strategy
+
+
+@hypothesis_settings(deadline=None, max_examples=50)
+@given(st.fixed_dictionaries({}, optional={name: values(setting) for name, setting in settings().items()}))
+def test_dump_loads_equal(changes: dict[str, object]) -> None:
+    config = replace(RunConfig(), **changes)
+    assert parse(dump(config)) == config
+
+
+def test_load_reads_a_file(tmp_path: Path) -> None:
+    config = replace(RunConfig(), tp=BOUNDS["tp"].low, run_dir="a b", pipeline_layers=[1, 1])
+    (tmp_path / "run.yaml").write_text(dump(config))
+    assert load(tmp_path / "run.yaml") == config

@@ -1,0 +1,209 @@
+"""The command line: spellings, precedence, provenance and every way to be wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config.describe import settings, values_of
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.run import RunConfig
+
+EXAMPLES = {int: "3", float: "0.25", str: "x"}
+
+
+def changed(flags: str) -> dict[str, object]:
+    """The settings that differ from the defaults."""
+    default = values_of(RunConfig())
+    return {k: v for k, v in values_of(parse_arguments(flags.split()).config).items() if v != default[k]}
+
+
+@pytest.mark.parametrize("name", settings())
+def test_every_setting_by_every_spelling(name: str) -> None:
+    setting = settings()[name]
+    for flag in setting.flags:
+        if setting.type is bool:
+            assert changed(flag if not setting.default else "--no-" + flag[2:]) == {name: not setting.default}
+            continue
+        others = [choice for choice in setting.choices if choice != setting.default]
+        word = others[0] if others else setting.default if setting.choices else EXAMPLES[setting.type]
+        expected = word if setting.type is str else setting.type(word)
+        invocation = parse_arguments([flag, word])
+        assert values_of(invocation.config)[name] == ([expected] if setting.is_list else expected)
+        assert invocation.provenance[name] == f"flag {flag}"
+        assert invocation.explicit == {name}
+        assert parse_arguments([f"{flag}={word}"]).config == invocation.config
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {}),
+        ("--tensor_model_parallel_size 2", {"tp": 2}),
+        ("--tp 2 --tensor-model-parallel-size 2", {"tp": 2}),
+        ("--train-samples 1e6 --lr 1e-4", {"train_samples": 1_000_000, "lr": 1e-4}),
+        ("--pipeline-layers 3,1", {"pipeline_layers": [3, 1]}),
+        ("--pipeline-layers 3 1", {"pipeline_layers": [3, 1]}),
+        ("--rampup-batch-size 16 16 1000 --tp 2", {"rampup_batch_size": [16, 16, 1000], "tp": 2}),
+        ("--data-path 0.3 a 0.7 b", {"data_path": ["0.3", "a", "0.7", "b"]}),
+        ("--min-lr -1", {"min_lr": -1.0}),
+        ("--min-lr -.5", {"min_lr": -0.5}),
+        ("--bf16 --precision bf16", {"precision": "bf16"}),
+        ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
+        ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
+        ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
+        (
+            "--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 3",
+            {"num_layers": 12, "pp": 2, "vpp": 2},
+        ),
+        ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 6", {"num_layers": 12, "pp": 2}),
+        (
+            "--num-layers 12 --pp 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
+            {"num_layers": 12, "pp": 4, "pipeline_layers": [2, 4, 4, 2]},
+        ),
+        (
+            "--num-layers 10 --pp 2 --vpp 2 --decoder-last-pipeline-num-layers 4",
+            {"num_layers": 10, "pp": 2, "vpp": 2, "pipeline_layers": [3, 2, 3, 2]},
+        ),
+    ],
+)
+def test_values(flags: str, expected: dict[str, object]) -> None:
+    assert changed(flags) == expected
+
+
+@pytest.mark.parametrize("flag", SHORTHANDS)
+def test_shorthand(flag: str) -> None:
+    values = values_of(parse_arguments([flag]).config)
+    assert {name: values[name] for name in SHORTHANDS[flag]} == SHORTHANDS[flag]
+
+
+def test_none_unsets() -> None:
+    config = parse_arguments(["--preset", "gpt2-124m", "--vocab-size", "none"]).config
+    assert config.model.vocab_size is None
+    assert config.model.num_layers == 12
+
+
+@pytest.mark.parametrize("flag", NO_EFFECT)
+def test_flag_without_effect_says_why(flag: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments([flag, "1"])
+    assert str(error.value) == f"{flag} has no effect: {NO_EFFECT[flag]}; remove it"
+
+
+def test_tables_of_flags_do_not_overlap() -> None:
+    own = {flag for setting in settings().values() for flag in setting.flags}
+    negative = {
+        "--no-" + flag[2:]
+        for setting in settings().values()
+        if setting.type is bool
+        for flag in setting.flags
+    }
+    tables = [own, negative, set(SHORTHANDS), set(DERIVED), set(NO_EFFECT)]
+    assert len(set().union(*tables)) == sum(map(len, tables))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tp 2 --tensor-model-parallel-size 4", "tp is given twice: 2 by flag --tp and 4 by flag "
+         "--tensor-model-parallel-size; keep one of them"),
+        ("--bf16 --fp16", "precision is given twice: 'bf16' by flag --bf16 and 'fp16' by flag --fp16; keep one of them"),
+        ("--swiglu --activation gelu", "activation is given twice: 'swiglu' by flag --swiglu and 'gelu' by flag "
+         "--activation; keep one of them"),
+        ("--sequence-parallel --no-sequence-parallel", "sequence_parallel is given twice: True by flag "
+         "--sequence-parallel and False by flag --no-sequence-parallel; keep one of them"),
+        ("--tensor-model-paralel-size 2", "unknown flag --tensor-model-paralel-size: did you mean "
+         "--tensor-model-parallel-size? (--help-all lists all)"),
+        ("--num-layer 2", "unknown flag --num-layer: did you mean --num-layers? (--help-all lists all)"),
+        ("-x", "unknown flag -x (--help-all lists all)"),
+        ("run.yaml", "unexpected argument run.yaml; settings are flags such as --num-layers 4"),
+        ("--sequence-parallel true", "--sequence-parallel takes no value, got true; to say the opposite write "
+         "--no-sequence-parallel"),
+        ("--bf16 yes", "--bf16 takes no value, got yes"),
+        ("--tp", "--tp needs a value (int)"),
+        ("--data-path --bf16", "--data-path needs one or more values (list of str)"),
+        ("--tp 2 3", "--tp takes one value, got 2: 2 3"),
+        ("--tp 1.5", "--tp: tp takes a whole number such as 4, got '1.5'"),
+        ("--tp two", "--tp: tp takes a whole number such as 4, got 'two'"),
+        ("--tp none", "--tp: tp takes a whole number such as 4, got 'none'"),
+        ("--lr fast", "--lr: lr takes a number such as 0.1, got 'fast'"),
+        ("--lr nan", "--lr: lr takes a number such as 0.1, got 'nan'"),
+        ("--precision b16", "--precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)"),
+        ("--load=", "--load: load is empty; leave it out or give it a value"),
+        ("--config", "--config takes one value such as run.yaml, got none"),
+        ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
+        ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
+         "gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, llama2-7b, llama3-70b, "
+         "llama3-8b, mixtral-8x7b)"),
+        ("--preset gpt2-124m --preset llama3-8b", "--preset is given twice: gpt2-124m and llama3-8b; keep one of them"),
+        ("--json", "--json has no effect without --dry-run; add --dry-run or remove it"),
+        ("--world-size 8", "--world-size has no effect without --dry-run; add --dry-run or remove it"),
+        ("--dry-run --world-size 0", "--world-size takes a whole number of at least 1, such as 4, got 0"),
+        ("--group-query-attention", "flag --group-query-attention says nothing without the number of groups; add "
+         "--num-query-groups, e.g. 8"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "flag --num-layers-per-virtual-pipeline-stage 2 needs pp > 1, but "
+         "pp is 1; add --pp 2 or remove it"),
+        ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 4", "flag "
+         "--num-layers-per-virtual-pipeline-stage 4 does not divide num_layers / pp = 12 / 2; use one of 1, 2, 3, 6"),
+        ("--num-layers 7 --pp 2 --num-layers-per-virtual-pipeline-stage 2", "flag "
+         "--num-layers-per-virtual-pipeline-stage 2 does not divide num_layers / pp = 7 / 2; use --vpp, with "
+         "--pipeline-layers where the layers do not divide"),
+        ("--num-layers 12 --pp 2 --vpp 3 --num-layers-per-virtual-pipeline-stage 3", "vpp is given twice: 3 by flag "
+         "--vpp and 2 by flag --num-layers-per-virtual-pipeline-stage; keep one of them"),
+        ("--num-layers 12 --pp 3 --decoder-first-pipeline-num-layers 3", "flag --decoder-first-pipeline-num-layers 3 "
+         "leaves 9 of 12 layers for 2 other pipeline ranks with 1 virtual stage(s) each, which does not come out even; "
+         "say the layers of all 3 stages with --pipeline-layers"),
+        ("--decoder-last-pipeline-num-layers 1", "flag --decoder-last-pipeline-num-layers 1 needs pp > 1, but pp is 1; "
+         "add --pp 2 or remove it"),
+        ("--pp 0 --num-layers-per-virtual-pipeline-stage 2", "pp is 0; it must be at least 1"),
+    ],
+)  # fmt: skip
+def test_error(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(flags.split())
+    assert str(error.value) == message
+
+
+def test_precedence_and_provenance(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("model: {num_layers: 5, hidden_size: 96}\nlr: 0.5\nseed: 7\n")
+    second.write_text("hidden_size: 192\nseed: 1234\n")
+    flags = f"--preset gpt2-124m --config {first} --config {second} --lr 0.25"
+    invocation = parse_arguments(flags.split())
+    values = values_of(invocation.config)
+    names = ("num_attention_heads", "num_layers", "hidden_size", "lr", "seed", "tp")
+    assert [values[name] for name in names] == [12, 5, 192, 0.25, 1234, 1]
+    assert [invocation.provenance[name] for name in names] == [
+        "preset gpt2-124m",
+        f"file {first}",
+        f"file {second}",
+        "flag --lr",
+        f"file {second}",
+        "default",
+    ]
+    # The later file restates the default seed; a preset asks for nothing.
+    assert invocation.explicit == {"num_layers", "hidden_size", "lr"}
+
+
+def test_derived_flag_sees_other_levels_and_is_overridden_by_later_ones(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("num_layers_per_virtual_pipeline_stage: 3\npp: 2\n")
+    assert parse_arguments(["--preset", "gpt2-124m", "--config", str(file)]).config.parallel.vpp == 2
+    assert (
+        parse_arguments(["--preset", "gpt2-124m", "--config", str(file), "--vpp", "1"]).config.parallel.vpp
+        == 1
+    )
+
+
+def test_run_options() -> None:
+    invocation = parse_arguments(["--dry-run", "--json", "--world-size", "16"])
+    assert (invocation.dry_run, invocation.json, invocation.world_size) == (True, True, 16)
+    assert invocation.config == RunConfig()
+    assert [parse_arguments([flag]).help for flag in ("--help", "-h", "--help-all", "--tp")[:3]] == [
+        "basic",
+        "basic",
+        "all",
+    ]
+    assert parse_arguments(["--nonsense", "--help"]).help == "basic"
+    assert parse_arguments(["--version"]).version

@@ -1,0 +1,41 @@
+"""Help fits a screen, and docs/config.md is what the code says."""
+
+from pathlib import Path
+
+from megalite.config.describe import settings
+from megalite.config.flags import RUN_OPTIONS
+from megalite.config.help import basic_help, full_help, markdown
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+
+DOCS = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_basic_help_fits_a_screen() -> None:
+    lines = basic_help("pretrain_gpt.py").splitlines()
+    assert 24 <= len(lines) <= 40
+    assert max(map(len, lines)) <= 125
+    text = "\n".join(lines)
+    for setting in settings().values():
+        assert (f" {setting.flags[0]} " in text) == setting.basic
+    assert text.startswith("usage: pretrain_gpt.py ")
+    assert "\nparallel   --tp N " in text
+
+
+def test_full_help_has_everything() -> None:
+    text = full_help("pretrain_gpt.py")
+    for setting in settings().values():
+        assert all(flag in text for flag in setting.flags), setting.name
+        assert setting.help in text
+    assert all(flag in text for flag in (*RUN_OPTIONS, *SHORTHANDS, *DERIVED))
+    assert "--sequence-parallel, --no-sequence-parallel" in text
+    assert "gpt3-175b" in text
+
+
+def test_docs_are_up_to_date() -> None:
+    assert DOCS.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+
+
+def test_docs_have_every_flag() -> None:
+    text = markdown()
+    names = [*settings(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *NO_EFFECT]
+    assert [name for name in names if f"| `{name}` |" not in text] == []

@@ -1,0 +1,47 @@
+"""Presets are the published models, by their published parameter counts."""
+
+from pathlib import Path
+
+import pytest
+
+import megalite.config.presets as presets
+from megalite.config.flags import parse_arguments
+from megalite.config.validate import validate
+from megalite.models.shapes import parameter_count
+
+# Parameter counts of the released weights (gpt2, Llama, Mixtral), to the last one; of papers, rounded.
+EXACT = {
+    "gpt2-124m": 124_439_808,
+    "llama2-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+}
+ROUNDED = {
+    "gpt3-350m": 355e6,
+    "gpt3-1.3b": 1.3e9,
+    "gpt3-2.7b": 2.65e9,
+    "gpt3-6.7b": 6.7e9,
+    "gpt3-13b": 13e9,
+    "gpt3-175b": 175e9,
+    "gpt-1t": 1008e9,
+}
+
+
+@pytest.mark.parametrize("name", presets.preset_names())
+def test_parameter_count(name: str) -> None:
+    flags = ["--preset", name, "--make-vocab-size-divisible-by", "1"]
+    model = validate(parse_arguments(flags).config, 1).model
+    if name in EXACT:
+        assert parameter_count(model) == EXACT[name]
+    else:
+        assert parameter_count(model) == pytest.approx(ROUNDED[name], rel=0.015)
+
+
+@pytest.mark.parametrize("name", presets.preset_names())
+def test_source_is_given(name: str) -> None:
+    text = (Path(presets.__file__).parent / "presets" / f"{name}.yaml").read_text()
+    assert text.startswith("# ") and "# Optimizer: " in text
+    config = parse_arguments(["--preset", name]).config
+    assert config.training.seq_length == (config.model.max_position_embeddings or config.training.seq_length)
+    assert config.optimizer.min_lr < config.optimizer.lr < 1e-3

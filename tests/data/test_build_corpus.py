@@ -1,0 +1,47 @@
+import json
+import pydoc_data.topics
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.py"
+
+
+def build(output: Path, megabytes: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    monkeypatch.setattr(
+        sys, "argv", ["build_corpus.py", "--output", str(output), "--max-megabytes", megabytes]
+    )
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert stop.value.code == 0
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def test_topics_first_then_sources_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = build(tmp_path / "new" / "c.jsonl", "3", monkeypatch)
+    topics = len(pydoc_data.topics.topics)
+    sources = [document["source"] for document in corpus]
+    assert sources[:topics] == [f"topic {topic}" for topic in sorted(pydoc_data.topics.topics)]
+    library = sources[topics:]
+    assert (
+        len(library) > 20 and "abc.py" in library and library == sorted(library, key=lambda s: Path(s).parts)
+    )
+    assert not {"test", "tests", "site-packages", "__pycache__", "idlelib"} & {
+        p for s in library for p in Path(s).parts
+    }
+    texts = {document["source"]: document["text"] for document in corpus}
+    assert texts["topic assert"] == pydoc_data.topics.topics["assert"]
+    size = sum(len(document["text"].encode("utf-8")) for document in corpus)
+    assert 2.5e6 < size <= 3e6
+    assert f"{topics} topics, {len(library)} library files, {size / 1e6:.1f} MB" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["c.jsonl"]
+
+
+def test_the_corpus_is_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path / "a.jsonl", "1", monkeypatch)
+    build(tmp_path / "b.jsonl", "1", monkeypatch)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()

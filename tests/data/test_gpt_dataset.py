@@ -1,0 +1,131 @@
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.random_draws import permutation, raw_draws
+from tests.data.token_files import distinct_documents, write_by_layout
+
+RAW = [18287291678970418514, 5893058923237921551]
+ORDER = [8, 9, 7, 3, 0, 1, 4, 2, 5, 6]
+LENGTHS = [5, 1, 17, 3, 40, 2, 2, 9, 30, 8]
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> IndexedDataset:
+    write_by_layout(tmp_path / "d", distinct_documents(LENGTHS))
+    return IndexedDataset(tmp_path / "d")
+
+
+def make(
+    indexed: IndexedDataset, *, seq_length: int = 8, seed: int = 1, documents: range = range(10)
+) -> GPTDataset:
+    return GPTDataset(indexed, documents=documents, seq_length=seq_length, seed=seed, name="train")
+
+
+def test_an_epoch_reads_every_token_once(indexed: IndexedDataset) -> None:
+    dataset = make(indexed)
+    assert (dataset.num_tokens, dataset.samples_per_epoch) == (117, 14)
+    for epoch in range(3):
+        samples = [dataset.sample(14 * epoch + i) for i in range(14)]
+        labels = np.concatenate([sample[1:] for sample in samples])
+        inputs = np.concatenate([sample[:-1] for sample in samples])
+        assert len(set(labels.tolist())) == len(set(inputs.tolist())) == 14 * 8
+        # All but the epoch's first token and its tail (117 - 1 - 112 tokens) are labels.
+        assert len(set(range(117)) - set(labels.tolist())) == 5
+
+
+def test_samples_chain_documents_and_overlap_by_one_token(indexed: IndexedDataset) -> None:
+    dataset = make(indexed)
+    samples = sorted((dataset.sample(i) for i in range(14)), key=lambda sample: sample[0])
+    by_first = {int(sample[0]): sample for sample in samples}
+    followed = [sample for sample in samples if int(sample[-1]) in by_first]
+    assert len(followed) == 13  # all but the last stretch of the stream
+    stream: list[int] = []
+    at = next(sample for sample in samples if int(sample[0]) not in {int(s[-1]) for s in samples})
+    while at is not None:
+        stream.extend(at[:-1].tolist())
+        at = by_first.get(int(at[-1]))  # type: ignore[assignment]
+    starts = set(np.cumsum([0, *LENGTHS]).tolist())
+    breaks = [b for a, b in pairwise(stream) if b != a + 1]
+    assert breaks and set(breaks) <= starts  # the stream jumps only to the start of a document
+
+
+def test_sample_is_a_pure_function(indexed: IndexedDataset) -> None:
+    order = [3, 40, 0, 99, 3, 17, 28, 41, 2, 1000, 0]
+    dataset = make(indexed)
+    seen = {k: dataset.sample(k).tolist() for k in order}
+    for k in order:
+        assert make(indexed).sample(k).tolist() == seen[k] == dataset.sample(k).tolist()
+    assert dataset.sample(0).dtype == np.int64 and dataset.sample(0).shape == (9,)
+
+
+def test_epochs_and_seeds_differ(indexed: IndexedDataset) -> None:
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        return [make(indexed, seed=seed).sample(14 * epoch + i).tolist() for i in range(14)]
+
+    assert order(1, 0) != order(1, 1) and order(1, 0) != order(2, 0)
+
+
+def test_a_split_reads_its_own_documents_alone(indexed: IndexedDataset) -> None:
+    dataset = make(indexed, documents=range(2, 5), seq_length=3)
+    tokens = {int(token) for k in range(dataset.samples_per_epoch) for token in dataset.sample(k)}
+    first, last = sum(LENGTHS[:2]), sum(LENGTHS[:5])
+    assert tokens <= set(range(first, last)) and len(tokens) >= dataset.num_tokens - 3
+
+
+def test_the_order_is_what_it_was_when_this_was_written() -> None:
+    """The numbers of the generator and of the permutation must not change with numpy: a resumed run depends on it."""
+    assert raw_draws(2, seed=1234, index=5, stream=1).tolist() == RAW
+    assert permutation(10, seed=1234, index=0).tolist() == ORDER
+
+
+def test_two_epochs_are_kept(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+
+    def counted(count: int, *, seed: int, index: int, stream: int = 0) -> np.ndarray:
+        built.append(index)
+        return permutation(count, seed=seed, index=index, stream=stream)
+
+    monkeypatch.setattr("megalite.data.gpt_dataset.permutation", counted)
+    dataset = make(indexed)
+    for k in (0, 13, 14, 13, 14, 0, 28, 14, 27, 29):
+        dataset.sample(k)
+    assert built == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
+    with pytest.raises(
+        ConfigError, match=r"train split holds 6 tokens in 2 documents, fewer than the 9 .* at most 5"
+    ):
+        make(indexed, documents=range(2))
+    assert make(indexed, documents=range(2), seq_length=5).samples_per_epoch == 1
+    with pytest.raises(ConfigError, match="holds 0 tokens in 0 documents"):
+        make(indexed, documents=range(3, 3))
+
+
+def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset) -> None:
+    dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", vocab_size=110)
+    with pytest.raises(ConfigError, match=r"d\.bin: document 9 holds token id 11\d, outside vocab_size 110"):
+        for k in range(14):
+            dataset.sample(k)
+
+
+def test_negative_samples_are_refused(indexed: IndexedDataset) -> None:
+    with pytest.raises(IndexError, match="sample -1"):
+        make(indexed).sample(-1)
+
+
+def test_a_million_documents(tmp_path: Path) -> None:
+    """Vectorised: an index of 1e6 documents takes well under the seconds that a Python loop would."""
+    lengths = np.full(1_000_000, 4)
+    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
+        writer.add_documents(np.arange(4_000_000, dtype=np.uint64) % 4, lengths.tolist())
+    dataset = make(IndexedDataset(tmp_path / "d"), documents=range(1_000_000), seq_length=128)
+    assert dataset.samples_per_epoch == 31249
+    assert dataset.sample(31248).tolist() == [0, 1, 2, 3] * 32 + [0]

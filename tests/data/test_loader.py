@@ -1,0 +1,141 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.data.loader import BatchLoader, Microbatch
+
+
+class Counting:
+    """Sample k holds k·100, k·100 + 1, ...; records which thread asked for which sample."""
+
+    def __init__(self, seq_length: int = 6) -> None:
+        self.seq_length = seq_length
+        self.asked: list[tuple[int, str]] = []
+
+    def sample(self, k: int) -> np.ndarray:
+        self.asked.append((k, threading.current_thread().name))
+        if k == 666:
+            raise ConfigError("bad sample 666")
+        return np.arange(self.seq_length + 1) + 100 * k
+
+
+def loader(
+    dataset: Counting, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 2, **more: object
+) -> BatchLoader:
+    settings = {"seq_length": 6, "eod_token": None, "eod_mask_loss": False} | more
+    return BatchLoader(
+        dataset, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, **settings
+    )  # type: ignore[arg-type]
+
+
+def test_a_microbatch() -> None:
+    (batch,) = loader(Counting()).load(3, 2)
+    assert batch.sample_ids == (3, 4)
+    assert batch.tokens.tolist() == [[*range(300, 306)], [*range(400, 406)]]
+    assert batch.labels.tolist() == [[*range(301, 307)], [*range(401, 407)]]
+    assert batch.loss_mask.tolist() == [[1.0] * 6] * 2
+    assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.float32,
+    )
+    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+
+
+def test_megatrons_order() -> None:
+    """Microbatch m of rank d: first + (m·dp_size + d)·micro_batch_size + [0, micro_batch_size)."""
+    ids = [[batch.sample_ids for batch in loader(Counting(), d, 2, 2).load(100, 8)] for d in range(2)]
+    assert ids == [[(100, 101), (104, 105)], [(102, 103), (106, 107)]]
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "micro_batch_size"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 2)]
+)
+def test_every_layout_reads_the_same_samples(dp_size: int, micro_batch_size: int) -> None:
+    seen: dict[int, list[int]] = {}
+    for rank in range(dp_size):
+        for batch in loader(Counting(), rank, dp_size, micro_batch_size).load(24, 12):
+            for number, tokens in zip(batch.sample_ids, batch.tokens.tolist()):
+                assert number not in seen
+                seen[number] = tokens
+    assert seen == {k: [*range(100 * k, 100 * k + 6)] for k in range(24, 36)}
+
+
+def test_a_rank_reads_nothing_but_its_own() -> None:
+    dataset = Counting()
+    loader(dataset, 1, 2, 2).load(0, 8)
+    assert [k for k, _ in dataset.asked] == [2, 3, 6, 7]
+
+
+def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
+    (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=True).load(3, 1)
+    assert batch.tokens[0, 2] == 302 and batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 1]]
+    (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=False).load(3, 1)
+    assert batch.loss_mask.tolist() == [[1] * 6]
+    with pytest.raises(ConfigError, match="eod_mask_loss is set but the end-of-document token is unknown"):
+        loader(Counting(), eod_mask_loss=True)
+
+
+@pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])
+def test_a_batch_that_does_not_divide(size: int, works: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"global_batch_size {size} does not divide by .*= 4; {works} works"
+    ):
+        loader(Counting(), 0, 2, 2).load(0, size)
+
+
+def equal(left: list[Microbatch], right: list[Microbatch]) -> bool:
+    return all(
+        a.sample_ids == b.sample_ids and torch.equal(a.tokens, b.tokens)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_prefetch_reads_in_the_background_and_load_takes_it() -> None:
+    dataset = Counting()
+    ahead = loader(dataset)
+    ahead.prefetch(8, 4)
+    result = ahead.load(8, 4)
+    assert equal(result, loader(Counting()).load(8, 4))
+    assert {name.startswith("megalite-loader") for _, name in dataset.asked} == {True}
+    assert len(dataset.asked) == 4
+    ahead.load(12, 4)
+    assert dataset.asked[-1] == (15, threading.current_thread().name)
+    ahead.close()
+
+
+@pytest.mark.parametrize("wanted", [(12, 4), (8, 8)])
+def test_a_prefetch_of_something_else_is_dropped(wanted: tuple[int, int]) -> None:
+    ahead = loader(Counting())
+    ahead.prefetch(8, 4)
+    assert equal(ahead.load(*wanted), loader(Counting()).load(*wanted))
+    ahead.prefetch(0, 4)
+    ahead.prefetch(4, 4)
+    assert equal(ahead.load(4, 4), loader(Counting()).load(4, 4))
+    ahead.close()
+
+
+def test_a_fault_in_the_thread_surfaces_in_load() -> None:
+    ahead = loader(Counting())
+    ahead.prefetch(666, 2)
+    with pytest.raises(ConfigError, match="bad sample 666"):
+        ahead.load(666, 2)
+    ahead.prefetch(666, 2)
+    assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # nobody asked for the bad one
+    ahead.close()
+
+
+def test_close_ends_the_thread() -> None:
+    ahead = loader(Counting())
+    ahead.prefetch(0, 2)
+    ahead.close()
+    deadline = time.monotonic() + 5
+    while any(thread.name.startswith("megalite-loader") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ahead.close()
+    assert ahead.load(0, 2)[0].sample_ids == (0, 1)

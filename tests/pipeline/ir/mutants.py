@@ -1,0 +1,93 @@
+"""Programs changed at random, from harmlessly to fatally."""
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+from megalite.pipeline.ir.actions import COMPUTE, RECVS, Action, Kind
+from megalite.pipeline.ir.dependencies import channel
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Program, Schedule
+
+
+def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program:
+    """The program with other lists, and a schedule that agrees with them."""
+    computed = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in lists)
+    schedule = replace(program.schedule, actions=computed)
+    return Program(schedule=schedule, actions=tuple(map(tuple, lists)), send_window=window)
+
+
+def late(program: Program, window: int) -> Program:
+    """The program with each receive posted as late as the order on its channel allows: a naive lowering."""
+    needed = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+    lists = []
+    for row in program.actions:
+        queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        for action in row:
+            if action.kind in RECVS:
+                queues[channel(action, program.schedule)].append(action)
+        kept: list[Action] = []
+        for action in row:
+            if action.kind in COMPUTE:
+                receive = Action(needed[action.kind], action.stage, action.microbatch)
+                for queue in queues.values():
+                    while receive in queue:
+                        kept.append(queue.pop(0))
+            if action.kind not in RECVS:
+                kept.append(action)
+        lists.append(kept)
+    return rebuilt(program, lists, window)
+
+
+def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
+    """One random change (sometimes two), from harmless to fatal."""
+    lists = [list(row) for row in program.actions]
+    names = []
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        row = rng.choice([row for row in lists if row])
+        i, j = rng.randrange(len(row)), rng.randrange(len(row))
+        # Moves within a rank keep the set of actions and so reach the deeper checks: they are the most frequent.
+        name = rng.choice(
+            ("delete", "duplicate", "insert", "retarget", "other rank", *("swap", "neighbours", "move") * 4)
+        )
+        names.append(name)
+        if name == "delete":
+            del row[i]
+        elif name == "duplicate":
+            row.insert(j, row[i])
+        elif name == "insert":
+            stages, microbatches = (
+                range(program.schedule.num_stages),
+                range(program.schedule.num_microbatches),
+            )
+            row.insert(i, Action(rng.choice(list(Kind)), rng.choice(stages), rng.choice(microbatches)))
+        elif name == "retarget":
+            kind, stage, microbatch = row[i]
+            row[i] = rng.choice(
+                (
+                    Action(rng.choice(list(Kind)), stage, microbatch),
+                    Action(kind, stage + rng.choice((-1, 1)), microbatch),
+                    Action(kind, stage, microbatch + rng.choice((-1, 1))),
+                )
+            )
+        elif name == "other rank":
+            rng.choice(lists).insert(0, row.pop(i))
+        elif name == "swap":
+            row[i], row[j] = row[j], row[i]
+        elif name == "neighbours":
+            i = max(i, 1) if len(row) > 1 else 0
+            row[i - 1], row[i] = row[i], row[i - 1]
+        else:
+            row.insert(j, row.pop(i))
+    return "+".join(names), rebuilt(program, lists, rng.choice((1, 1, 2, 3)))
+
+
+def reordered(schedule: Schedule, rng: random.Random) -> tuple[str, Program]:
+    """The schedule with some computations moved, lowered again: its wiring is right, its order may deadlock."""
+    lists = [list(row) for row in schedule.actions]
+    for _ in range(rng.randint(0, 4)):
+        row = rng.choice(lists)
+        row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
+    program = lower(replace(schedule, actions=tuple(map(tuple, lists))), recv_prefetch=rng.choice((0, 1)))
+    window = rng.choice((1, 1, 2))
+    return "reordered", late(program, window) if rng.random() < 0.7 else replace(program, send_window=window)

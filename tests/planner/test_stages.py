@@ -1,0 +1,96 @@
+"""The cut into stages, and the bubble computed from it."""
+
+import pytest
+
+import megalite.planner.bubble as bubble
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.planner.stages import plan_stages, shapes_of_rank, stage_forward_flops
+
+GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
+
+
+def config_of(flags: str, world_size: int) -> RunConfig:
+    return validate(parse_arguments(flags.split()).config, world_size)
+
+
+def test_stages_cover_the_layers_in_order() -> None:
+    config = config_of(f"{GPT} --num-layers 9 --pp 2 --vpp 2", 2)
+    stages = plan_stages(config)
+    assert [plan.rank for plan in stages] == [0, 1, 0, 1]
+    assert [plan.has_embedding for plan in stages] == [True, False, False, False]
+    assert [plan.has_head for plan in stages] == [False, False, False, True]
+    assert [layer for plan in stages for layer in range(plan.first_layer, plan.last_layer)] == list(range(9))
+
+
+def test_pipeline_layers_are_taken_as_they_are() -> None:
+    config = config_of(f"{GPT} --num-layers 4 --pp 2 --pipeline-layers 3,1", 2)
+    assert [plan.num_layers for plan in plan_stages(config)] == [3, 1]
+
+
+def test_a_heavy_head_gets_fewer_layers() -> None:
+    light = config_of(f"{GPT} --num-layers 8 --pp 2", 2)
+    heavy = config_of("--hidden-size 64 --seq-length 32 --vocab-size 4096 --num-layers 8 --pp 2", 2)
+    assert [plan.num_layers for plan in plan_stages(light)] == [4, 4]
+    first, last = plan_stages(heavy)
+    assert first.num_layers > last.num_layers
+    layer, head = layer_forward_flops(heavy.model, 32), head_forward_flops(heavy.model)
+    assert stage_forward_flops(heavy, first) == first.num_layers * layer
+    assert stage_forward_flops(heavy, last) == last.num_layers * layer + head
+    # No other cut has a faster slowest stage.
+    slowest = max(stage_forward_flops(heavy, plan) for plan in (first, last))
+    assert slowest == min(max(cut * layer, (8 - cut) * layer + head) for cut in range(1, 8))
+
+
+def test_a_rank_with_both_ends_holds_the_tied_embedding_once() -> None:
+    config = config_of(f"{GPT} --num-layers 2", 1)
+    shapes = shapes_of_rank(config, list(plan_stages(config)))
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    assert shapes == stage_shapes(config.model, 0, 2, True, True)
+
+
+def even(pp: int, vpp: int, schedule: str = "auto") -> RunConfig:
+    """A config whose stages all cost the same, but for a head that is next to nothing."""
+    flags = f"--hidden-size 1024 --seq-length 32 --vocab-size 8 --make-vocab-size-divisible-by 8 --num-layers {pp * vpp}"
+    return config_of(f"{flags} --pp {pp} --vpp {vpp} --pipeline-schedule {schedule}", pp)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "schedule"), [(4, 1, "1f1b"), (4, 1, "gpipe"), (4, 2, "interleaved"), (1, 1, "auto")]
+)
+def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
+    config = even(pp, vpp, schedule)
+    idle = (pp - 1) / vpp
+    assert bubble.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(
+        idle / (8 + idle), abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "microbatches"),
+    [
+        ("--pp 4 --num-layers 9", 41),
+        ("--pp 2 --num-layers 4 --pipeline-layers 1,3 --pipeline-schedule gpipe", 30),
+        ("--pp 4 --vpp 2 --num-layers 12", 44),
+        ("--pp 4 --vpp 2 --num-layers 11 --microbatch-group-size 6", 42),
+        ("--pp 4 --vpp 3 --num-layers 24 --vocab-size 4096", 40),
+        ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule gpipe --recompute-granularity full", 33),
+    ],
+)
+def test_long_steps_are_extended_exactly(
+    flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = "--hidden-size 64 --seq-length 32" + ("" if "vocab" in flags else " --vocab-size 512")
+    config = config_of(f"{size} {flags} --global-batch-size {microbatches}", 4 if "--pp 4" in flags else 2)
+    stages = plan_stages(config)
+    whole = bubble.bubble_fraction(config, stages, microbatches)
+    monkeypatch.setattr(bubble, "SIMULATED_ACTIONS", 1)
+    assert bubble.bubble_fraction(config, stages, microbatches) == pytest.approx(whole, rel=1e-9)
+
+
+def test_microbatches_that_the_schedule_refuses() -> None:
+    with pytest.raises(ConfigError, match="interleaved"):
+        bubble.schedule_of(even(4, 2), 5)

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Generate text from a checkpoint; the same as `megalite generate`."""
+
+import sys
+
+from megalite.cli.generate import main
+
+if __name__ == "__main__":
+    sys.exit(main())
