@@ -1,9 +1,12 @@
 """Write a corpus of real text from what every Python installation carries: no download, the same text every time.
 
-First the language's documentation topics, then the standard library's own source files, in alphabetical order.
+The language's documentation topics and then, as far as the size allows, the standard library's own source files in
+alphabetical order. They are written in a fixed shuffled order, so that the last documents, which a split leaves for
+validation, are of the same sort as the others.
 """
 
 import argparse
+import hashlib
 import json
 import pydoc_data.topics
 import sys
@@ -37,13 +40,16 @@ def main() -> int:
     left = arguments.max_megabytes * 1e6
     counts = {"topics": 0, "library files": 0}
     partial = arguments.output.with_name(arguments.output.name + ".tmp")
+    chosen = []
+    for kind, source, text in documents():
+        size = len(text.encode("utf-8"))
+        if size > left:
+            break
+        left -= size
+        counts[kind] += 1
+        chosen.append((source, text))
     with partial.open("w", encoding="utf-8") as file:
-        for kind, source, text in documents():
-            size = len(text.encode("utf-8"))
-            if size > left:
-                break
-            left -= size
-            counts[kind] += 1
+        for source, text in sorted(chosen, key=lambda pair: hashlib.sha256(pair[0].encode()).digest()):
             file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
     partial.replace(arguments.output)
     megabytes = arguments.max_megabytes - left / 1e6

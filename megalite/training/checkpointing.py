@@ -6,10 +6,13 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, optimizer_key, weight_key
+from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing, optimizer_key, weight_key
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.models.gpt import GPTStage
@@ -106,6 +109,28 @@ def _own_parts(replica: Replica, shard: OptimizerShard, flat: torch.Tensor) -> I
             whole = flat[placed.start : placed.stop].view(info.spec.shape)
             first = part.slice[0][0] - info.spec.slice[0][0]
             yield whole[first : first + part.shape[0]]
+
+
+def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
+    """A run must not save among later checkpoints of another one: the next resume would take those for its own.
+
+    Later ones in the folder that the run has just resumed from are damaged, or they would have been taken.
+
+    Raises:
+        ConfigError: the save folder holds checkpoints beyond `progress`.
+    """
+    c = config.checkpoint
+    if c.save is None or (c.load is not None and Path(c.load) == Path(c.save) and c.ckpt_step is None):
+        return
+    try:
+        newest = candidates(Path(c.save))[0]
+    except CheckpointMissing:
+        return
+    if newest.step > progress.step:
+        raise ConfigError(
+            f"{c.save} holds checkpoints up to step {newest.step} but this run starts at step {progress.step}; add "
+            f"--load {c.save} to go on from the newest, or give another --save"
+        )
 
 
 def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:

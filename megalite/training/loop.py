@@ -5,16 +5,18 @@ from pathlib import Path
 
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, total_steps
+from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
-from megalite.training.checkpointing import load, save
+from megalite.training.checkpointing import load, refuse_foreign_checkpoints, save
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
 from megalite.training.setup import Loaders, describe, open_data, open_sinks, resolve
+from megalite.training.sinks import MetricSink
 from megalite.training.step import Stepper
 from megalite.training.throughput import SpeedMeter
 
@@ -82,10 +84,9 @@ class _Run:
         self.saved_at: int | None = (
             self.progress.step if config.checkpoint.load == config.checkpoint.save else None
         )
-        first = replica.topology.rank == 0
         self.reporter = Reporter(
             log=log,
-            sinks=open_sinks(config, step=self.progress.step, log=log) if first else [],
+            sinks=self._open_sinks(),
             meter=SpeedMeter(
                 config, world_size=replica.topology.layout.world_size, device=replica.topology.device
             ),
@@ -105,6 +106,20 @@ class _Run:
                 raise
             self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
             return Progress(0, 0)
+
+    def _open_sinks(self) -> list[MetricSink]:
+        """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write."""
+        topology = self.replica.topology
+        sinks: list[MetricSink] = []
+        found: ConfigError | None = None
+        if topology.rank == 0:
+            try:
+                refuse_foreign_checkpoints(self.config, self.progress)
+                sinks = open_sinks(self.config, step=self.progress.step, log=self.log)
+            except ConfigError as error:
+                found = error
+        topology.world.agree(found, topology.device)
+        return sinks
 
     def go(self) -> None:
         """Step to the end of the run."""

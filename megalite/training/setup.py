@@ -16,7 +16,7 @@ from megalite.data.tokenizers.base import Tokenizer
 from megalite.data.tokenizers.build import build_tokenizer
 from megalite.topology.topology import Topology
 from megalite.training.replica import Replica, refuse_untrainable
-from megalite.training.sinks import JsonLines, MetricSink, TensorBoard
+from megalite.training.sinks import JsonLines, MetricSink, TensorBoard, tensorboard_installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,23 +109,31 @@ def _open(config: RunConfig, topology: Topology, tokenizer: Tokenizer | None) ->
 
 
 def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
-    """The run folder with its resolved config and metrics; called on rank 0."""
+    """The run folder with its resolved config and metrics; called on rank 0.
+
+    Raises:
+        ConfigError: the folder cannot be written, or tensorboard was asked for and is not installed.
+    """
+    run_dir, tensorboard = config.logging.run_dir, config.logging.tensorboard_dir
     sinks: list[MetricSink] = []
-    logging = config.logging
-    if logging.run_dir is not None:
-        folder = Path(logging.run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(files.dump(config))
-        sinks.append(JsonLines(folder / "metrics.jsonl", step=step))
-    tensorboard = logging.tensorboard_dir
-    if tensorboard is not None:
-        sinks.append(TensorBoard(Path(tensorboard), step=step))
-    elif logging.run_dir is not None:
-        try:
-            sinks.append(TensorBoard(Path(logging.run_dir) / "tensorboard", step=step))
-        except ConfigError:
-            # Not asked for by name, and metrics.jsonl has the same numbers.
-            log("tensorboard is not installed: metrics go to metrics.jsonl alone")
+    try:
+        if run_dir is not None:
+            folder = Path(run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(files.dump(config))
+            sinks.append(JsonLines(folder / "metrics.jsonl", step=step))
+            if tensorboard is None and not tensorboard_installed():
+                # Not asked for by name, and metrics.jsonl has the same numbers.
+                log("tensorboard is not installed: metrics go to metrics.jsonl alone")
+            else:
+                tensorboard = tensorboard or str(folder / "tensorboard")
+        if tensorboard is not None:
+            sinks.append(TensorBoard(Path(tensorboard), step=step))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "
+            "--run-dir (and --tensorboard-dir)"
+        ) from None
     return sinks
 
 

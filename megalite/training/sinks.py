@@ -1,5 +1,6 @@
 """Where metrics go: a JSON line a step and TensorBoard with Megatron-LM's tags. Rank 0 alone has any."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -68,6 +69,11 @@ TENSORBOARD_TAGS = {
     "valid_perplexity": "lm loss validation ppl",
 }
 """Our names -> Megatron-LM's tags; each also gets a twin " vs samples". iteration-time is in seconds there."""
+
+
+def tensorboard_installed() -> bool:
+    """The optional package is there."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 class TensorBoard:
