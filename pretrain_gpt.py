@@ -3,9 +3,7 @@
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from megalite.cli.train import main
 
 if __name__ == "__main__":
-    sys.exit(record(main)(program="pretrain_gpt.py"))
+    sys.exit(main(program="pretrain_gpt.py"))

@@ -161,6 +161,10 @@ def check(records: list[dict[str, float]]) -> None:
     start, end = valid[0][1], valid[-1][1]
     if not end < start - 1.0:
         raise SystemExit(f"validation loss fell from {start:.4f} to {end:.4f} only: something is wrong")
+    if len(at_switch) < 2:
+        raise SystemExit(
+            f"no validation loss before and after the switch at step {SWITCH}: something is wrong"
+        )
     jump = max(at_switch) - min(at_switch)
     # fp32 sums in another order; bf16 rounds them
     tolerance = 1e-4 if not torch.cuda.is_available() else 2e-2

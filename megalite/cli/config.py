@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.cli.dry_run import world_size_of
+from megalite.cli.output import show
 from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     mode, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     try:
-        print(_answer(mode, rest), end="")
+        show(_answer(mode, rest).removesuffix("\n"))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,13 +1,16 @@
 """`megalite plot`: draw the loss curve of a run from its metrics.jsonl."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.errors import ConfigError
+from megalite.training.sinks import parse_record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run, in the order in which they were written.
+    """The records of a run, in the order in which they were written; damaged lines are left out.
 
     Raises:
         ConfigError: there is no metrics.jsonl, or it holds no records.
@@ -39,14 +42,32 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give the --run-dir of a run that has started")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    records = [record for line in lines if (record := parse_record(line)) is not None]
     if not records:
         raise ConfigError(f"{path} has no records yet; wait for the first step")
     return records
 
 
 def plot(records: Sequence[dict[str, Any]], output: Path, *, switches: Sequence[int] = ()) -> None:
-    """Draw the losses; `switches` are steps to mark with a vertical line.
+    """Write `figure` to a file.
+
+    Raises:
+        ConfigError: matplotlib is not installed, does not know the format, or the file cannot be written.
+    """
+    drawn = figure(records, switches=switches)
+    try:
+        drawn.savefig(output, dpi=130)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {output}: {error.strerror}; give another file with --output"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"cannot write {output}: {error}; use .png, .svg or .pdf") from None
+
+
+def figure(records: Sequence[dict[str, Any]], *, switches: Sequence[int] = ()) -> "Figure":
+    """The losses over steps; `switches` are steps to mark with a vertical line.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -57,8 +78,8 @@ def plot(records: Sequence[dict[str, Any]], output: Path, *, switches: Sequence[
         raise ConfigError("drawing needs matplotlib; pip install 'megalite[plot]'") from None
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = drawn.add_subplot()
     axes.plot(*_series(train, "loss"), color="#9ab", linewidth=1.0, label="training")
     axes.plot(*_series(valid, "valid_loss"), color="#c33", marker="o", markersize=4, label="validation")
     for number, step in enumerate(switches):
@@ -69,7 +90,7 @@ def plot(records: Sequence[dict[str, Any]], output: Path, *, switches: Sequence[
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(output, dpi=130)
+    return drawn
 
 
 def _series(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

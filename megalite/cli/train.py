@@ -1,5 +1,6 @@
 """`megalite train`, and what pretrain_gpt.py calls."""
 
+import gc
 import os
 import sys
 import time
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 
 import megalite
 from megalite.cli.dry_run import dry_run
-from megalite.config.errors import ConfigError
+from megalite.cli.output import show
+from megalite.config.errors import ConfigError, RankError
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.help import basic_help, full_help
 
@@ -17,46 +19,78 @@ BAD_INPUT = 2
 NON_FINITE = 3
 """Exit status of a run that was stopped because its loss or gradient was NaN or infinite."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""A variable that torchrun sets."""
+
 
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
     try:
         invocation = parse_arguments(list(sys.argv[1:] if argv is None else argv))
         if invocation.help is not None:
-            print(basic_help(program) if invocation.help == "basic" else full_help(program))
+            show(basic_help(program) if invocation.help == "basic" else full_help(program))
         elif invocation.version:
             print(f"megalite {megalite.__version__}")
         elif invocation.dry_run:
-            print(dry_run(invocation))
+            show(dry_run(invocation))
         else:
             return _train(invocation)
     except ConfigError as error:
-        _report(f"error: {error}")
-        return BAD_INPUT
+        return _refuse(error, BAD_INPUT)
+    except KeyboardInterrupt:
+        # torchrun hands Ctrl-C on to every rank; a traceback of each would bury what was printed before.
+        if _is_first_rank():
+            print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
     return 0
 
 
 def _train(invocation: Invocation) -> int:
     # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from megalite.training.loop import train
     from megalite.training.step import NonFiniteError
 
-    try:
-        train(invocation.config, explicit=invocation.explicit, log=_log)
-    except NonFiniteError as error:
-        _report(f"error: {error}")
-        return NON_FINITE
-    return 0
+    def run() -> int:
+        status = 0
+        try:
+            train(invocation.config, explicit=invocation.explicit, log=_log)
+        except ConfigError as error:
+            status = _refuse(error, BAD_INPUT)
+        except NonFiniteError as error:
+            status = _refuse(error, NON_FINITE)
+        # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive; gloo
+        # aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
+        gc.collect()
+        return status
+
+    # torchrun then has the traceback of an unexpected error for its summary.
+    status = record(run)() if _UNDER_TORCHRUN in os.environ else run()
+    assert status is not None
+    return status
+
+
+def _refuse(error: Exception, status: int) -> int:
+    _report(f"error: {error}", alone=isinstance(error, RankError))
+    return status
 
 
 def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _report(message: str) -> None:
-    """Print an error that all ranks share, once."""
-    if int(os.environ.get("RANK", "0")) == 0:
+def _report(message: str, *, alone: bool = False) -> None:
+    """Print an error that all ranks share, once; or one that this rank found alone."""
+    if alone or _is_first_rank():
         print(message, file=sys.stderr, flush=True)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends all ranks as soon as one has failed: let rank 0 print first.
-        time.sleep(1.0)
+    elif _UNDER_TORCHRUN in os.environ:
+        # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
+        time.sleep(5.0)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0

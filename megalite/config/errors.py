@@ -7,3 +7,7 @@ class ConfigError(ValueError):
     The message names the setting, the values that clash and a value that works. Command lines print it on one
     line without a traceback and exit with status 2.
     """
+
+
+class RankError(ConfigError):
+    """A ConfigError that only some ranks have found: whoever has it says so, since rank 0 may not know of it."""

@@ -18,7 +18,7 @@ class OptimizerConfig:
     lr_decay_style: str = option(
         "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), basic=True
     )
-    """Shape of the decay after warm-up."""
+    """Decay after warm-up."""
     lr_decay_iters: int | None = option(None)
     """Steps at which min_lr is reached; default train_iters."""
     lr_decay_samples: int | None = option(None)

@@ -36,7 +36,7 @@ class ParallelConfig:
     pipeline_layers: list[int] | None = option(None)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
     dp_strategy: str = option("all-reduce", choices=("all-reduce", "distributed-optimizer"), basic=True)
-    """What data-parallel ranks do with gradients: all-reduce them, or shard optimizer state as ZeRO-1 does."""
+    """Gradients of data-parallel ranks: all-reduce them, or shard optimizer state as ZeRO-1 does."""
     ddp_bucket_size: int = option(40_000_000)
     """Parameters in one gradient bucket."""
     overlap_grad_reduce: bool = option(True)

@@ -59,8 +59,9 @@ class DistributedOptimizer(DataParallelStrategy):
 
     def publish_parameters(self) -> None:
         """Round the owned part to the model's precision and start gathering all parts, first-needed first."""
-        # Buckets are in the order of the backward.
-        for shard in reversed(self.shards):
+        # Stages are in the order in which the next forward comes to them, the buckets of each in the backward's.
+        shards = {shard.bucket: shard for shard in self.shards}
+        for shard in (shards[bucket] for buckets in self.buckets.values() for bucket in reversed(buckets)):
             data = shard.bucket.data
             own = data[shard.start : shard.stop]
             if shard.is_copy:

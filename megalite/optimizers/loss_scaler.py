@@ -40,7 +40,9 @@ class LossScaler:
             self.scale *= 2.0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps: nothing of a scale that does not move."""
+        if not self.dynamic:
+            return {}
         return {
             "scale": self.scale,
             "good_steps": self._good_steps,
@@ -48,8 +50,11 @@ class LossScaler:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Take up a saved state; a scale that this run fixes stays fixed."""
-        if self.dynamic:
+        """Take up a saved state; a scale that this run fixes stays fixed.
+
+        After a run without a dynamic scale (fp32, say) there is nothing to take up: the initial scale stands.
+        """
+        if self.dynamic and state:
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])
             self._overflows_left = int(state["overflows_left"])

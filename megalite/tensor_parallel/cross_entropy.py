@@ -8,7 +8,7 @@ from megalite.topology.group import Group
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """With z the logits, m their maximum over ranks: loss = log Σ exp(z - m) - (z_label - m)."""
+    """loss = log Σ exp(z) - z_label for the logits z: each rank sends its part's log-sum-exp and, if it has it, z_label."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, tp: Group) -> torch.Tensor:
@@ -23,13 +23,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(log_probabilities, index, None, None)
             return -picked
         log_sum = (logits[..., :1].to(log_probabilities.dtype) - log_probabilities[..., :1]).squeeze(-1)
-        top = log_sum.clone()
-        tp.all_reduce(top, op="max")
-        sums = torch.stack(((log_sum - top).exp(), (picked + log_sum).masked_fill(outside, 0.0)))
-        tp.all_reduce(sums)
-        log_total = top + sums[0].log()
+        own = torch.stack((log_sum, (picked + log_sum).masked_fill(outside, 0.0)))
+        gathered = own.new_empty(tp.size * own.shape[0], *own.shape[1:])
+        tp.all_gather(gathered, own)
+        parts = gathered.view(tp.size, *own.shape)
+        log_total = parts[:, 0].logsumexp(dim=0)
         ctx.save_for_backward(log_probabilities, index, outside, log_sum - log_total)
-        return log_total - sums[1]
+        return log_total - parts[:, 1].sum(dim=0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
         labels: [s, b] ids below `vocab_size`.
         first: the id of this rank's first column.
 
-    Collectives: two all-reduces of one and two numbers a token / none.
+    Collectives: one all-gather of two numbers a token / none.
     """
     if first + logits.shape[-1] > vocab_size:
         # Finite, so that a rank with nothing but padding stays free of NaN. In place: no operation saved its output.

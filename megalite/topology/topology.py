@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
 
@@ -57,7 +57,7 @@ class Launch:
             return torch.device("cpu")
         count = torch.cuda.device_count()
         if self.local_rank >= count:
-            raise ConfigError(
+            raise RankError(
                 f"local rank {self.local_rank} has no CUDA device: this host has {count}; start at most "
                 f"{count} processes on it (--nproc-per-node {max(count, 1)}) or use --device cpu"
             )

@@ -120,7 +120,10 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
         ConfigError: the save folder holds checkpoints beyond `progress`.
     """
     c = config.checkpoint
-    if c.save is None or (c.load is not None and Path(c.load) == Path(c.save) and c.ckpt_step is None):
+    if c.save is None:
+        return
+    resumed = c.load is not None and c.ckpt_step is None and not c.finetune
+    if resumed and Path(str(c.load)) == Path(c.save):
         return
     try:
         newest = candidates(Path(c.save))[0]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, total_steps
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
+from megalite.data.loader import BatchLoader, Microbatch
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.topology.group import Group
@@ -15,7 +16,7 @@ from megalite.topology.topology import Launch, Topology, start_distributed, stop
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, save
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
-from megalite.training.setup import Loaders, describe, open_data, open_sinks, resolve
+from megalite.training.setup import Loaders, describe, make_save_folder, open_data, open_sinks, resolve
 from megalite.training.sinks import MetricSink
 from megalite.training.step import Stepper
 from megalite.training.throughput import SpeedMeter
@@ -101,9 +102,12 @@ class _Run:
             return Progress(0, 0)
         try:
             return load(self.replica, Path(checkpoint.load), tokenizer=self.fingerprint, log=self.log)
-        except CheckpointMissing:
+        except CheckpointMissing as error:
             if not checkpoint.fresh_if_missing:
-                raise
+                raise CheckpointMissing(
+                    f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
+                    "step 0 where there are none"
+                ) from None
             self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
             return Progress(0, 0)
 
@@ -114,6 +118,7 @@ class _Run:
         found: ConfigError | None = None
         if topology.rank == 0:
             try:
+                make_save_folder(self.config)
                 refuse_foreign_checkpoints(self.config, self.progress)
                 sinks = open_sinks(self.config, step=self.progress.step, log=self.log)
             except ConfigError as error:
@@ -153,15 +158,21 @@ class _Run:
     def _step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
         after = Progress(before.step + 1, before.samples + size)
-        loader = self.loaders.train
-        microbatches = []
-        if loader is not None:
-            microbatches = loader.load(before.samples, size)
-            if after.step < self.total:
-                loader.prefetch(after.samples, batch_size(self.config, after.samples))
+        microbatches = self._load(self.loaders.train, before.samples, size)
+        if self.loaders.train is not None and after.step < self.total:
+            self.loaders.train.prefetch(after.samples, batch_size(self.config, after.samples))
         result = self.stepper.step(microbatches, before=before, batch_size=size)
         self.progress = after
         self.reporter.step(result, after=after, batch_size=size)
+
+    def _load(self, loader: BatchLoader | None, first_sample: int, size: int) -> list[Microbatch]:
+        """This rank's microbatches; none where it reads no data."""
+        if loader is None:
+            return []
+        try:
+            return loader.load(first_sample, size)
+        except ConfigError as error:
+            raise RankError(f"rank {self.replica.topology.rank}: {error}") from None
 
     def _evaluate(self) -> None:
         """The validation loss over the same batches each time, so that values can be compared."""
@@ -169,8 +180,7 @@ class _Run:
         assert size is not None
         losses = []
         for index in range(self.config.training.eval_iters):
-            loader = self.loaders.valid
-            microbatches = [] if loader is None else loader.load(index * size, size)
+            microbatches = self._load(self.loaders.valid, index * size, size)
             losses.append(self.stepper.evaluate(microbatches, first_sample=index * size, batch_size=size))
         self.reporter.evaluation(sum(losses) / len(losses), at=self.progress)
 

@@ -71,23 +71,16 @@ def _build_strategy(
     config: RunConfig, stages: dict[int, GPTStage], topology: Topology, precision: Precision
 ) -> DataParallelStrategy:
     parallel = config.parallel
-    groups = StrategyGroups(dp=topology.dp_cp, tp=topology.tp, embedding=topology.embedding)
+    common = {
+        "groups": StrategyGroups(dp=topology.dp_cp, tp=topology.tp, embedding=topology.embedding),
+        "bucket_size": parallel.ddp_bucket_size,
+        "grad_dtype": precision.main,
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+    }
     if parallel.dp_strategy == "distributed-optimizer":
-        return DistributedOptimizer(
-            stages,
-            groups=groups,
-            bucket_size=parallel.ddp_bucket_size,
-            grad_dtype=precision.main,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
-        )
-    return AllReduce(
-        stages,
-        groups=groups,
-        bucket_size=parallel.ddp_bucket_size,
-        grad_dtype=precision.main,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-    )
+        overlap = parallel.overlap_param_gather
+        return DistributedOptimizer(stages, overlap_param_gather=overlap, **common)
+    return AllReduce(stages, **common)  # type: ignore[arg-type]
 
 
 def build_replica(config: RunConfig, topology: Topology) -> Replica:

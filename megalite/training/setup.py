@@ -1,5 +1,6 @@
 """From a command line's config to a run that is ready to step: everything that can be wrong is found here."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,25 @@ def _open(config: RunConfig, topology: Topology, tokenizer: Tokenizer | None) ->
     )
 
 
+def make_save_folder(config: RunConfig) -> None:
+    """Make the folder of checkpoints and try it, rather than find out at the first save; called on rank 0.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    if config.checkpoint.save is None:
+        return
+    folder = Path(config.checkpoint.save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoints to {folder}: {error.strerror}; give a folder that can be written with --save"
+        ) from None
+
+
 def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
     """The run folder with its resolved config and metrics; called on rank 0.
 
@@ -128,7 +148,7 @@ def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> l
             else:
                 tensorboard = tensorboard or str(folder / "tensorboard")
         if tensorboard is not None:
-            sinks.append(TensorBoard(Path(tensorboard), step=step))
+            sinks.append(TensorBoard(Path(tensorboard)))
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "

@@ -25,15 +25,16 @@ class JsonLines:
     Args:
         path: the file, appended to.
         step: the run stands here: later records, of steps that a killed run had made and that will be made again,
-            are dropped.
+            are dropped, and with them lines that are no records.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = []
         if path.exists():
-            for line in path.read_text().splitlines(keepends=True):
-                # A line that was cut off when the process died is dropped as well.
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+            # A machine that dies can leave a line cut off, or bytes of anything.
+            for line in path.read_text(errors="replace").splitlines(keepends=True):
+                record = parse_record(line)
+                if record is not None and record["step"] <= step:
                     kept.append(line)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
@@ -48,6 +49,16 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None if it is damaged or not complete."""
+    try:
+        record = json.loads(line) if line.endswith("\n") else None
+    except json.JSONDecodeError:
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+    return record if is_record else None
 
 
 def _plain(value: Any) -> Any:
@@ -77,13 +88,13 @@ def tensorboard_installed() -> bool:
 
 
 class TensorBoard:
-    """Event files.
+    """Event files. A run that resumes before its last record writes some steps once more, to the same values.
 
     Raises:
         ConfigError: tensorboard is not installed.
     """
 
-    def __init__(self, folder: Path, *, step: int) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -91,7 +102,8 @@ class TensorBoard:
                 "tensorboard_dir is set but the tensorboard package is not installed; "
                 "pip install 'megalite[tensorboard]'"
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        # No purge_step: it also purges the curves over samples, whose steps are samples and as a rule far above it.
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
         """One scalar a known name, over steps and over samples."""

@@ -18,11 +18,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-8-layers": {**LLAMA, "num_layers": 8},
 }
 
-Z1 = {"dp_strategy": "distributed-optimizer"}
-SP = {"sequence_parallel": True}
-SELECTIVE = {"recompute_granularity": "selective"}
-FULL = {"recompute_granularity": "full"}
-LATE = {"overlap_grad_reduce": False}
+Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
+SP: dict[str, Any] = {"sequence_parallel": True}
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+FULL: dict[str, Any] = {"recompute_granularity": "full"}
+LATE: dict[str, Any] = {"overlap_grad_reduce": False}
 
 
 def _row(

@@ -63,6 +63,17 @@ def worst_difference(ours: dict[str, np.ndarray], reference: dict[str, np.ndarra
     )
 
 
+def assert_same_numbers(ours: Trajectory, reference: Trajectory) -> None:
+    """Losses, norms, every gradient of every step and every weight after them, to `TOLERANCE`."""
+    for name in ("loss", "grad_norm", "evaluation"):
+        np.testing.assert_allclose(ours[name], reference[name], rtol=TOLERANCE, err_msg=name)
+    for step in range(STEPS):
+        difference, tensor = worst_difference(ours["grads"][step], reference["grads"][step])
+        assert difference <= TOLERANCE, f"gradient of {tensor} in step {step + 1}: {difference:.2e}"
+    difference, tensor = worst_difference(ours["weights"], reference["weights"])
+    assert difference <= TOLERANCE, f"{tensor} after {STEPS} steps: {difference:.2e}"
+
+
 def _name(row: tuple[str, dict[str, Any]]) -> str:
     family, settings = row
     axes = "-".join(f"{axis}{settings[axis]}" for axis in ("tp", "pp", "vpp", "dp") if settings[axis] > 1)
@@ -87,13 +98,6 @@ ROWS = sorted(LAYOUTS, key=lambda row: _world(row[1]))
 @pytest.mark.parametrize("row", ROWS, ids=map(_name, ROWS))
 def test_layout_gives_the_numbers_of_one_rank(row: tuple[str, dict[str, Any]]) -> None:
     family, settings = row
-    reference = one_rank(family)
     world = _world(settings)
     ours = whole(run_ranks(world, trajectory, world, {**FAMILIES[family], **settings}))
-    for name in ("loss", "grad_norm", "evaluation"):
-        np.testing.assert_allclose(ours[name], reference[name], rtol=TOLERANCE, err_msg=name)
-    for step in range(STEPS):
-        difference, tensor = worst_difference(ours["grads"][step], reference["grads"][step])
-        assert difference <= TOLERANCE, f"gradient of {tensor} in step {step + 1}: {difference:.2e}"
-    difference, tensor = worst_difference(ours["weights"], reference["weights"])
-    assert difference <= TOLERANCE, f"{tensor} after {STEPS} steps: {difference:.2e}"
+    assert_same_numbers(ours, one_rank(family))

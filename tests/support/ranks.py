@@ -111,19 +111,20 @@ class _Pool:
     def run(self, size: int, job: tuple[Any, ...], timeout: float) -> list[Any]:
         if size != self.job_size:
             self.job, self.job_size = self.job + 1, size
-        for pipe in self.pipes[:size]:
-            pipe.send((self.job, size, *job))
+        for peer in self.pipes[:size]:
+            peer.send((self.job, size, *job))
         results: dict[int, Any] = {}
-        waiting = {self.pipes[rank]: rank for rank in range(size)}
+        waiting: dict[Any, int] = {self.pipes[rank]: rank for rank in range(size)}
         while waiting:
             ready = wait(list(waiting), timeout=timeout)
             if not ready:
                 self.stop()
                 raise RankFailure(f"ranks {sorted(waiting.values())} did not finish within {timeout} s")
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[index]
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
                 try:
-                    status, value = pipe.recv()  # type: ignore[union-attr]
+                    status, value = pipe.recv()
                 except EOFError:
                     status, value = "error", "the worker process died"
                 if status == "error":
@@ -144,6 +145,12 @@ class _Pool:
 _pools: list[_Pool] = []
 
 
+@atexit.register
+def _stop_pools() -> None:
+    for pool in list(_pools):
+        pool.stop()
+
+
 def run_ranks(
     size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
@@ -160,5 +167,4 @@ def run_ranks(
     assert size <= POOL_SIZE
     if not _pools:
         _pools.append(_Pool())
-        atexit.register(lambda: _pools and _pools[0].stop())
     return _pools[0].run(size, (fn, args, kwargs), timeout)

@@ -3,11 +3,13 @@
 from typing import Any
 
 import numpy as np
+import torch
 
+from megalite.config.batch import batch_size
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data.loader import BatchLoader, Microbatch
+from megalite.data.loader import BatchLoader
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.training.replica import Replica, build_replica
 from megalite.training.step import Stepper, StepResult
@@ -87,26 +89,21 @@ class Runner:
             micro_batch_size=config.training.micro_batch_size,
         )
 
-    def batch(self, first: int) -> list[Microbatch]:
-        """The microbatches of the step that starts at sample `first`."""
-        size = self.replica.config.training.global_batch_size
-        assert size is not None
-        return self.loader.load(first, size) if self.replica.reads_data else []
-
     def step(self) -> StepResult:
-        """One step further."""
-        size = self.replica.config.training.global_batch_size
-        assert size is not None
-        result = self.stepper.step(self.batch(self.progress.samples), before=self.progress, batch_size=size)
-        self.progress = Progress(self.progress.step + 1, self.progress.samples + size)
+        """One step further, of the size that a batch-size ramp-up says."""
+        first = self.progress.samples
+        size = batch_size(self.replica.config, first)
+        batch = self.loader.load(first, size) if self.replica.reads_data else []
+        result = self.stepper.step(batch, before=self.progress, batch_size=size)
+        self.progress = Progress(self.progress.step + 1, first + size)
         return result
 
     def evaluate(self) -> float:
-        """The loss of the batch that comes next."""
-        size = self.replica.config.training.global_batch_size
+        """The loss of the full batch that comes next."""
+        size, first = self.replica.config.training.global_batch_size, self.progress.samples
         assert size is not None
-        first = self.progress.samples
-        return self.stepper.evaluate(self.batch(first), first_sample=first, batch_size=size)
+        batch = self.loader.load(first, size) if self.replica.reads_data else []
+        return self.stepper.evaluate(batch, first_sample=first, batch_size=size)
 
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, int], ...], np.ndarray]
@@ -114,7 +111,7 @@ Part = tuple[tuple[int, ...], tuple[tuple[int, int], ...], np.ndarray]
 
 
 def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
-    """This rank's slices of every weight (`weight`), reduced gradient (`grad`) or optimizer state."""
+    """This rank's slices of every weight (`weight`), reduced gradient (`grad`), main parameter or optimizer state."""
     parts = {}
     strategy = replica.strategy
     strategy.wait_for_parameters()
@@ -132,8 +129,10 @@ def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
             flat = strategy.gather(shard, states[kind])
         for placed in shard.bucket.placed:
             spec = placed.parameter.info.spec
-            values = flat[placed.start : placed.stop].view(spec.shape).detach().clone().numpy()
-            parts[spec.name] = (spec.global_shape, spec.slice, values)
+            values = flat[placed.start : placed.stop].view(spec.shape).detach().clone()
+            if values.dtype == torch.bfloat16:
+                values = values.float()  # numpy has no bf16; fp32 holds each of its values
+            parts[spec.name] = (spec.global_shape, spec.slice, values.numpy())
     return parts
 
 

@@ -1,0 +1,127 @@
+"""Which parameters share a bucket, where they lie in it, and when it is full."""
+
+import pytest
+import torch
+
+from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+
+MAKE = ParameterFactory(
+    tp=Group("tp", (0, 1), 0),
+    seed=1,
+    dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+    sequence_parallel=True,
+)
+
+
+def parameters() -> list[ShardedParameter]:
+    """Two layers of everything that needs a bucket of its own."""
+    made = []
+    for layer in range(2):
+        made += [
+            MAKE.make(f"{layer}.split", (6, 5), shard_dim=0, std=1.0),
+            MAKE.make(f"{layer}.split.bias", (6,), shard_dim=0, decay=False, value=0.5),
+            MAKE.make(f"{layer}.whole", (4, 5), std=1.0),
+            MAKE.make(f"{layer}.norm", (5,), decay=False, in_sequence_region=True, value=1.0),
+        ]
+    return [MAKE.make("word", (10, 5), shard_dim=0, std=1.0, tied=True), *made]
+
+
+def names(bucket: Bucket) -> list[str]:
+    return [placed.parameter.info.spec.name for placed in bucket.placed]
+
+
+def buckets(bucket_size: int = 10**6, align: int = 64) -> list[Bucket]:
+    return make_buckets(parameters(), bucket_size=bucket_size, align=align, grad_dtype=torch.float32)
+
+
+def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
+    assert sorted(map(names, buckets())) == [
+        ["1.norm", "0.norm"],
+        ["1.split", "0.split"],
+        ["1.split.bias", "0.split.bias"],
+        ["1.whole", "0.whole"],
+        ["word"],
+    ]
+    for bucket in buckets():
+        for placed in bucket.placed:
+            info = placed.parameter.info
+            kind = (info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied)
+            assert tuple(bucket.kind) == kind
+
+
+def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
+    # 3·5 = 15 elements of a split matrix here, 20 of a whole one.
+    found = list(map(names, buckets(bucket_size=20)))
+    assert ["1.whole"] in found and ["0.whole"] in found
+    assert ["1.split", "0.split"] in found, "15 elements do not fill it, 30 do"
+    assert found.index(["1.whole"]) < found.index(["0.whole"]), "gradients of the last layer come first"
+
+
+def test_every_parameter_is_in_one_bucket_once_however_often_it_is_listed() -> None:
+    given = parameters()
+    made = make_buckets([*given, given[0], given[3]], bucket_size=30, align=64, grad_dtype=torch.float32)
+    placed = [name for bucket in made for name in names(bucket)]
+    assert sorted(placed) == sorted(parameter.info.spec.name for parameter in given)
+
+
+@pytest.mark.parametrize("align", [64, 256])
+def test_places_and_alignment(align: int) -> None:
+    for bucket in buckets(align=align):
+        assert bucket.data.numel() == bucket.grad.numel()
+        assert bucket.data.numel() % align == 0
+        end = 0
+        for placed in bucket.placed:
+            assert (placed.start, placed.stop) == (end, end + placed.parameter.numel())
+            end = placed.stop
+        assert 0 <= bucket.data.numel() - end < align
+        assert not bucket.data[end:].any()
+
+
+def test_values_and_gradients_are_views_of_the_buffers() -> None:
+    before = {parameter.info.spec.name: parameter.detach().clone() for parameter in parameters()}
+    for bucket in buckets():
+        assert bucket.data.dtype == torch.bfloat16
+        assert bucket.grad.dtype == torch.float32
+        for placed in bucket.placed:
+            parameter = placed.parameter
+            assert torch.equal(parameter, before[parameter.info.spec.name])
+            bucket.data[placed.start] = 3.0
+            assert parameter.view(-1)[0] == 3.0
+            assert parameter.main_grad is not None
+            parameter.main_grad.view(-1)[-1] = 7.0
+            assert bucket.grad[placed.stop - 1] == 7.0
+
+
+def test_gradients_of_autograd_move_into_the_buffer_and_add_up() -> None:
+    (bucket,) = (bucket for bucket in buckets() if names(bucket)[0] == "1.norm")
+    norm = bucket.placed[0].parameter
+    for _ in range(3):
+        (norm.float() * torch.arange(5.0)).sum().backward()
+        assert norm.grad is None
+    assert bucket.grad[:5].tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert not bucket.grad[5:].any()
+
+
+def test_full_after_the_last_gradient_of_each_parameter() -> None:
+    """A parameter that is embedding and head at once gives two gradients, and only the second is its last."""
+    word = MAKE.make("word", (4, 5), std=1.0, uses=2)
+    other = MAKE.make("other", (4, 5), std=1.0)
+    (bucket,) = make_buckets([word, other], bucket_size=10**6, align=64, grad_dtype=torch.float32)
+    calls: list[str] = []
+    grad = torch.ones(4, 5)
+    word.accumulate(grad)
+    other.accumulate(grad)
+    word.accumulate(grad)
+    assert calls == [], "not armed: these were other microbatches"
+    bucket.arm(lambda: calls.append("full"))
+    word.accumulate(grad)
+    other.accumulate(grad)
+    assert calls == []
+    word.accumulate(grad)
+    assert calls == ["full"]
+    word.accumulate(grad)
+    assert calls == ["full"], "the next step's gradients are not awaited until it is armed again"
+    assert [bucket.grad[placed.start].item() for placed in bucket.placed] == [2.0, 5.0], "other, then word"

@@ -1,0 +1,222 @@
+"""When gradients are reduced, what each rank then owns, and when parameters are waited for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megalite.pipeline.executor as executor
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
+from megalite.data_parallel.strategy import ALIGNMENT, StrategyGroups, placed_in
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group, Work
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+
+Z1 = {"dp_strategy": "distributed-optimizer"}
+SP = {"sequence_parallel": True}
+
+
+def reductions(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
+    """Per step: begin and end of each backward, and the start of each reduction with its kind."""
+    runner = Runner(build(context, tiny_config(**settings)))
+    strategy = runner.replica.strategy
+    events: list[str] = []
+    backward, reduce = executor._engine_backward, strategy._reduce
+
+    def noted_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
+        events.append("begin")
+        backward(output, grad)
+        events.append("end")
+
+    def noted_reduce(bucket: Bucket) -> Work:
+        events.append("late" if bucket.kind.tied or bucket.kind.partial_over_tp else "reduce")
+        return reduce(bucket)
+
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_engine_backward", noted_backward)
+        patch.setattr(strategy, "_reduce", noted_reduce)
+        for _ in range(2):
+            events.clear()
+            runner.step()
+            steps.append(list(events))
+    return steps
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "distributed-optimizer"])
+def test_reduction_starts_inside_the_last_backward_and_only_there(strategy: str) -> None:
+    for events in reductions(RankContext(0, {}), {"dp_strategy": strategy}):
+        last = len(events) - 1 - events[::-1].index("begin")
+        assert events[:last] == ["begin", "end"] * 7
+        inside = events[last + 1 :]
+        assert inside[-1] == "end", "every bucket was full before the backward ended"
+        assert inside[:-1] == ["reduce"] * (len(inside) - 1)
+        assert len(inside) - 1 >= 5
+
+
+def test_without_overlap_reduction_waits_for_the_backward() -> None:
+    for events in reductions(RankContext(0, {}), {"overlap_grad_reduce": False}):
+        assert events[:16] == ["begin", "end"] * 8
+        assert events[16:] == ["reduce"] * (len(events) - 16)
+
+
+def on_two_ranks(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
+    return reductions(context, {"world_size": 2, **settings})
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}])
+def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str, Any]) -> None:
+    """Norms over sequence parallel ranks, tied embeddings over the pipeline's ends: last, the rest overlapped."""
+    for rank in run_ranks(2, on_two_ranks, settings):
+        for events in rank:
+            assert "late" in events and "reduce" in events
+            assert set(events[events.index("late") :]) == {"late"}
+            last = len(events) - 1 - events[::-1].index("end")
+            assert "reduce" in events[:last]
+
+
+def trajectory(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
+    runner = Runner(build(context, tiny_config(2, dp=2, clip_grad=0.0, **settings)))
+    losses = [runner.step().loss for _ in range(3)]
+    return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_strategies_give_the_same_bits_on_two_ranks(precision: str) -> None:
+    """A sum of two has one order. (Clipping is off: the norm is added up in another order.)"""
+    plain = run_ranks(2, trajectory, {"precision": precision})
+    for more in (Z1, {**Z1, "overlap_param_gather": False}, {**Z1, "overlap_grad_reduce": False}):
+        sharded = run_ranks(2, trajectory, {"precision": precision, **more})
+        assert sharded[0]["losses"] == plain[0]["losses"]
+        ours, theirs = (assemble([rank["weights"] for rank in run]) for run in (sharded, plain))
+        for name, values in theirs.items():
+            np.testing.assert_array_equal(ours[name], values, err_msg=name)
+
+
+class Layer(torch.nn.Module):
+    """One parameter, and a note of each forward."""
+
+    def __init__(self, name: str, make: ParameterFactory, events: list[str]) -> None:
+        super().__init__()
+        self.name, self.events = name, events
+        self.weight = make.make(name, (10, 10), std=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.events.append(f"forward {self.name}")
+        return x + self.weight.sum()
+
+
+class SpyWork:
+    def __init__(self, note: Callable[[], None]) -> None:
+        self.note = note
+
+    def wait(self) -> None:
+        self.note()
+
+
+class SpyGroup(Group):
+    """Two data-parallel ranks that are not there; notes gathers by the size of what is gathered."""
+
+    def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> SpyWork:
+        name = NAMES[output.data_ptr()]
+        EVENTS.append(f"start {name}")
+        return SpyWork(lambda: EVENTS.append(f"wait {name}"))
+
+
+EVENTS: list[str] = []
+NAMES: dict[int, str] = {}
+
+
+def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torch.nn.Sequential]:
+    make = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
+    model = torch.nn.Sequential(*(Layer(name, make, EVENTS) for name in "abc"))
+    made = DistributedOptimizer(
+        {0: model[:2], 1: model[2:]},
+        groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None),
+        bucket_size=1,
+        grad_dtype=torch.float32,
+        overlap_grad_reduce=True,
+        overlap_param_gather=overlap,
+    )
+    EVENTS.clear()
+    NAMES.clear()
+    for bucket in made.all_buckets():
+        NAMES[bucket.data.data_ptr()] = bucket.placed[0].parameter.info.spec.name
+    return made, model
+
+
+def test_each_module_waits_for_its_own_parameters_just_before_it_computes() -> None:
+    made, model = strategy_of(SpyGroup("dp", (0, 1), 0), overlap=True)
+    made.publish_parameters()
+    assert EVENTS == ["start a", "start b", "start c"], "first needed, first sent"
+    model(torch.zeros(1))
+    assert EVENTS[3:] == ["wait a", "forward a", "wait b", "forward b", "wait c", "forward c"]
+    EVENTS.clear()
+    model(torch.zeros(1))
+    made.wait_for_parameters()
+    assert EVENTS == ["forward a", "forward b", "forward c"], "what has come is not waited for again"
+
+
+def test_wait_for_parameters_finishes_what_no_forward_has() -> None:
+    made, model = strategy_of(SpyGroup("dp", (0, 1), 1), overlap=True)
+    made.publish_parameters()
+    model[0](torch.zeros(1))
+    made.wait_for_parameters()
+    assert sorted(EVENTS[5:]) == ["wait b", "wait c"]
+
+
+def test_without_overlap_parameters_are_there_at_once() -> None:
+    made, model = strategy_of(SpyGroup("dp", (0, 1), 0), overlap=False)
+    made.publish_parameters()
+    assert EVENTS == ["start a", "start b", "start c", "wait a", "wait b", "wait c"]
+    model(torch.zeros(1))
+    assert EVENTS[6:] == ["forward a", "forward b", "forward c"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_shards_partition_each_bucket(size: int) -> None:
+    made = [strategy_of(Group("dp", tuple(range(size)), rank), overlap=True)[0] for rank in range(size)]
+    for index, first in enumerate(made[0].shards):
+        shards = [strategy.shards[index] for strategy in made]
+        ends = [0, *(shard.stop for shard in shards)]
+        assert [shard.start for shard in shards] == ends[:-1]
+        assert ends[-1] == first.bucket.data.numel()
+        assert all(shard.start % ALIGNMENT == 0 for shard in shards)
+        touched = [placed_in(shard) for shard in shards]
+        for shard, placed in zip(shards, touched, strict=True):
+            assert bool(placed) == (shard.start < first.bucket.placed[-1].stop)
+            assert shard.main_param.numel() == shard.stop - shard.start
+            assert shard.main_param.grad is not None
+            assert shard.main_param.grad.data_ptr() == shard.bucket.grad[shard.start :].data_ptr()
+
+
+def norms(context: RankContext, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    runner = Runner(build(context, tiny_config(world, clip_grad=0.0, **settings)))
+    norm = runner.step().grad_norm
+    return {"norm": norm, "grads": local_parts(runner.replica, "grad")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2},
+        {"tp": 2, **SP},
+        {"pp": 2},
+        {"dp": 2},
+        {"dp": 2, **Z1},
+        {"pp": 2, "vpp": 2, "dp": 2, **Z1},
+        {"tp": 2, "pp": 2, **SP},
+    ],
+)
+def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:
+    """Each parameter once: not once for each tp rank that replicates it, nor for both copies of a tied one."""
+    world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
+    found = run_ranks(world, norms, world, settings)
+    full = assemble([rank["grads"] for rank in found])
+    expected = np.sqrt(sum((grad**2).sum() for grad in full.values()))
+    for rank in found:
+        assert rank["norm"] == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,191 @@
+"""Commands in the documentation: found, checked against the programs' own parsers, and run where that is cheap.
+
+A command is a line `$ ...` in a ```console or ```bash block; a trailing backslash continues it. Those that only look
+(`megalite config ...`, and anything with --dry-run, --help, --help-all or --version) are cheap.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.run import get_args_parser
+
+from megalite.cli.main import COMMANDS
+from megalite.config.flags import parse_arguments
+from megalite.config.validate import require_startable, validate
+from tests.e2e.programs import REPOSITORY
+
+CHEAP_FLAGS = {"--dry-run", "--help", "--help-all", "--version"}
+SHELL_WORDS = {"cd", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source", "tensorboard"}
+"""First words of commands that are not ours to check."""
+
+WRAPPERS = {
+    "pretrain_gpt.py": "train",
+    "tools/generate_text.py": "generate",
+    "tools/preprocess_data.py": "preprocess",
+}
+"""Script -> the `megalite` command that it stands for."""
+
+_BLOCK = re.compile(r"^```(?:console|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document."""
+
+    source: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command itself, without variables before it and pipes after it."""
+        words = shlex.split(self.line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        ends = [index for index, word in enumerate(words) if word in ("|", ">", "&&", ";", "&")]
+        words = words[: ends[0]] if ends else words
+        return [words[0].removeprefix(".venv/bin/").removeprefix("./"), *words[1:]]
+
+    @property
+    def is_cheap(self) -> bool:
+        """It only looks."""
+        return self.words[:2] == ["megalite", "config"] or not CHEAP_FLAGS.isdisjoint(self.words)
+
+
+def documents() -> list[Path]:
+    """Every page that shows commands."""
+    folders = (REPOSITORY.glob("*.md"), REPOSITORY.glob("docs/**/*.md"), REPOSITORY.glob("examples/**/*.md"))
+    return sorted(path for folder in folders for path in folder)
+
+
+def commands_in(text: str, source: str) -> Iterator[Command]:
+    """The commands of a page, in order."""
+    for block in _BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                yield Command(source, line[2:].strip())
+
+
+def all_commands() -> list[Command]:
+    """The commands of every page, each once."""
+    found: dict[str, Command] = {}
+    for path in documents():
+        source = str(path.relative_to(REPOSITORY))
+        for command in commands_in(path.read_text(encoding="utf-8"), source):
+            found.setdefault(command.line, command)
+    return list(found.values())
+
+
+def check(command: Command) -> None:
+    """The program exists and understands every flag.
+
+    Raises:
+        AssertionError: it does not, or nobody has said how to check a program of this name.
+        ConfigError: flags of training that do not fit together on the ranks that the command starts.
+    """
+    program, *rest = command.words
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), command
+    elif program == "torchrun":
+        launch = get_args_parser().parse_args(rest)
+        assert launch.training_script == "pretrain_gpt.py", command
+        hosts = int(launch.nnodes.split(":")[-1])  # 1:1 if it is left out
+        _check_training(launch.training_script_args, hosts * int(launch.nproc_per_node))
+    elif program == "megalite":
+        _check_megalite(rest[0], rest[1:])
+    elif program in ("python", "python3"):
+        _check_script(rest[0], rest[1:])
+    elif program.endswith(".py"):
+        _check_script(program, rest)
+    else:
+        assert program in SHELL_WORDS, f"{command}: how is {program} to be checked?"
+
+
+def _check_training(flags: Sequence[str], ranks: int) -> None:
+    invocation = parse_arguments(list(flags))
+    if invocation.dry_run or invocation.help or invocation.version:
+        return
+    require_startable(validate(invocation.config, ranks, invocation.explicit))
+
+
+def _check_megalite(name: str, words: Sequence[str]) -> None:
+    if name in CHEAP_FLAGS:
+        return
+    assert name in COMMANDS, f"no command {name}"
+    if name == "train":
+        _check_training(words, ranks=1)
+    elif name == "config":
+        parse_arguments(list(words[1:]))
+    else:
+        _only_parse(name, words)
+
+
+class _Parsed(Exception):
+    """A command line was accepted."""
+
+
+def _only_parse(name: str, words: Sequence[str]) -> None:
+    """Run a command of argparse up to the point where it has read its arguments."""
+    read = argparse.ArgumentParser.parse_args
+
+    def stop_after(parser: argparse.ArgumentParser, *arguments: object, **named: object) -> None:
+        read(parser, *arguments, **named)
+        raise _Parsed
+
+    said = io.StringIO()
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop_after),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                importlib.import_module(COMMANDS[name][0]).main(list(words))
+        except _Parsed:
+            return
+        except SystemExit as ended:
+            assert ended.code == 0, f"{name} {' '.join(words)}: {said.getvalue()}"  # 0: --help
+            return
+    raise AssertionError(f"megalite {name} did not read its arguments")
+
+
+def _check_script(script: str, words: Sequence[str]) -> None:
+    if script == "-m":
+        return
+    path = REPOSITORY / script
+    assert path.is_file(), f"no {script}"
+    if script in WRAPPERS:
+        _check_megalite(WRAPPERS[script], words)
+        return
+    text = path.read_text(encoding="utf-8")
+    unknown = [word for word in words if word.startswith("--") and f'"{word.split("=")[0]}"' not in text]
+    assert unknown == [], f"{script} has no {' '.join(unknown)}"
+
+
+def runnable(command: Command) -> list[str]:
+    """The words of a cheap command with this interpreter's programs.
+
+    A config whose tokenizer is made by an earlier command of the page gets the size of its vocabulary instead.
+    """
+    program, *rest = command.words
+    if program == "megalite":
+        rest = ["-m", "megalite.cli.main", *rest]
+    elif program.endswith(".py"):
+        rest = [program, *rest]
+    else:
+        assert program in ("python", "python3"), command
+    if "--dry-run" in rest:
+        flags = rest[rest.index("train") + 1 :] if program == "megalite" else rest[1:]
+        config = parse_arguments(flags).config
+        tokenizer = config.data.tokenizer_model
+        if config.model.vocab_size is None and tokenizer and not (REPOSITORY / tokenizer).exists():
+            rest += ["--vocab-size", "2048"]
+    return [sys.executable, *rest]

@@ -1,0 +1,116 @@
+"""Starts the project's programs as a user does, and reads what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
+TRAINING = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "3e-3", "--log-interval", "1"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus."""
+
+    jsonl: Path
+    tokenizer: Path
+    prefix: Path
+    """Of the token files."""
+
+    @property
+    def flags(self) -> list[str]:
+        """What `pretrain_gpt.py` needs to train on it."""
+        return [
+            *("--data-path", str(self.prefix), "--split", "90,10,0"),
+            *("--tokenizer-model", str(self.tokenizer)),
+        ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines of stderr that are error messages of ours."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    def require_success(self) -> "Outcome":
+        """Self, or an AssertionError with everything that the program said."""
+        assert self.status == 0, f"status {self.status}\n{self.out}\n{self.err}"
+        return self
+
+
+def start(command: Sequence[str | Path]) -> subprocess.Popen[str]:
+    """A program under way in the root of the repository; one thread a process, as many share few cores."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        env={**inherited, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, seconds: float) -> Outcome:
+    """Wait for the end of a program.
+
+    Raises:
+        AssertionError: it had not ended after `seconds`; it is then ended, with what it said in the message.
+    """
+    started = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun then ends its ranks
+        try:
+            out, err = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s\n{out}\n{err}") from None
+    return Outcome(process.returncode, out, err, time.monotonic() - started)
+
+
+def run(*command: str | Path, seconds: float = 60) -> Outcome:
+    """Start a program and wait for its end."""
+    return finish(start(command), seconds=seconds)
+
+
+def train_command(ranks: int, *flags: str | Path) -> list[str | Path]:
+    """`pretrain_gpt.py` on some ranks; on one, without torchrun."""
+    launch: list[str | Path] = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+    return [*launch, "pretrain_gpt.py", *flags]
+
+
+def train(ranks: int, *flags: str | Path, seconds: float = 90) -> Outcome:
+    """Train, and wait for the end."""
+    return run(*train_command(ranks, *flags), seconds=seconds)
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The `train` or `valid` records in a run's metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, training loss) in the order in which they were written."""
+    return [(record["step"], record["loss"]) for record in records(run_dir, "train")]

@@ -1,0 +1,137 @@
+"""Bad input: one line that says what is wrong and what works, exit status 2, within seconds, on any number of ranks."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.train import BAD_INPUT, main
+from tests.e2e.programs import MODEL, TRAINING, Corpus, train
+
+pytestmark = pytest.mark.e2e
+
+RUN = [*MODEL, *TRAINING, "--train-iters", "2"]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Things that a run can be pointed at and that are not what it needs."""
+
+    corpus: Corpus
+    truncated: Path
+    checkpoints: Path
+    """Of a model that is 32 wide, at step 2."""
+    plain_file: Path
+    nothing: Path
+
+
+@pytest.fixture(scope="module")
+def bad(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Damaged copies and a finished run."""
+    folder = tmp_path_factory.mktemp("bad")
+    truncated = folder / "truncated"
+    shutil.copy(f"{corpus.prefix}.idx", f"{truncated}.idx")
+    whole = Path(f"{corpus.prefix}.bin").read_bytes()
+    Path(f"{truncated}.bin").write_bytes(whole[: len(whole) // 2])
+    checkpoints = folder / "checkpoints"
+    assert main([*RUN, *corpus.flags, "--save", str(checkpoints)]) == 0
+    plain_file = folder / "plain_file"
+    plain_file.write_text("not a folder")
+    return Files(corpus, truncated, checkpoints, plain_file, folder / "nothing")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Flags, with names of `Files` in braces, and what the message must say."""
+
+    flags: str
+    says: tuple[str, ...]
+
+    def words(self, files: Files) -> list[str]:
+        """The command line."""
+        data = files.corpus
+        names = {**vars(files), "tokenizer": data.tokenizer, "data": data.prefix}
+        return [word.format(**names) for word in self.flags.split()]
+
+
+# What only the ranks can find out, once they run. {data} and {tokenizer} are sound.
+AT_RUN_TIME = {
+    "world size": Case("--data-path {data} --tokenizer-model {tokenizer} --tp 4", ("world size 2", "tp·pp·cp = 4·1·1 = 4", "start 4 ranks", "among 1, 2")),
+    "no such data": Case("--data-path {data}s --vocab-size 384 --tp 2", ("data path {data}s", "neither {data}s.bin nor {data}s.idx exists", "did you mean {data}?")),
+    "truncated .bin": Case("--data-path {truncated} --vocab-size 384 --pp 2", ("{truncated}.bin: truncated", "bytes, expected", "write the dataset again")),
+    "token id": Case("--data-path {data} --vocab-size 100 --pp 2", ("token id 383", "vocab_size is 100", "at least 384")),
+    "nothing to load": Case("--data-path {data} --vocab-size 384 --tp 2 --load {nothing}", ("no checkpoint", "{nothing} does not exist", "--fresh-if-missing")),
+    "another model": Case("--data-path {data} --vocab-size 384 --load {checkpoints} --num-layers 2 --hidden-size 64", ("step-0000002 is of another model", "num_layers 4 there, 2 here", "hidden_size 32 there, 64 here", "Use the settings of the checkpoint")),
+    "run folder": Case("--data-path {data} --vocab-size 384 --tp 2 --run-dir {plain_file}", ("cannot write {plain_file}", "give a folder that can be written")),
+    "folder to save to": Case("--data-path {data} --vocab-size 384 --tp 2 --save {plain_file}", ("cannot write checkpoints to {plain_file}", "give a folder that can be written with --save")),
+    "checkpoints of another run": Case("--data-path {data} --vocab-size 384 --save {checkpoints}", ("{checkpoints} holds checkpoints up to step 2", "starts at step 0", "--load {checkpoints}", "another --save")),
+}  # fmt: skip
+
+# Whatever a command line and its files say wrong by themselves; --dry-run and training share these checks.
+BY_ITSELF = {
+    "heads over tp": Case("--vocab-size 384 --num-attention-heads 4 --tp 8 --dry-run", ("num_attention_heads 4", "tp 8", "use tp 1, 2, 4")),
+    "heads over the width": Case("--hidden-size 30 --num-attention-heads 4", ("hidden_size 30", "num_attention_heads 4", "hidden_size 32")),
+    "vocabulary over tp": Case("--dry-run --vocab-size 381 --make-vocab-size-divisible-by 3 --tp 4", ("vocabulary of 381", "tp 4", "--make-vocab-size-divisible-by 12")),
+    "layers over stages": Case("--dry-run --vocab-size 384 --num-layers 3 --pp 4", ("num_layers 3", "pp·vpp = 4·1 = 4", "num_layers 4 or more")),
+    "layers of stages": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-layers 1,2", ("pipeline_layers 1,2 adds up to 3", "num_layers is 4", "use 2,2")),
+    "sequence over tp": Case("--dry-run --vocab-size 384 --seq-length 33 --tp 2 --sequence-parallel", ("seq_length 33", "tp 2", "e.g. 34")),
+    "batch": Case("--dry-run --vocab-size 384 --micro-batch-size 2 --dp 3 --global-batch-size 16", ("global_batch_size 16", "micro_batch_size·dp = 2·3 = 6", "use 12 or 18")),
+    "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6", ("interleaved", "6", "4")),
+    "length of the run": Case("--data-path {data} --vocab-size 384", ("length of the run is not set", "--train-iters 1000")),
+    "no data": Case("--train-iters 2", ("no data", "--data-path PREFIX")),
+    "unknown flag": Case("--num-layer 4", ("unknown flag --num-layer", "did you mean --num-layers?")),
+    "flag without effect": Case("--vpp 2 --num-layers 4", ("vpp 2 has no effect with pp 1", "use pp 2 or more")),
+    "flag of Megatron-LM without effect": Case("--use-flash-attn", ("--use-flash-attn has no effect", "remove it")),
+    "contradicting flags": Case("--tp 2 --tensor-model-parallel-size 4", ("tp is given twice", "2 by flag --tp", "4 by flag --tensor-model-parallel-size", "keep one")),
+    "contradicting switches": Case("--bf16 --fp16", ("'bf16' by flag --bf16", "'fp16' by flag --fp16", "keep one")),
+    "two sources of data": Case("--data-path {data} --mock-data --vocab-size 384", ("data_path {data} and mock_data", "keep one")),
+    "not a number": Case("--lr fast", ("--lr", "a number such as 0.1", "'fast'")),
+    "out of bounds": Case("--tp 0", ("tp is 0", "at least 1")),
+    "no such preset": Case("--preset gpt3-1.3", ("unknown preset gpt3-1.3", "did you mean gpt3-1.3b")),
+    "no such config": Case("--config {nothing}.yaml", ("config file {nothing}.yaml does not exist",)),
+    "no such tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {nothing}", ("tokenizer file {nothing} cannot be read", "existing file")),
+    "json alone": Case("--json", ("--json has no effect without --dry-run", "add --dry-run")),
+    "world size alone": Case("--world-size 8", ("--world-size has no effect without --dry-run", "add --dry-run")),
+    "save interval alone": Case("--save-interval 5", ("save_interval 5 has nowhere to save", "--save checkpoints")),
+    "load of one step": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints} --ckpt-step 7", ("{checkpoints} has no checkpoint of step 7", "it has steps 2")),
+    "load one level too deep": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints}/step-0000002", ("is itself a checkpoint", "give the folder that holds it, {checkpoints}")),
+    "vocabulary below the tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {tokenizer} --vocab-size 100", ("vocab_size is 100", "384 ids", "--vocab-size 384")),
+    "words before flags": Case("train --tp 2", ("unexpected argument train", "--num-layers 4")),
+}  # fmt: skip
+
+
+def check_message(errors: list[str], case: Case, files: Files) -> None:
+    """One message with all that it must say."""
+    assert len(errors) == 1, errors
+    names = {**vars(files), "tokenizer": files.corpus.tokenizer, "data": files.corpus.prefix}
+    assert [part for part in case.says if part.format(**names) not in errors[0]] == [], errors[0]
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_refused(name: str, bad: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    case = BY_ITSELF[name]
+    capsys.readouterr()
+    started = time.process_time()
+    assert main(case.words(bad)) == BAD_INPUT
+    assert time.process_time() - started < 5
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith("error: ")
+    check_message(errors, case, bad)
+
+
+@pytest.mark.parametrize("name", AT_RUN_TIME)
+def test_refused_on_two_ranks(name: str, bad: Files) -> None:
+    case = AT_RUN_TIME[name]
+    flags = case.words(bad)
+    given = {word for word in flags if word.startswith("--")}
+    pairs = zip(RUN[::2], RUN[1::2], strict=True)
+    outcome = train(2, *(word for pair in pairs if pair[0] not in given for word in pair), *flags, seconds=90)
+    check_message(outcome.errors, case, bad)
+    assert outcome.status != 0
+    assert f"exitcode  : {BAD_INPUT} " in outcome.err  # of the ranks, in torchrun's own summary
+    assert "exitcode  : 1 " not in outcome.err
+    assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
+    assert "step 1/" not in outcome.out
+    assert outcome.seconds < 45  # about 4 s on two idle cores

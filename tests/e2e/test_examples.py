@@ -1,0 +1,126 @@
+"""Every shipped YAML works, and so does every command that the documentation shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.train import main
+from megalite.config import files
+from megalite.config.errors import ConfigError
+from megalite.config.validate import require_startable, validate
+from tests.e2e.commands import Command, all_commands, check, commands_in, runnable
+from tests.e2e.programs import REPOSITORY, run
+
+pytestmark = pytest.mark.e2e
+
+CONFIGS = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/*.yaml"))
+SHOWN = all_commands()
+CHEAP = [command for command in SHOWN if command.is_cheap]
+
+
+def name_of(command: Command) -> str:
+    """For pytest's list of tests."""
+    return f"{command.source}: {command.line[:50]}"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in commands and configs are relative to the clone."""
+    monkeypatch.chdir(REPOSITORY)
+
+
+def test_there_are_examples() -> None:
+    assert "examples/quickstart/run.yaml" in CONFIGS
+    for config in CONFIGS:
+        assert (REPOSITORY / config).with_name("README.md").is_file(), "an example says what to expect"
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_config(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = files.load(path)
+    p = config.parallel
+    ranks = p.tp * p.pp * p.cp * (p.dp or 1)
+    require_startable(validate(config, ranks))
+    size = [] if config.model.vocab_size else ["--vocab-size", "2048"]
+    assert main(["--config", path, "--dry-run", "--json", *size]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["world_size"] == ranks
+    assert report["batch"]["train_steps"] == config.training.train_iters
+
+
+@pytest.mark.parametrize("command", SHOWN, ids=name_of)
+def test_command_is_understood(command: Command) -> None:
+    check(command)
+
+
+@pytest.mark.parametrize("command", CHEAP, ids=name_of)
+def test_cheap_command_runs(command: Command) -> None:
+    outcome = run(*runnable(command)).require_success()
+    assert len(outcome.out) > 100
+    assert outcome.err == ""
+    if "--json" in command.words:
+        json.loads(outcome.out)
+
+
+def test_readme_has_the_two_commands() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    lines = [command.line for command in commands_in(text, "README.md")]
+    assert lines[:2] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", sorted({command.source for command in SHOWN}))
+def test_nothing_is_left_to_fill_in(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    assert [word for word in ("@@", "TODO", "FIXME", "XXX") if word in text] == []
+
+
+PAGE = """
+```console
+$ make demo
+an answer
+$ OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml \\
+    --tp 2 --pp 2   # a remark
+```
+```python
+$ not a command
+```
+```bash
+$ .venv/bin/megalite config --presets | head -3
+```
+"""
+
+
+def test_finds_commands() -> None:
+    demo, training, presets = commands_in(PAGE, "page")
+    assert demo.words == ["make", "demo"]
+    assert training.words[:3] == ["torchrun", "--nproc-per-node", "4"]
+    assert training.words[-4:] == ["--tp", "2", "--pp", "2"]
+    assert presets.words == ["megalite", "config", "--presets"]
+    assert (demo.is_cheap, training.is_cheap, presets.is_cheap) == (False, False, True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make dinner",
+        "torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml --tp 3",
+        "torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml --tensor-parallel 2",
+        "torchrun --nproc-per-node 4 train.py",
+        "megalite trian --dry-run",
+        "megalite generate --load a --prompt b --length 3",
+        "python tools/preprocess_data.py --input a",
+        "python examples/quickstart/build_corpus.py --out a",
+        "python tools/nothing.py",
+        "frobnicate",
+    ],
+)
+def test_sees_what_is_wrong(line: str) -> None:
+    with pytest.raises((AssertionError, ConfigError)):
+        check(Command("page", line))
+
+
+def test_demo_config_is_where_the_demo_looks() -> None:
+    config = files.load("examples/quickstart/run.yaml")
+    assert config.checkpoint.load == f"{config.logging.run_dir}/checkpoints"
+    assert Path(config.data.data_path[0]).parent == Path(str(config.data.tokenizer_model)).parent

@@ -1,0 +1,167 @@
+"""A run on four ranks, stopped half way and continued on other layouts, is the run that one rank makes."""
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.config import files
+from megalite.config.flags import parse_arguments
+from tests.e2e.programs import MODEL, TRAINING, Corpus, Outcome, losses, records, run, train
+
+pytestmark = pytest.mark.e2e
+
+STEPS, SWITCH = 8, 4
+SCHEDULED = [*MODEL, *TRAINING, *f"--train-iters {STEPS} --eval-interval 2 --eval-iters 2".split()]
+FIRST = ["--tp", "2", "--pp", "2", "--vpp", "2"]
+SECOND = ["--tp", "1", "--pp", "2", "--dp", "2"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders, and what was printed."""
+
+    switched: Path
+    """tp 2, pp 2, vpp 2, then pp 2, dp 2."""
+    shrunk: Path
+    """tp 2, pp 2, vpp 2, then one process without torchrun."""
+    whole: Path
+    """One process, uninterrupted."""
+    first_half: Outcome
+    second_half: Outcome
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs that all tests below look at."""
+    folder = tmp_path_factory.mktemp("runs")
+    switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
+
+    def go(ranks: int, run_dir: Path, *flags: str) -> Outcome:
+        resume = ("--save-interval", "2", "--load", run_dir / "checkpoints", "--fresh-if-missing")
+        words: list[str | Path] = [*SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume, *flags]
+        return train(ranks, *words).require_success()
+
+    first_half = go(4, switched, *FIRST, "--exit-interval", str(SWITCH))
+    shutil.copytree(switched, shrunk)
+    second_half = go(4, switched, *SECOND)
+    go(1, shrunk)
+    go(1, whole)
+    return Runs(switched, shrunk, whole, first_half, second_half)
+
+
+def test_validation_loss_does_not_jump_at_the_switch(runs: Runs) -> None:
+    (expected,) = [row["valid_loss"] for row in records(runs.whole, "valid") if row["step"] == SWITCH]
+    for folder in (runs.switched, runs.shrunk):
+        at_switch = [row["valid_loss"] for row in records(folder, "valid") if row["step"] == SWITCH]
+        assert len(at_switch) == 2  # before and after
+        assert at_switch == pytest.approx([expected, expected], abs=1e-5, rel=0)
+    shown = rf"step {SWITCH}/{STEPS} \| validation loss (\S+) "
+    before, after = (re.findall(shown, half.out) for half in (runs.first_half, runs.second_half))
+    assert len(before) == len(after) == 1
+    assert float(before[0]) == pytest.approx(float(after[0]), abs=1.01e-4)  # four digits are printed
+    assert float(after[0]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_trajectory_is_that_of_one_rank(runs: Runs) -> None:
+    expected = losses(runs.whole)
+    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+    assert expected[-1][1] < expected[0][1] - 0.2
+    for folder in (runs.switched, runs.shrunk):
+        assert [step for step, _ in losses(folder)] == [step for step, _ in expected]
+        assert [loss for _, loss in losses(folder)] == pytest.approx([loss for _, loss in expected], rel=1e-4)
+        for name in ("grad_norm", "lr", "consumed_samples"):
+            values = [[row[name] for row in records(of, "train")] for of in (folder, runs.whole)]
+            assert values[0] == pytest.approx(values[1], rel=1e-3)
+
+
+def test_run_folder(runs: Runs, corpus: Corpus) -> None:
+    assert {path.name for path in runs.switched.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    config = files.load(runs.switched / "config.yaml")
+    p = config.parallel
+    assert (p.tp, p.pp, p.vpp, p.dp) == (1, 2, 1, 2)
+    assert config.model.vocab_size == 384
+    assert config.data.data_path == [str(corpus.prefix)]
+    assert files.dump(config) == (runs.switched / "config.yaml").read_text()
+    assert parse_arguments(["--config", str(runs.switched / "config.yaml")]).config == config
+
+    saved = sorted(path.name for path in (runs.switched / "checkpoints").iterdir())
+    assert saved == ["latest", *(f"step-{step:07}" for step in range(2, STEPS + 1, 2))]
+    latest = (runs.switched / "checkpoints" / "latest").read_text().strip()
+    assert latest == f"step-{STEPS:07}"
+    assert (runs.switched / "checkpoints" / latest / "manifest.json").is_file()
+
+    assert [row["step"] for row in records(runs.switched, "valid")] == [0, 2, 4, 4, 6, 8]
+
+
+def test_tensorboard(runs: Runs) -> None:
+    events = EventAccumulator(str(runs.switched / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("lm loss")]
+    assert shown == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(runs.switched)]
+    by_samples = [event.step for event in events.Scalars("lm loss vs samples")]
+    assert by_samples == [row["consumed_samples"] for row in records(runs.switched, "train")]
+    assert {"learning-rate", "grad-norm", "lm loss validation", "iteration-time"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+FIELDS = (
+    rf"step \d+/{STEPS}",
+    r"samples \d+",
+    r"loss \d+\.\d+",
+    r"lr \d\.\d+e[-+]\d+",
+    r"grad norm \d+\.\d+",
+    r"loss scale 1",
+    r"batch 4",
+    r"\d+ ms/step",
+    r"\d+ tokens/s",
+    r"\d+ a rank",
+    r"\d[\d.e-]* TFLOP/s a rank",
+    r"MFU \(PaLM\) .+",
+    r"mem \d+ MiB",
+    r"ETA \d+:\d\d:\d\d",
+)
+
+
+def test_log_lines(runs: Runs) -> None:
+    lines = [line for line in runs.first_half.out.splitlines() if "grad norm" in line]
+    assert len(lines) == SWITCH  # one of rank 0, none of the others
+    for number, line in enumerate(lines, start=1):
+        parts = line.split(" | ")
+        assert len(parts) == len(FIELDS)
+        for part, pattern in zip(parts, FIELDS, strict=True):
+            assert re.fullmatch(pattern, part), (part, pattern)
+        assert parts[:2] == [f"step {number}/{STEPS}", f"samples {4 * number}"]
+    assert "4 ranks = tp 2 x cp 1 x dp 1 x pp 2 (vpp 2) on " in runs.first_half.out
+    assert f"stopping at step {SWITCH}: exit_interval is {SWITCH}" in runs.first_half.out
+    assert f"{SWITCH:07} (written by tp 2, pp 2, dp 1)" in runs.second_half.out
+
+
+def test_finished_run_has_nothing_to_do(runs: Runs, corpus: Corpus) -> None:
+    before = (runs.whole / "metrics.jsonl").read_text()
+    words = ("--run-dir", runs.whole, "--save-interval", "2", "--load", runs.whole / "checkpoints")
+    again = train(1, *SCHEDULED, *corpus.flags, *words).require_success()
+    assert f"step {STEPS} of {STEPS}: nothing to do" in again.out
+    assert (runs.whole / "metrics.jsonl").read_text() == before
+
+
+def test_generates_text(runs: Runs) -> None:
+    prompt = "The import statement"
+    words = ("--load", runs.switched / "checkpoints", "--prompt", prompt, "--max-new-tokens", "12")
+    first, second = (
+        run(sys.executable, "tools/generate_text.py", *words, "--top-k", "8", "--seed", "3").require_success()
+        for _ in range(2)
+    )
+    assert first.out.startswith(prompt)
+    assert len(first.out) > len(prompt) + 4
+    assert first.out == second.out

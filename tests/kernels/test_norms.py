@@ -1,0 +1,56 @@
+"""LayerNorm and RMSNorm against their definitions, with gradients from those."""
+
+import pytest
+import torch
+
+from megalite.kernels.norms import layer_norm, rms_norm
+
+EPS = 1e-3  # large, so that leaving it out or putting it outside the root shows
+
+
+def plain_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    mean = x.sum(-1, keepdim=True) / x.shape[-1]
+    variance = ((x - mean) ** 2).sum(-1, keepdim=True) / x.shape[-1]
+    return (x - mean) / (variance + EPS) ** 0.5 * weight + bias
+
+
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
+
+
+def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 2, 24), (24,), (24,), (3, 2, 24))
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_values_and_gradients(kind: str) -> None:
+    x, weight, bias, grad = inputs(torch.float64)
+    ours_in, plain_in = ([tensor.clone().requires_grad_() for tensor in (x, weight, bias)] for _ in range(2))
+    if kind == "layer":
+        ours = layer_norm(ours_in[0], ours_in[1], ours_in[2], EPS)
+        plain = plain_layer_norm(plain_in[0], plain_in[1], plain_in[2])
+    else:
+        ours, plain = rms_norm(ours_in[0], ours_in[1], EPS), plain_rms_norm(plain_in[0], plain_in[1])
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    ours.backward(grad)
+    plain.backward(grad)
+    for one, other in list(zip(ours_in, plain_in, strict=True))[: 3 if kind == "layer" else 2]:
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bf16_statistics_are_not_taken_in_bf16(kind: str) -> None:
+    """512 equal terms would stop adding up in bf16 once their sum has 8 bits more."""
+    x = (1.0 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(3))).bfloat16()
+    weight, bias = torch.ones(512, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.bfloat16)
+    if kind == "layer":
+        ours, plain = (
+            layer_norm(x, weight, bias, EPS),
+            plain_layer_norm(x.double(), weight.double(), bias.double()),
+        )
+    else:
+        ours, plain = rms_norm(x, weight, EPS), plain_rms_norm(x.double(), weight.double())
+    torch.testing.assert_close(ours.double(), plain, rtol=2**-8, atol=2**-8)

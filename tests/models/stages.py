@@ -1,0 +1,81 @@
+"""One stage of a small GPT, built in float64, for the tests of this folder."""
+
+from typing import Any
+
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.models.gpt import GPTStage
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+
+S, B = 10, 2
+GPT = ModelConfig(
+    num_layers=3,
+    hidden_size=16,
+    num_attention_heads=4,
+    vocab_size=37,
+    make_vocab_size_divisible_by=8,
+    max_position_embeddings=12,
+    init_method_std=0.2,
+)
+LLAMA = ModelConfig(
+    num_layers=3,
+    hidden_size=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    ffn_hidden_size=20,
+    vocab_size=37,
+    make_vocab_size_divisible_by=8,
+    position_embedding_type="rope",
+    rotary_base=50.0,
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    tie_embeddings=False,
+    norm_epsilon=1e-3,
+    init_method_std=0.2,
+)
+
+
+def varied(model: ModelConfig, **changes: Any) -> ModelConfig:
+    return replace(RunConfig(model=model), **changes).model
+
+
+def build(
+    model: ModelConfig,
+    *,
+    cut: tuple[int, int] | None = None,
+    tp: Group | None = None,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+) -> GPTStage:
+    first, last = cut or (0, model.num_layers)
+    make = ParameterFactory(
+        tp=tp or Group.solo("tp"),
+        seed=5,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        sequence_parallel=sequence_parallel,
+    )
+    return GPTStage(
+        model,
+        first_layer=first,
+        last_layer=last,
+        has_embedding=first == 0,
+        has_head=last == model.num_layers,
+        make=make,
+        seq_length=S,
+        recompute=recompute,
+    )
+
+
+def named(stage: GPTStage) -> dict[str, ShardedParameter]:
+    found = {}
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        found[parameter.info.spec.name] = parameter
+    return found

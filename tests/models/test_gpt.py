@@ -1,0 +1,143 @@
+"""The model against a plain functional one, and activation recompute."""
+
+import pytest
+import torch
+
+from megalite.kernels.attention import causal_attention
+from megalite.models.gpt import GPTStage
+from tests.models.plain_gpt import Plain, losses
+from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
+
+FAMILIES = {
+    "gpt2": varied(GPT, activation="gelu_tanh"),
+    "gpt-erf-untied": varied(GPT, tie_embeddings=False),
+    "gpt-no-bias-no-positions": varied(GPT, add_bias_linear=False, position_embedding_type="none"),
+    "llama": LLAMA,
+    "llama-one-group-tied": varied(LLAMA, num_query_groups=1, tie_embeddings=True),
+    "llama-biases": varied(LLAMA, add_bias_linear=True),
+    "layernorm-rope": varied(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=4),
+}
+
+
+def shake(stage: GPTStage) -> None:
+    """Norms and biases away from one and zero, where mistakes would not show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 37, (B, S + 1), generator=generator)
+    weights = torch.rand(B, S, dtype=torch.float64, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:], weights
+
+
+def gradients(stage: GPTStage) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    tokens, labels, weights = batch()
+    found = stage(tokens, stage.context((4, 5)), labels=labels)
+    (found * weights).sum().backward()
+    grads = {}
+    for name, parameter in named(stage).items():
+        assert parameter.grad is not None, name
+        grads[name] = parameter.grad
+    return found.detach(), grads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_every_gradient_are_those_of_the_plain_model(family: str) -> None:
+    model = FAMILIES[family]
+    stage = build(model)
+    shake(stage)
+    ours, grads = gradients(stage)
+
+    plain = Plain(
+        layers=3,
+        heads=4,
+        groups=model.query_groups,
+        head_size=model.head_size,
+        vocab_size=37,
+        norm=model.normalization,
+        eps=model.norm_epsilon,
+        activation=model.activation,
+        rope_base=model.rotary_base if model.position_embedding_type == "rope" else None,
+        tied=model.tie_embeddings,
+    )
+    full = {name: parameter.detach().clone().requires_grad_() for name, parameter in named(stage).items()}
+    tokens, labels, weights = batch()
+    theirs = losses(full, tokens, labels, plain)
+    (theirs * weights).sum().backward()
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-10)
+    for name, parameter in full.items():
+        assert parameter.grad is not None
+        scale = parameter.grad.abs().max()
+        assert scale > 0, f"{name} has no gradient: nothing is proven"
+        assert (grads[name] - parameter.grad).abs().max() <= 1e-10 * scale, name
+
+
+class Held:
+    """Bytes of the tensors that autograd keeps for the backward, parameters left out."""
+
+    def __init__(self, stage: GPTStage) -> None:
+        self.parameters = {parameter.data_ptr() for parameter in stage.parameters()}
+        self.bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in self.parameters:
+            self.bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recompute_changes_memory_and_not_one_bit_of_the_gradients(family: str, dropout: float) -> None:
+    model = varied(FAMILIES[family], hidden_dropout=dropout, attention_dropout=dropout)
+    held, found = [], []
+    for recompute in ("none", "selective", "full"):
+        stage = build(model, recompute=recompute)
+        counter = Held(stage)
+        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
+            found.append(gradients(stage))
+        held.append(counter.bytes)
+    assert held[0] > held[1] > held[2] > 0, held
+    for ours, grads in found[1:]:
+        assert torch.equal(ours, found[0][0])
+        for name, grad in grads.items():
+            assert torch.equal(grad, found[0][1][name]), name
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = varied(GPT, hidden_dropout=0.3)
+    stage, same = build(model), build(GPT)
+    tokens, labels, _ = batch()
+
+    def run(stage: GPTStage, ids: tuple[int, int]) -> torch.Tensor:
+        with torch.no_grad():
+            found = stage(tokens, stage.context(ids), labels=labels)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    dropped = run(stage, (4, 5))
+    assert torch.equal(run(stage, (4, 5)), dropped)
+    assert not torch.equal(run(stage, (6, 7)), dropped), "other samples, other masks"
+    stage.eval()
+    assert torch.equal(run(stage, (4, 5)), run(same, (4, 5)))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_unfused_attention_is_the_fused_one(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    fused = build(FAMILIES[family])
+    shake(fused)
+    losses_fused, grads_fused = gradients(fused)
+
+    def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+        return causal_attention(q, k, v, causal=causal, keep_mask=torch.ones_like)
+
+    monkeypatch.setattr("megalite.models.attention.causal_attention", unfused)
+    plain = build(FAMILIES[family])
+    shake(plain)
+    losses_plain, grads_plain = gradients(plain)
+    torch.testing.assert_close(losses_fused, losses_plain, rtol=1e-12, atol=1e-12)
+    for name, grad in grads_fused.items():
+        torch.testing.assert_close(grad, grads_plain[name], rtol=1e-10, atol=1e-12)

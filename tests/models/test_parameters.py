@@ -1,0 +1,95 @@
+"""The parameters that stages build against the table in models/shapes.py."""
+
+import math
+
+import pytest
+import torch
+
+from megalite.config.flags import parse_arguments
+from megalite.config.model import ModelConfig
+from megalite.config.presets import preset_names
+from megalite.models.shapes import ParameterShape, stage_shapes
+from megalite.topology.group import Group
+from tests.models.stages import GPT, S, build, named, varied
+
+DENSE = [name for name in preset_names() if not name.startswith("mixtral")]
+
+
+def tiny_preset(name: str) -> ModelConfig:
+    """The preset's family in small."""
+    config = parse_arguments(["--preset", name]).config
+    model, groups = config.model, config.model.num_query_groups
+    return varied(
+        model,
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_query_groups=8 if groups is None or groups == model.num_attention_heads else 4,
+        kv_channels=None,
+        ffn_hidden_size=None if model.ffn_hidden_size is None else 48,
+        vocab_size=500,
+        max_position_embeddings=16,
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("preset", DENSE)
+def test_parameters_are_those_of_the_table(preset: str, tp: int) -> None:
+    model = tiny_preset(preset)
+    group = Group.solo("tp") if tp == 1 else Group("tp", (0, 1), 1)
+    for cut in ((0, 3), (0, 1), (1, 2), (2, 3)):
+        table = stage_shapes(model, *cut, cut[0] == 0, cut[1] == 3)
+        parameters = named(build(model, cut=cut, tp=group))
+        assert sorted(parameters) == sorted(row.name for row in table)
+        for row in table:
+            info = parameters[row.name].info
+            assert info.spec.global_shape == row.shape, row.name
+            assert (info.shard_dim, info.decay) == (row.shard_dim, row.decay), row.name
+            local = list(row.shape)
+            if row.shard_dim is not None:
+                local[row.shard_dim] //= tp
+            assert list(parameters[row.name].shape) == local, row.name
+
+
+@pytest.mark.parametrize("preset", DENSE)
+def test_initial_values_are_those_of_the_table(preset: str) -> None:
+    model = varied(tiny_preset(preset), hidden_size=64, ffn_hidden_size=128)
+    parameters = named(build(model))
+    for row in stage_shapes(model, 0, 3, True, True):
+        check_initial(row, parameters[row.name].detach(), model)
+
+
+def check_initial(row: ParameterShape, values: torch.Tensor, model: ModelConfig) -> None:
+    if row.init in ("zeros", "ones"):
+        assert torch.equal(values, torch.full_like(values, float(row.init == "ones"))), row.name
+        return
+    std = model.init_method_std / (math.sqrt(6) if row.init == "residual" else 1.0)
+    assert values.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * values.numel())), row.name
+    assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), row.name
+
+
+def test_what_sequence_parallelism_leaves_in_parts() -> None:
+    """Norms and the biases after the sum see a part of the sequence on each rank, the rest sees all of it."""
+    group = Group("tp", (0, 1), 0)
+    for sequence_parallel in (False, True):
+        stage = build(GPT, tp=group, sequence_parallel=sequence_parallel)
+        partial = {name for name, parameter in named(stage).items() if parameter.info.partial_over_tp}
+        expected = {
+            name for name in named(stage) if "norm" in name or name.endswith(("out.bias", "down.bias"))
+        }
+        assert partial == (expected if sequence_parallel else set())
+        shape = (S // 2 if sequence_parallel else S, 3, 16)
+        assert stage.activation_shape(3) == shape
+
+
+def test_tied_copies_are_marked() -> None:
+    both, first, last = build(GPT), build(GPT, cut=(0, 1)), build(GPT, cut=(2, 3))
+    assert both.embedding is not None and both.head is not None
+    assert both.head.weight is both.embedding.word.weight
+    word = "embedding.word.weight"
+    assert (named(both)[word].info.tied, named(both)[word].info.uses) == (False, 2)
+    for stage in (first, last):
+        assert (named(stage)[word].info.tied, named(stage)[word].info.uses) == (True, 1)
+    assert torch.equal(named(first)[word], named(last)[word])
+    untied = build(varied(GPT, tie_embeddings=False), cut=(0, 1))
+    assert not named(untied)[word].info.tied

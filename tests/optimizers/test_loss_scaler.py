@@ -1,0 +1,81 @@
+"""Loss scales through sequences of overflows, by hand."""
+
+import pytest
+
+from megalite.config.training import TrainingConfig
+from megalite.optimizers.loss_scaler import LossScaler
+
+
+def scaler(
+    *, initial: float = 1024.0, minimum: float = 1.0, window: int = 3, hysteresis: int = 2
+) -> LossScaler:
+    return LossScaler(
+        TrainingConfig(
+            precision="fp16",
+            initial_loss_scale=initial,
+            min_loss_scale=minimum,
+            loss_scale_window=window,
+            hysteresis=hysteresis,
+        )
+    )
+
+
+def scales(one: LossScaler, events: str) -> list[float]:
+    """The scale after each event: x is an overflow, o a good step."""
+    found = []
+    for event in events:
+        one.update(overflow=event == "x")
+        found.append(one.scale)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options, events, expected",
+    [
+        # The first overflow uses up the patience, the second and each one after it halve.
+        ({}, "xxxx", [1024, 512, 256, 128]),
+        # Good steps double after a whole window, and restore the patience.
+        ({}, "ooo", [1024, 1024, 2048]),
+        ({}, "oooooo", [1024, 1024, 2048, 2048, 2048, 4096]),
+        ({}, "xooox", [1024, 1024, 1024, 2048, 2048]),
+        # Less than a window does not restore it, and an overflow starts the window anew.
+        ({}, "xox", [1024, 1024, 512]),
+        ({}, "ooxoo", [1024, 1024, 1024, 1024, 1024]),
+        ({}, "ooxooo", [1024, 1024, 1024, 1024, 1024, 2048]),
+        ({"hysteresis": 1}, "xx", [512, 256]),
+        ({"hysteresis": 3}, "xxx", [1024, 1024, 512]),
+        ({"minimum": 300.0}, "xxxx", [1024, 512, 300, 300]),
+        ({"window": 1}, "oo", [2048, 4096]),
+    ],
+)
+def test_sequences(options: dict[str, float], events: str, expected: list[float]) -> None:
+    assert scales(scaler(**options), events) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("before", ["", "x", "xx", "o", "oo", "xo", "xoo", "xxooo"])
+def test_state_round_trip(before: str) -> None:
+    one, other = scaler(), scaler(initial=1.0)
+    scales(one, before)
+    other.load_state(one.state())
+    assert other.scale == one.scale
+    assert scales(other, "oxoxxooo") == scales(one, "oxoxxooo")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_other_precisions_are_not_scaled(precision: str) -> None:
+    one = LossScaler(TrainingConfig(precision=precision))
+    assert scales(one, "xxooo") == [1.0] * 5
+
+
+def test_a_given_scale_stays() -> None:
+    one = LossScaler(TrainingConfig(precision="fp16", loss_scale=128.0, loss_scale_window=1, hysteresis=1))
+    assert not one.dynamic
+    assert scales(one, "xxoo") == [128.0] * 4
+    one.load_state(scaler().state())
+    assert one.scale == 128.0
+
+
+def test_a_state_of_a_run_without_scaling_changes_nothing() -> None:
+    one = scaler()
+    one.load_state(LossScaler(TrainingConfig(precision="fp32")).state())
+    assert scales(one, "xx") == [1024, 512]

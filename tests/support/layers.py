@@ -1,0 +1,149 @@
+"""Modules of the project as syntax trees, the rows they stand in and what they import."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("megalite", "megalite.config"),
+    (
+        "megalite.topology.layout",
+        "megalite.topology.sharding",
+        "megalite.models.shapes",
+        "megalite.pipeline.ir",
+        "megalite.checkpoint.manifest",
+        "megalite.checkpoint.tiling",
+        "megalite.checkpoint.files",
+        "megalite.checkpoint.folders",
+        "megalite.checkpoint.commit",
+    ),
+    ("megalite.topology", "megalite.kernels", "megalite.data", "megalite.planner"),
+    ("megalite.tensor_parallel", "megalite.data_parallel", "megalite.optimizers", "megalite.pipeline"),
+    ("megalite.models",),
+    ("megalite.checkpoint", "megalite.generation"),
+    ("megalite.training",),
+    ("megalite.cli",),
+    ("pretrain_gpt", "tools"),
+)
+"""Packages and modules by row; the longest name that fits a module is its place. Row 1 holds no torch."""
+
+SIBLINGS = {("megalite.data_parallel", "megalite.tensor_parallel.parameter")}
+"""Imports within a row, from one package into another: buckets are made of the parameters defined there."""
+
+ONLY = {
+    "megalite.config": {"megalite.config"},
+    "megalite.kernels": {"megalite.kernels"},
+    "megalite.optimizers": {"megalite.optimizers", "megalite.config"},
+    "megalite.models": {
+        *("megalite.models", "megalite.config", "megalite.kernels"),
+        *("megalite.tensor_parallel", "megalite.topology"),
+    },
+}
+"""Packages that may import less than their row allows: a model knows no pipeline, optimizer or data."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    """Dotted; of a package, without `.__init__`."""
+    text: str
+    is_package: bool = False
+
+    @property
+    def tree(self) -> ast.Module:
+        """Its syntax."""
+        return ast.parse(self.text)
+
+    def inside(self, *names: str) -> bool:
+        """It is one of these modules, or in one of these packages."""
+        return any(is_in(self.name, name) for name in names)
+
+
+def read_modules(root: Path) -> list[Module]:
+    """megalite/, tools/ and pretrain_gpt.py below `root`."""
+    files = [
+        *sorted(root.glob("megalite/**/*.py")),
+        *sorted(root.glob("tools/*.py")),
+        root / "pretrain_gpt.py",
+    ]
+    modules = []
+    for path in files:
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules.append(Module(name, path.read_text(), is_package))
+    return modules
+
+
+def is_in(name: str, package: str) -> bool:
+    """`name` is the package or something in it."""
+    return name == package or name.startswith(package + ".")
+
+
+def row_of(name: str) -> int:
+    """The row of a module."""
+    fitting = [
+        (len(entry), row) for row, entries in enumerate(ROWS) for entry in entries if is_in(name, entry)
+    ]
+    return max(fitting)[1]
+
+
+def package_of(name: str) -> str:
+    """`megalite.x` of `megalite.x.y.z`."""
+    return ".".join(name.split(".")[:2])
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Every imported name with its statement; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((f"{base}.{alias.name}", node) for alias in node.names)
+
+
+def own_imports(module: Module, known: set[str]) -> set[str]:
+    """The modules of ours that a module imports; `from megalite.x import y` is megalite.x, or megalite.x.y if that is one."""
+    found = set()
+    for name, _ in imports(module.tree):
+        if name.split(".")[0] in ("megalite", "pretrain_gpt", "tools"):
+            found.add(name if name in known else name.rpartition(".")[0] or name)
+    return found
+
+
+def layer_order(module: Module, known: set[str]) -> list[str]:
+    """Imports that go up, or sideways into another package."""
+    row, package, wrong = row_of(module.name), package_of(module.name), []
+    for name in sorted(own_imports(module, known)):
+        lower = row_of(name) < row
+        same_package = row_of(name) == row and package_of(name) == package
+        sibling = any(is_in(module.name, ours) and name == theirs for ours, theirs in SIBLINGS)
+        if not (lower or same_package or sibling):
+            wrong.append(f"row {row} imports {name} of row {row_of(name)}")
+        allowed = ONLY.get(package)
+        if allowed is not None and row == row_of(package) and package_of(name) not in allowed | {"megalite"}:
+            wrong.append(f"{package} does not import {package_of(name)}")
+    return wrong
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a ring, or nothing."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(graph.get(name, ())):
+            found = visit(target, [*path, name])
+            if found:
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])

@@ -1,0 +1,107 @@
+"""Each autograd pair against its definition: what forward gives and what backward sends back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megalite.tensor_parallel.mappings import (
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megalite.topology.group import Group
+from tests.support.ranks import RankContext, run_ranks
+
+S, REST = 8, (2, 3)
+"""Whole sequence and the other dimensions."""
+
+MAPPINGS = {
+    "copy_to": copy_to_tensor_parallel_region,
+    "reduce_from": reduce_from_tensor_parallel_region,
+    "scatter": scatter_to_sequence_parallel_region,
+    "gather": gather_from_sequence_parallel_region,
+    "reduce_scatter": reduce_scatter_to_sequence_parallel_region,
+}
+SPLIT_INPUT = {"gather"}
+SPLIT_OUTPUT = {"scatter", "reduce_scatter"}
+
+Lists = list[torch.Tensor]
+
+
+def drawn(seed: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, *REST, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors_of(name: str, rank: int, tp: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's input and the gradient of its output; all ranks' differ."""
+    rows_in = S // tp if name in SPLIT_INPUT else S
+    rows_out = S // tp if name in SPLIT_OUTPUT else S
+    return drawn(rank, rows_in), drawn(100 + rank, rows_out)
+
+
+def apply_all(context: RankContext, tp: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    group = context.topology(tp=tp).tp
+    found = {}
+    for name, mapping in MAPPINGS.items():
+        x, grad = tensors_of(name, group.rank, tp)
+        x.requires_grad_()
+        # Mappings may work in place on what they are given, as on the fresh result of an operation.
+        y = mapping(x * 1.0, tp=group)
+        y.backward(grad)
+        assert x.grad is not None
+        found[name] = (y.detach(), x.grad)
+    return found
+
+
+def same(values: Lists) -> Lists:
+    return values
+
+
+def summed(values: Lists) -> Lists:
+    return [torch.stack(values).sum(0)] * len(values)
+
+
+def own_part(values: Lists) -> Lists:
+    return [value.chunk(len(values))[rank] for rank, value in enumerate(values)]
+
+
+def joined(values: Lists) -> Lists:
+    return [torch.cat(values)] * len(values)
+
+
+def summed_part(values: Lists) -> Lists:
+    return own_part(summed(values))
+
+
+DEFINITIONS: dict[str, tuple[Callable[[Lists], Lists], Callable[[Lists], Lists]]] = {
+    "copy_to": (same, summed),
+    "reduce_from": (summed, same),
+    "scatter": (own_part, joined),
+    "gather": (joined, summed_part),
+    "reduce_scatter": (summed_part, joined),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pairs(tp: int) -> None:
+    found = run_ranks(tp, apply_all, tp)
+    for name, (forward, backward) in DEFINITIONS.items():
+        given = [tensors_of(name, rank, tp) for rank in range(tp)]
+        outputs, grads = forward([x for x, _ in given]), backward([grad for _, grad in given])
+        for rank in range(tp):
+            what = f"{name} on rank {rank} of {tp}: "
+            for ours, expected in zip(found[rank][name], (outputs[rank], grads[rank]), strict=True):
+                torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14, msg=what.__add__)
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_over_one_rank_they_are_the_identity(name: str) -> None:
+    x, grad = drawn(0, S).requires_grad_(), drawn(1, S)
+    y = MAPPINGS[name](x, tp=Group.solo("tp"))
+    y.backward(grad)
+    assert torch.equal(y, x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, grad)

@@ -1,0 +1,135 @@
+"""Initial weights and dropout masks are the same in every layout, and distributed as they should be."""
+
+import hashlib
+
+import pytest
+import torch
+
+from megalite.tensor_parallel.random import DropoutStream, dropout, fill_normal
+from megalite.topology.sharding import ShardSpec
+
+CPU = torch.device("cpu")
+
+
+def whole(
+    shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, std: float = 1.0
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=torch.float64)
+    fill_normal(tensor, ShardSpec.whole(name, shape), dim=dim, std=std, seed=seed)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "shape, dim", [((192, 6), 0), ((6, 192), 1), ((2, 192, 6), 1), ((48,), 0), ((96, 5), 0)]
+)
+@pytest.mark.parametrize("parts", [2, 3, 4, 6])
+def test_the_parts_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int, parts: int) -> None:
+    pieces = []
+    for index in range(parts):
+        spec = ShardSpec.split("w", shape, dim=dim, index=index, parts=parts)
+        piece = torch.empty(spec.shape, dtype=torch.float64)
+        fill_normal(piece, spec, dim=dim, std=1.0, seed=7)
+        pieces.append(piece)
+    assert torch.equal(torch.cat(pieces, dim), whole(shape, dim))
+
+
+def test_distribution() -> None:
+    values = whole((640, 500), 0, std=0.02)
+    n = values.numel()
+    assert abs(values.mean()) < 4 * 0.02 / n**0.5
+    assert values.std().item() == pytest.approx(0.02, rel=4 / (2 * n) ** 0.5)
+    within = (values.abs() < 0.02).double().mean().item()
+    assert within == pytest.approx(0.6827, abs=4 * (0.22 / n) ** 0.5)
+
+
+def test_blocks_names_and_seeds_are_independent() -> None:
+    values = whole((256, 300), 0)
+    others = [
+        values[64:128],
+        values[128:192],
+        whole((256, 300), 0, name="v")[:64],
+        whole((256, 300), 0, seed=8)[:64],
+    ]
+    for other in others:
+        correlation = (values[:64] * other).mean().item()
+        assert abs(correlation) < 4 / (64 * 300) ** 0.5
+
+
+def test_half_precision_rounds_the_same_draws() -> None:
+    tensor = torch.empty(100, 4, dtype=torch.bfloat16)
+    fill_normal(tensor, ShardSpec.whole("w", (100, 4)), dim=0, std=1.0, seed=7)
+    assert torch.equal(tensor, whole((100, 4), 0).bfloat16())
+
+
+def test_the_definition_has_not_changed() -> None:
+    """Runs are repeated from their seed: other weights for the same seed would be a break of that promise."""
+    values = whole((130, 2), 0, name="layers.0.mlp.up.weight", seed=1234).float()
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "4bd425adf7fad3e5"
+
+
+X = torch.ones(12, 4, 50, dtype=torch.float64)
+STREAM = DropoutStream(seed=3, sample_ids=(10, 11, 12, 13))
+
+
+def dropped(
+    rows: tuple[int, int] = (0, 12),
+    ids: tuple[int, ...] = (10, 11, 12, 13),
+    *,
+    site: str = "a",
+    seed: int = 3,
+    p: float = 0.3,
+) -> torch.Tensor:
+    x = X[rows[0] : rows[1], : len(ids)]
+    return dropout(x, p, site=site, stream=DropoutStream(seed, ids), rows=rows, length=12)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_rows_on_several_ranks_fall_as_on_one(parts: int) -> None:
+    step = 12 // parts
+    pieces = [dropped((first, first + step)) for first in range(0, 12, step)]
+    assert torch.equal(torch.cat(pieces), dropped())
+
+
+def test_a_sample_falls_alike_in_every_microbatch() -> None:
+    whole_batch = dropped()
+    for index, sample in enumerate((10, 11, 12, 13)):
+        assert torch.equal(dropped(ids=(sample,))[:, 0], whole_batch[:, index])
+    assert torch.equal(dropped(ids=(12, 10)), whole_batch[:, [2, 0]])
+
+
+def test_kept_elements_are_scaled_and_as_many_as_expected() -> None:
+    values = dropped(p=0.3)
+    kept = values != 0
+    torch.testing.assert_close(values[kept], torch.full_like(values[kept], 1 / 0.7), rtol=1e-12, atol=0)
+    n = values.numel()
+    assert kept.double().mean().item() == pytest.approx(0.7, abs=4 * (0.21 / n) ** 0.5)
+
+
+def test_sites_samples_and_seeds_are_independent() -> None:
+    """Two independent masks differ in 2·p·(1-p) of their elements."""
+    base = dropped() != 0
+    others = {
+        "site": dropped(site="b") != 0,
+        "seed": dropped(seed=4) != 0,
+        "sample": dropped(ids=(20, 21, 22, 23)) != 0,
+        "next sample": dropped(ids=(11, 12, 13, 14)) != 0,
+    }
+    n = base.numel()
+    for what, other in others.items():
+        assert (base != other).double().mean().item() == pytest.approx(0.42, abs=4 * (0.25 / n) ** 0.5), what
+
+
+def test_keep_mask_of_attention_probabilities() -> None:
+    mask = STREAM.keep("layers.0.attention.1", 2, (30, 40), 0.1, CPU)
+    assert mask.shape == (30, 40)
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, DropoutStream(3, (12,)).keep("layers.0.attention.1", 0, (30, 40), 0.1, CPU))
+    assert mask.double().mean().item() == pytest.approx(0.9, abs=4 * (0.09 / 1200) ** 0.5)
+
+
+def test_the_gradient_passes_where_values_do() -> None:
+    x = torch.ones(12, 4, 50, dtype=torch.float64, requires_grad=True)
+    y = dropout(x, 0.3, site="a", stream=STREAM, rows=(0, 12), length=12)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())

@@ -1,0 +1,265 @@
+"""The sources keep to the architecture: who imports whom, and what no module does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.architecture import (
+    RULES,
+    Rule,
+    code_from_data,
+    code_in_package_files,
+    environment_reads,
+    globals_changed,
+    late_imports,
+    prints,
+    relative_imports,
+    sizes,
+    vague_names,
+    world_lookups,
+)
+from tests.support.layers import (
+    ROWS,
+    SIBLINGS,
+    Module,
+    cycle,
+    is_in,
+    layer_order,
+    own_imports,
+    read_modules,
+    row_of,
+)
+
+ROOT = Path(__file__).parent.parent
+MODULES = read_modules(ROOT)
+KNOWN = {module.name for module in MODULES}
+
+
+def test_everything_is_scanned() -> None:
+    assert {
+        "megalite.training.loop",
+        "megalite.pipeline.ir.lower",
+        "pretrain_gpt",
+        "tools.preprocess_data",
+    } <= KNOWN
+    assert len(MODULES) >= 100
+
+
+def test_imports_go_down() -> None:
+    wrong = {module.name: found for module in MODULES if (found := layer_order(module, KNOWN))}
+    assert wrong == {}
+
+
+def test_every_stated_name_exists() -> None:
+    stated = {name for row in ROWS for name in row} | {name for pair in SIBLINGS for name in pair}
+    assert {name for name in stated if not any(is_in(known, name) for known in KNOWN)} == set()
+
+
+def test_every_stated_exception_is_used() -> None:
+    for ours, theirs in SIBLINGS:
+        users = [
+            module.name
+            for module in MODULES
+            if is_in(module.name, ours) and theirs in own_imports(module, KNOWN)
+        ]
+        assert users, f"no module of {ours} imports {theirs}: take it out of SIBLINGS"
+
+
+def test_no_import_cycles() -> None:
+    assert cycle({module.name: own_imports(module, KNOWN) for module in MODULES}) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: Rule) -> None:
+    wrong = {module.name: found for module in MODULES if (found := rule(module))}
+    assert wrong == {}
+
+
+def breaks(name: str, text: str, *, is_package: bool = False) -> Module:
+    return Module(name, text, is_package)
+
+
+# Each rule must see each of these.
+BROKEN: list[tuple[Rule, Module]] = [
+    (late_imports, breaks("megalite.models.x", "def f():\n    from megalite.models.gpt import GPTStage")),
+    (late_imports, breaks("megalite.models.x", "class A:\n    def f(self):\n        import json")),
+    (late_imports, breaks("megalite.cli.train", "def f():\n    from megalite.training.setup import resolve")),
+    (late_imports, breaks("megalite.data.x", "import importlib\nimportlib.import_module('torch')")),
+    (late_imports, breaks("megalite.data.x", "from importlib import import_module")),
+    (relative_imports, breaks("megalite.models.x", "from .gpt import GPTStage")),
+    (relative_imports, breaks("megalite.models.x", "from . import gpt")),
+    (globals_changed, breaks("megalite.cli.x", "n = 0\ndef f():\n    global n\n    n = 1")),
+    (environment_reads, breaks("megalite.training.x", "import os\nrank = os.environ['RANK']")),
+    (environment_reads, breaks("megalite.topology.group", "import os\nos.getenv('RANK')")),
+    (environment_reads, breaks("megalite.training.x", "from os import environ")),
+    (world_lookups, breaks("megalite.training.x", "import torch.distributed as dist\ndist.get_rank()")),
+    (
+        world_lookups,
+        breaks("megalite.training.x", "from torch.distributed import get_world_size\nget_world_size()"),
+    ),
+    (prints, breaks("megalite.training.x", "print('hello')")),
+    (prints, breaks("megalite.training.x", "log = print")),
+    (
+        code_in_package_files,
+        breaks("megalite.x", '"""Doc."""\nfrom megalite.config.run import RunConfig', is_package=True),
+    ),
+    (code_in_package_files, breaks("megalite.x", '"""Doc."""\n__version__ = "1"', is_package=True)),
+    (code_in_package_files, breaks("megalite.x", "", is_package=True)),
+    (code_in_package_files, breaks("megalite", '"""Doc."""\nimport os', is_package=True)),
+    (code_from_data, breaks("megalite.x", "import pickle")),
+    (code_from_data, breaks("megalite.x", "from pickle import loads")),
+    (code_from_data, breaks("megalite.x", "import torch\ntorch.load('f')")),
+    (code_from_data, breaks("megalite.x", "from torch import save")),
+    (code_from_data, breaks("megalite.x", "import torch.distributed.checkpoint as dcp")),
+    (
+        code_from_data,
+        breaks("megalite.x", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
+    ),
+    (code_from_data, breaks("megalite.x", "eval('1')")),
+    (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=True)")),
+    (sizes, breaks("megalite.x", "a = 1\n" * 401)),
+    (sizes, breaks("megalite.x", "def f():\n" + "    a = 1\n" * 80)),
+    (vague_names, breaks("megalite.training.utils", "")),
+    (vague_names, breaks("megalite.training.x", "class CheckpointManager:\n    pass")),
+    (vague_names, breaks("megalite.data.helpers", "")),
+]
+
+
+@pytest.mark.parametrize("rule, module", BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_rule_sees(rule: Rule, module: Module) -> None:
+    assert rule(module)
+
+
+def test_every_rule_is_proven() -> None:
+    assert {rule for rule, _ in BROKEN} == set(RULES)
+
+
+def test_rules_leave_good_code_alone() -> None:
+    text = '''"""A module."""
+import os
+import re
+from pathlib import Path
+
+PATTERN = re.compile("a")
+
+
+def f(model, group, folder: Path):
+    import tokenizers
+    model.eval()
+    group.get_rank(1)
+    return os.fspath(folder), tokenizers
+'''
+    for rule in RULES:
+        assert rule(Module("megalite.training.x", text)) == [], rule.__name__
+
+
+LAYER_FAULTS = [
+    ("megalite.config.x", "from megalite.topology.layout import ParallelLayout"),
+    ("megalite.topology.layout", "from megalite.topology.group import Group"),
+    ("megalite.topology.sharding", "from megalite.models.shapes import ParameterShape"),
+    ("megalite.pipeline.ir.x", "from megalite.pipeline.executor import Executor"),
+    ("megalite.checkpoint.manifest", "from megalite.checkpoint.save import save_checkpoint"),
+    ("megalite.kernels.x", "from megalite.topology.group import Group"),
+    ("megalite.planner.x", "from megalite.data.loader import BatchLoader"),
+    ("megalite.data_parallel.x", "from megalite.tensor_parallel.layers import linear"),
+    ("megalite.tensor_parallel.x", "from megalite.data_parallel.buckets import Bucket"),
+    ("megalite.optimizers.x", "from megalite.topology.group import Group"),
+    ("megalite.models.x", "from megalite.optimizers.adam import AdamW"),
+    ("megalite.models.x", "from megalite.data.loader import Microbatch"),
+    ("megalite.checkpoint.x", "from megalite.generation.sample import Sampling"),
+    ("megalite.generation.x", "import megalite.training.step"),
+    ("megalite.training.x", "from megalite.cli import train"),
+    ("megalite.training.x", "def f():\n    from megalite.cli.train import main"),
+    ("megalite.models.x", "if TYPE_CHECKING:\n    from megalite.training.step import Stepper"),
+    ("megalite.cli.x", "import pretrain_gpt"),
+]
+
+
+@pytest.mark.parametrize("name, text", LAYER_FAULTS)
+def test_layer_order_sees(name: str, text: str) -> None:
+    assert layer_order(Module(name, text), KNOWN)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("megalite.planner.x", "from megalite.models.shapes import stage_shapes"),
+        ("megalite.planner.x", "from megalite.pipeline.ir.actions import Kind"),
+        ("megalite.pipeline.x", "from megalite.pipeline.ir.schedule import Program"),
+        ("megalite.topology.layout", "from megalite.config.errors import ConfigError"),
+        ("megalite.data_parallel.x", "from megalite.tensor_parallel.parameter import ShardedParameter"),
+        ("megalite.models.x", "from megalite.models.gpt import GPTStage"),
+        ("megalite.checkpoint.save", "from megalite import __version__"),
+        ("tools.x", "from megalite.cli.train import main"),
+    ],
+)
+def test_layer_order_allows(name: str, text: str) -> None:
+    assert layer_order(Module(name, text), KNOWN) == []
+
+
+def test_rows() -> None:
+    assert row_of("megalite.config.rules.batch") == 0
+    assert row_of("megalite.models.shapes") == 1
+    assert row_of("megalite.pipeline.ir.lower") == 1
+    assert row_of("megalite.checkpoint.commit") == 1
+    assert row_of("megalite.topology.group") == 2
+    assert row_of("megalite.pipeline.executor") == 3
+    assert row_of("megalite.models.gpt") == 4
+    assert row_of("megalite.checkpoint.load") == 5
+    assert row_of("pretrain_gpt") == 8
+
+
+def test_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"a"}}) == ["a", "a"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+NEEDS_TORCH = ("megalite.data.loader", "megalite.cli.generate")
+TORCH_FREE_PACKAGES = ("megalite.planner", "megalite.data", "megalite.cli")
+"""Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""
+
+IMPORT_WITHOUT_TORCH = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError(f"{name} must not be imported here")
+
+sys.meta_path.insert(0, Blocker())
+failed = 0
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed += 1
+        print(f"{name}: {error}")
+sys.exit(failed > 0 or "torch" in sys.modules)
+"""
+
+
+def import_without_torch(names: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", IMPORT_WITHOUT_TORCH, *names]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+
+
+def test_torch_free_modules_need_no_torch() -> None:
+    names = [
+        module.name
+        for module in MODULES
+        if (row_of(module.name) <= 1 or module.inside(*TORCH_FREE_PACKAGES))
+        and module.name not in NEEDS_TORCH
+    ]
+    assert {"megalite.checkpoint.manifest", "megalite.cli.dry_run", "megalite.planner.memory"} <= set(names)
+    others = ["pretrain_gpt", "megalite.optimizers.schedules", "megalite.optimizers.loss_scaler"]
+    done = import_without_torch([*names, *others])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_block_on_torch_works() -> None:
+    done = import_without_torch(["megalite.kernels.norms"])
+    assert done.returncode == 1
+    assert "megalite.kernels.norms: torch must not be imported here" in done.stdout

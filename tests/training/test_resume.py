@@ -1,0 +1,280 @@
+"""Promise 3: a run goes on from its checkpoint as if it had never stopped, on the same layout or another."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.optimizers.schedules import Progress
+from megalite.training.checkpointing import load, save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
+
+BEFORE, AFTER = 2, 3
+"""Steps before the checkpoint and after it."""
+
+STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
+
+GPT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+FAMILIES = {"gpt": GPT, "llama": {**LLAMA, "hidden_dropout": 0.1}}
+
+Z1 = {"dp_strategy": "distributed-optimizer"}
+SP = {"sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "tp4-sp": {"tp": 4, **SP},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "pp4": {"pp": 4},
+    "dp2": {"dp": 2},
+    "dp4-zero": {"dp": 4, **Z1},
+    "tp2-pp2-sp": {"tp": 2, "pp": 2, **SP},
+    "tp2-dp2-zero": {"tp": 2, "dp": 2, **Z1},
+    "pp2-dp2-zero": {"pp": 2, "dp": 2, **Z1},
+    "tp2-pp2-dp2-zero-sp": {"tp": 2, "pp": 2, "dp": 2, **SP, **Z1},
+}
+
+PAIRS = [
+    ("gpt", "one", "tp2-pp2-dp2-zero-sp"),
+    ("gpt", "tp2-pp2-dp2-zero-sp", "one"),
+    ("gpt", "one", "dp2"),
+    ("gpt", "tp2-pp2-dp2-zero-sp", "pp4"),
+    ("gpt", "dp4-zero", "tp4-sp"),
+    ("gpt", "dp4-zero", "pp2-vpp2"),
+    ("gpt", "pp2-vpp2", "dp4-zero"),
+    ("gpt", "pp2-vpp2", "tp2"),
+    ("llama", "tp4-sp", "pp2-dp2-zero"),
+    ("llama", "tp4-sp", "pp2-vpp2"),
+    ("llama", "pp2-dp2-zero", "tp2-pp2-sp"),
+    ("llama", "pp2-dp2-zero", "tp2-dp2-zero"),
+    ("llama", "tp2-pp2-sp", "dp4-zero"),
+]
+
+
+def world_of(settings: dict[str, Any]) -> int:
+    return int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
+
+
+def silent(line: str) -> None:
+    """The log of a rank that nobody reads."""
+
+
+def state(runner: Runner) -> dict[str, Any]:
+    return {kind: local_parts(runner.replica, kind) for kind in STATES}
+
+
+def steps(runner: Runner, count: int) -> list[tuple[float, float, float, bool]]:
+    """(loss, gradient norm, loss scale, skipped) of each step."""
+    results = [runner.step() for _ in range(count)]
+    return [(result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results]
+
+
+def uninterrupted(
+    context: RankContext, world: int, settings: dict[str, Any], folder: str, before: int = BEFORE
+) -> dict[str, Any]:
+    """Train, save, and train on."""
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    earlier = steps(runner, before)
+    saved = state(runner)
+    save(runner.replica, Path(folder), runner.progress, tokenizer="a" * 64)
+    return {
+        "before": earlier,
+        "saved": saved,
+        "after": steps(runner, AFTER),
+        "end": state(runner),
+        "scaler": runner.replica.scaler.state(),
+    }
+
+
+def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Load into a fresh replica, and train on."""
+    replica = build(context, tiny_config(world, load=folder, **settings))
+    runner = Runner(replica, load(replica, Path(folder), tokenizer="a" * 64, log=silent))
+    loaded = state(runner)
+    result = {"progress": runner.progress, "updates": replica.optimizer.updates, "loaded": loaded}
+    return result | {"after": steps(runner, AFTER), "end": state(runner), "scaler": replica.scaler.state()}
+
+
+def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.ndarray]]:
+    """Full tensors of each kind at one moment; copies must agree."""
+    return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
+
+
+def assert_same(ours: dict[str, dict[str, np.ndarray]], theirs: dict[str, dict[str, np.ndarray]]) -> None:
+    """To the bit."""
+    for kind in STATES:
+        assert ours[kind].keys() == theirs[kind].keys()
+        for name, values in theirs[kind].items():
+            np.testing.assert_array_equal(ours[kind][name], values, err_msg=f"{kind} of {name}")
+
+
+@pytest.fixture(scope="module")
+def sources(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], tuple[Path, list[dict[str, Any]]]]:
+    """Checkpoints of the layouts that are switched from, each with the run that went on."""
+    made = {}
+    for family, source, _ in PAIRS:
+        if (family, source) not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{source}")
+            settings = {**FAMILIES[family], **LAYOUTS[source]}
+            world = world_of(settings)
+            made[family, source] = folder, run_ranks(world, uninterrupted, world, settings, str(folder))
+    return made
+
+
+@pytest.mark.parametrize("family, source, target", PAIRS)
+def test_any_layout_continues_any_other(sources: Any, family: str, source: str, target: str) -> None:
+    folder, run = sources[family, source]
+    settings = {**FAMILIES[family], **LAYOUTS[target]}
+    world = world_of(settings)
+    ours = run_ranks(world, resumed, world, settings, str(folder))
+    assert ours[0]["progress"] == Progress(BEFORE, BEFORE * 8)
+    assert ours[0]["updates"] == BEFORE
+    assert_same(whole(ours, "loaded"), whole(run, "saved"))
+    moved = whole(run, "saved")["exp_avg_sq"]
+    assert all(values.any() for values in moved.values()), "a second moment of zeros would prove nothing"
+    losses, reference = ([step[0] for step in rank[0]["after"]] for rank in (ours, run))
+    np.testing.assert_allclose(losses, reference, rtol=1e-12)
+
+
+SAME = [
+    ("fp32", "tp2-pp2-sp", {}, BEFORE),
+    ("fp32", "pp2-dp2-zero", {}, BEFORE),
+    ("bf16", "tp2-dp2-zero", {}, BEFORE),
+    ("bf16", "pp2-vpp2", {}, BEFORE),
+    # Saved with one good step of a window of two, and with one of two overflows counted: a scaler that forgot either
+    # would scale the next steps otherwise.
+    ("fp16", "tp2-pp2-sp", {"initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2}, 2),
+    ("fp16", "pp2-dp2-zero", {"initial_loss_scale": 2.0**20, "hysteresis": 2, "loss_scale_window": 3}, 1),
+]
+
+
+@pytest.mark.parametrize("precision, layout, more, before", SAME)
+def test_the_same_layout_continues_to_the_bit(
+    tmp_path: Path, precision: str, layout: str, more: dict[str, Any], before: int
+) -> None:
+    settings = {**GPT, **LAYOUTS[layout], **more, "precision": precision}
+    world = world_of(settings)
+    run = run_ranks(world, uninterrupted, world, settings, str(tmp_path), before)
+    ours = run_ranks(world, resumed, world, settings, str(tmp_path))
+    for one, other in zip(ours, run, strict=True):
+        assert str(one["after"]) == str(other["after"])  # as text: the norm of an overflow is nan
+        assert one["scaler"] == other["scaler"]
+    assert_same(whole(ours, "loaded"), whole(run, "saved"))
+    assert_same(whole(ours, "end"), whole(run, "end"))
+    if precision == "fp16":
+        every = run[0]["before"] + run[0]["after"]
+        assert {step[3] for step in every} == {True, False}
+        assert len({step[2] for step in run[0]["after"]}) > 1, "the scale must move after the checkpoint"
+
+
+def converted(
+    context: RankContext, settings: dict[str, Any], folder: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Like `resumed` over 2 ranks, in another precision or with other settings."""
+    return resumed(context, 2, {**settings, **changes}, folder)
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("fp32")
+    return folder, run_ranks(2, uninterrupted, 2, {"tp": 2, "precision": "fp32"}, str(folder))
+
+
+ZERO = {"dp": 2, **Z1}
+
+
+def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, run = in_fp32
+    ours = run_ranks(2, converted, ZERO, str(folder), {"precision": "bf16"})
+    loaded, saved = whole(ours, "loaded"), whole(run, "saved")
+    for name, values in saved["weight"].items():
+        np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
+        rounded = torch.from_numpy(values).to(torch.bfloat16).double().numpy()
+        np.testing.assert_array_equal(loaded["weight"][name], rounded, err_msg=name)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for name, values in saved[kind].items():
+            np.testing.assert_array_equal(loaded[kind][name], values, err_msg=name)
+    np.testing.assert_allclose(
+        [step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2
+    )
+
+
+def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
+    run = run_ranks(2, uninterrupted, 2, {**ZERO, "precision": "bf16"}, str(tmp_path))
+    ours = run_ranks(2, converted, {"tp": 2}, str(tmp_path), {"precision": "fp32"})
+    loaded, saved = whole(ours, "loaded"), whole(run, "saved")
+    for name, values in saved["main_param"].items():
+        np.testing.assert_array_equal(loaded["weight"][name], values, err_msg=name)
+    some = saved["main_param"]["layers.0.mlp.up.weight"]
+    assert np.any(some != saved["weight"]["layers.0.mlp.up.weight"]), "main parameters hold more digits"
+    np.testing.assert_allclose(
+        [step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2
+    )
+
+
+def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    ours = run_ranks(
+        2, converted, ZERO, str(in_fp32[0]), {"precision": "fp16", "initial_loss_scale": 2.0**10}
+    )
+    assert [step[2:] for step in ours[0]["after"]] == [(2.0**10, False)] * 3
+
+
+def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerprint: str) -> str:
+    """The message of a load that must fail, on this rank."""
+    replica = build(context, tiny_config(2, dp=2, load=folder, **{"precision": "fp32", **changes}))
+    try:
+        load(replica, Path(folder), tokenizer=fingerprint, log=silent)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_layers": 3}, "num_layers 4 there, 3 here"),
+        ({"ffn_hidden_size": 64}, "ffn_hidden_size 128 there, 64 here"),
+        ({"normalization": "RMSNorm"}, "normalization LayerNorm there, RMSNorm here"),
+        ({"tie_embeddings": False}, "tie_embeddings True there, False here"),
+        # The same tensors, yet another network.
+        ({"norm_epsilon": 1e-6}, "norm_epsilon 1e-05 there, 1e-06 here"),
+        ({"num_attention_heads": 2}, "num_attention_heads 4 there, 2 here"),
+    ],
+)
+def test_another_model_is_refused_by_name(
+    in_fp32: tuple[Path, list[dict[str, Any]]], changes: dict[str, Any], message: str
+) -> None:
+    found = run_ranks(2, refused, str(in_fp32[0]), changes, "a" * 64)
+    assert found[0] == found[1]
+    assert message in found[0]
+
+
+def test_another_tokenizer_is_refused(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    found = run_ranks(2, refused, str(in_fp32[0]), {}, "b" * 64)
+    assert found[0] == found[1]
+    assert "another tokenizer" in found[0] and "--finetune" in found[0]
+
+
+def test_dropout_may_differ(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert (
+        run_ranks(2, refused, str(in_fp32[0]), {"hidden_dropout": 0.1}, "a" * 64)
+        == ["nothing was raised"] * 2
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_finetune_takes_the_weights_alone(in_fp32: tuple[Path, list[dict[str, Any]]], precision: str) -> None:
+    folder, run = in_fp32
+    ours = run_ranks(2, converted, ZERO, str(folder), {"finetune": True, "precision": precision})
+    loaded, saved = whole(ours, "loaded"), whole(run, "saved")
+    assert ours[0]["progress"] == Progress(0, 0)
+    assert ours[0]["updates"] == 0
+    for name, values in saved["weight"].items():
+        np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
+        assert not loaded["exp_avg"][name].any()
+        assert not loaded["exp_avg_sq"][name].any()
