@@ -1,7 +1,7 @@
 """Names, shapes and FLOPs of the GPT's parameters, computed without torch.
 
-The model builds its parameters from this table, and the planner, the MFU figure and the checkpoint manifest read it:
-one description, so that they cannot disagree. Shapes are those of the full tensors, whatever the layout.
+What the planner, the dry run and the MFU figure know of the model. The modules make their parameters themselves; a test
+compares the two for every family. Shapes are those of the full tensors, whatever the layout.
 
 Letters: h hidden size, d head size, g query groups (key/value heads), q query heads of a group, f MLP width, E experts,
 V padded vocabulary, P rows of the position embedding, L layers, s sequence length.

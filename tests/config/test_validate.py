@@ -21,7 +21,7 @@ RULES = [
     (1, "--hidden-dropout 1", "hidden_dropout is 1; it must be below 1, e.g. 0.1"),
     (1, "--adam-beta2 1", "adam_beta2 is 1; it must be below 1, e.g. 0.999"),
     (1, "--clip-grad -0.5", "clip_grad is -0.5; it must be at least 0, e.g. 1"),
-    (1, "--pipeline-layers 2,0 --pp 2", "pipeline_layers has 0 in it; each must be at least 1, e.g. 1"),
+    (1, "--pipeline-layers 2,-1 --pp 2", "pipeline_layers has -1 in it; each must be at least 0, e.g. 1"),
     (1, "--lr-warmup-fraction 1", "lr_warmup_fraction is 1; it must be below 1, e.g. 0.01"),
     (1, "--eval-interval 0", "eval_interval is 0; it must be at least 1, e.g. 1"),
     (0, "", "world size is 0; it must be at least 1"),
@@ -177,6 +177,11 @@ RULES = [
         2,
         "--pp 2 --num-layers 5 --pipeline-layers 2,2",
         "pipeline_layers 2,2 adds up to 4, but num_layers is 5; use 2,3",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-layers 0,4",
+        "pipeline_layers 0,4 leaves stage 0 without a layer; only the last, which has the head, can do without: use 2,2",
     ),
     (
         2,

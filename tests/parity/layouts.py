@@ -64,6 +64,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     _row("gpt-7-layers", pp=2, vpp=3),
     _row("gpt-7-layers", pp=2, vpp=2, pipeline_layers=[1, 3, 1, 2]),
     _row("gpt-7-layers", pp=7),
+    _row("gpt-7-layers", pp=2, vpp=2, pipeline_layers=[3, 2, 2, 0], dp=2, **Z1),
+    _row("llama", tp=2, pp=2, pipeline_layers=[4, 0], **SP),
     _row("llama-8-layers", pp=8),
     _row("llama-8-layers", pp=4, vpp=2),
     _row("llama-8-layers", pp=2, vpp=4),

@@ -157,6 +157,11 @@ def _check_stages(config: RunConfig) -> None:
             f"pipeline_layers {_commas(cut)} has {len(cut)} entries, but there are pp·vpp = {p.pp}·{p.vpp} = {stages} "
             f"stages; use {_commas(_even(layers, stages))}"
         )
+    if 0 in cut[:-1] or cut == [0]:
+        raise ConfigError(
+            f"pipeline_layers {_commas(cut)} leaves stage {cut.index(0)} without a layer; only the last, which has the "
+            f"head, can do without: use {_commas(_even(layers, stages))}"
+        )
     if sum(cut) != layers:
         raise ConfigError(
             f"pipeline_layers {_commas(cut)} adds up to {sum(cut)}, but num_layers is {layers}; use "

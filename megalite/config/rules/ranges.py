@@ -50,7 +50,6 @@ _AT_LEAST_ONE = [
     "ep",
     "etp",
     "microbatch_group_size_per_virtual_pipeline_stage",
-    "pipeline_layers",
     "ddp_bucket_size",
     "micro_batch_size",
     "global_batch_size",
@@ -73,6 +72,7 @@ _AT_LEAST_ONE = [
 BOUNDS: Mapping[str, Bounds] = MappingProxyType(
     {name: Bounds(1, 1) for name in _AT_LEAST_ONE}
     | {
+        "pipeline_layers": Bounds(0, 1),
         "rotary_base": Bounds(0, 10000, open=True),
         "norm_epsilon": Bounds(0, 1e-5, open=True),
         "init_method_std": Bounds(0, 0.02, open=True),

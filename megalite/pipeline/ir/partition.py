@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from operator import ge
 
 from megalite.config.errors import ConfigError
 
@@ -17,6 +18,8 @@ def partition_layers(
     last_cost: float = 0.0,
 ) -> tuple[int, ...]:
     """Layers per virtual stage, in order; stage s is on rank s mod num_ranks and has at least one layer.
+
+    Only the last may have none, if it has a cost of its own: a heavy head is then a stage by itself.
 
     The cost of a stage is layers x layer_cost, plus `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on
     the last. Minimised, in this order: the largest total of a rank, which sets the pace of the steady state; the
@@ -53,34 +56,38 @@ def partition_layers(
     extra[-1] += Fraction(repr(float(last_cost))) / unit
     rank_extra = [sum(extra[rank::num_ranks], Fraction(0)) for rank in range(num_ranks)]
 
-    chunks = num_stages // num_ranks
-    rank_room = _smallest_room(num_layers, rank_extra, floor=chunks)
-    return _fill(num_layers, extra, rank_room)
+    least = [1] * num_stages
+    if num_stages > 1 and extra[-1] > 0:
+        least[-1] = 0
+    floors = [sum(least[rank::num_ranks]) for rank in range(num_ranks)]
+    rank_room = _smallest_room(num_layers, rank_extra, floors)
+    return _fill(num_layers, extra, rank_room, least)
 
 
-def _smallest_room(num_layers: int, extra: list[Fraction], *, floor: int) -> list[int]:
+def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) -> list[int]:
     """Layers that fit on each rank, beside its extra cost, under the smallest bound on ranks' costs with which each
-    rank gets its `floor` and all layers have a place."""
+    rank gets its floor and all layers have a place."""
 
     def room(bound: Fraction) -> list[int]:
         return [int((bound - cost) // 1) for cost in extra]
 
     def feasible(bound: Fraction) -> bool:
-        return min(room(bound)) >= floor and sum(room(bound)) >= num_layers
+        rooms = room(bound)
+        return all(map(ge, rooms, floors)) and sum(rooms) >= num_layers
 
     # The values that the largest cost can take. Feasibility is monotone in them and holds for the last.
-    bounds = sorted({cost + layers for cost in set(extra) for layers in range(1, num_layers + 1)})
+    bounds = sorted({cost + layers for cost in set(extra) for layers in range(num_layers + 1)})
     return room(bounds[bisect_left(bounds, True, key=feasible)])
 
 
-def _fill(num_layers: int, extra: list[Fraction], rank_room: list[int]) -> tuple[int, ...]:
-    """One layer each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
-    num_stages, num_ranks = len(extra), len(rank_room)
-    layers = [1] * num_stages
-    rank_left = [room - num_stages // num_ranks for room in rank_room]
-    heap = [(cost, stage) for stage, cost in enumerate(extra)]
+def _fill(num_layers: int, extra: list[Fraction], rank_room: list[int], least: list[int]) -> tuple[int, ...]:
+    """The least each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
+    num_ranks = len(rank_room)
+    layers = list(least)
+    rank_left = [room - sum(least[rank::num_ranks]) for rank, room in enumerate(rank_room)]
+    heap = [(cost + layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)
-    left = num_layers - num_stages
+    left = num_layers - sum(least)
     while left:
         cost, stage = heappop(heap)
         # A full rank never has room again: its stages are dropped for good.

@@ -12,10 +12,13 @@ from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.partition import partition_layers
 
 
-def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+def cuts(num_layers: int, num_stages: int, *, last_may_be_empty: bool) -> Iterator[tuple[int, ...]]:
     for bars in itertools.combinations(range(1, num_layers), num_stages - 1):
         edges = (0, *bars, num_layers)
         yield tuple(b - a for a, b in itertools.pairwise(edges))
+    if last_may_be_empty and num_stages > 1:
+        for cut in cuts(num_layers, num_stages - 1, last_may_be_empty=False):
+            yield (*cut, 0)
 
 
 def score(
@@ -50,9 +53,9 @@ def test_equals_exhaustive_search() -> None:
             first_cost=float(first),
             last_cost=float(last),
         )
-        assert sum(found) == num_layers and min(found) >= 1 and len(found) == num_stages
+        assert sum(found) == num_layers and min(found[:-1], default=1) >= 1 and len(found) == num_stages
         exact = (num_ranks, Fraction(layer), Fraction(first), Fraction(last))
-        best = min(score(cut, *exact) for cut in cuts(num_layers, num_stages))
+        best = min(score(cut, *exact) for cut in cuts(num_layers, num_stages, last_may_be_empty=last != "0"))
         assert score(found, *exact) == best, (num_layers, num_stages, num_ranks, layer, first, last)
 
 
@@ -65,7 +68,9 @@ def test_examples() -> None:
     # On the last rank all chunks share the relief, not only the last one.
     assert partition_layers(30, 8, 4, last_cost=2.0) == (4, 4, 4, 4, 4, 4, 4, 2)
     assert partition_layers(7, 1, 1) == (7,)
-    assert partition_layers(4, 4, 2, last_cost=100.0) == (1, 1, 1, 1)
+    # A head worth more than layers is a stage by itself.
+    assert partition_layers(4, 4, 2, last_cost=2.7) == (2, 1, 1, 0)
+    assert partition_layers(4, 4, 2) == (1, 1, 1, 1)
 
 
 def test_large_is_quick() -> None:
