@@ -57,9 +57,10 @@ class Launch:
             return torch.device("cpu")
         count = torch.cuda.device_count()
         if self.local_rank >= count:
+            remedy = f"start at most {count} processes on it (--nproc-per-node {count}) or use --device cpu"
             raise RankError(
-                f"local rank {self.local_rank} has no CUDA device: this host has {count}; start at most "
-                f"{count} processes on it (--nproc-per-node {max(count, 1)}) or use --device cpu"
+                f"local rank {self.local_rank} has no CUDA device: this host has {count}; "
+                f"{remedy if count else 'use --device cpu'}"
             )
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)

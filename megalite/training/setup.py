@@ -164,7 +164,7 @@ def describe(config: RunConfig, replica: Replica, log: Callable[[str], None]) ->
     assert t.global_batch_size is not None
     assert p.dp is not None
     log(
-        f"megalite: {layout.world_size} ranks = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}) on "
+        f"megalite: {layout.world_size} rank{'s' if layout.world_size > 1 else ''} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}) on "
         f"{replica.topology.device.type}, {t.precision}, {p.dp_strategy}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
     )
