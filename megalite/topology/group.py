@@ -136,13 +136,6 @@ class Group:
         """Receive into `tensor` from the rank with index `source`."""
         return _started(dist.irecv(tensor, self.ranks[source], group=self.process_group))
 
-    def barrier(self, device: torch.device) -> None:
-        """Return when every rank has come here."""
-        if self.size > 1:
-            flag = torch.zeros(1, device=device)
-            self.all_reduce(flag)
-            flag.item()
-
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order, on every rank. For small things."""
         if self.size == 1:

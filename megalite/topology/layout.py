@@ -157,10 +157,6 @@ class ParallelLayout:
         expert = {"ep": {"ep"}, "expert-tp": {"tp"}, "expert-dp": {"dp"}}
         return _grid_groups(self._expert_strides, expert[kind])
 
-    def group_of(self, kind: str, rank: int) -> tuple[int, ...] | None:
-        """The group of this kind that `rank` is in, or None."""
-        return next((ranks for ranks in self.groups(kind) if rank in ranks), None)
-
     def pipeline_edges(self) -> RankLists:
         """Directed neighbour pairs (sender, receiver) of every pipeline ring, both ways, without repeats."""
         if self.pp == 1:

@@ -45,13 +45,3 @@ class ShardSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the local slice."""
         return tuple(stop - start for start, stop in self.slice)
-
-    @property
-    def is_whole(self) -> bool:
-        """The slice is the full tensor."""
-        return self.shape == self.global_shape
-
-    def overlap(self, other: Slice) -> Slice | None:
-        """The part of `other` (a slice of the same tensor) that lies in this one, or None."""
-        bounds = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.slice, other, strict=True))
-        return bounds if all(start < stop for start, stop in bounds) else None

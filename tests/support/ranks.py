@@ -61,7 +61,7 @@ def _worker(rank: int, port: int, pipe: Connection) -> None:
                     store=dist.PrefixStore(f"job{number}", store),
                     rank=rank,
                     world_size=size,
-                    timeout=datetime.timedelta(seconds=60),
+                    timeout=datetime.timedelta(seconds=180),
                 )
             result = ("ok", fn(RankContext(rank, made), *args, **kwargs))
         except BaseException:
@@ -152,7 +152,7 @@ def _stop_pools() -> None:
 
 
 def run_ranks(
-    size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+    size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
 ) -> list[Any]:
     """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 

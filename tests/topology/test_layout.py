@@ -1,0 +1,107 @@
+"""Rank lists of every group, against the examples that Megatron-LM documents and against their definition."""
+
+import itertools
+import time
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.topology.layout import ParallelLayout
+
+
+def test_the_documented_sixteen_ranks() -> None:
+    layout = ParallelLayout(tp=2, pp=4, dp=2)
+    assert layout.groups("tp") == tuple((r, r + 1) for r in range(0, 16, 2))
+    assert layout.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
+    assert layout.groups("pp") == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+    assert layout.groups("model") == ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15))
+    assert layout.groups("embedding") == ((0, 12), (1, 13), (2, 14), (3, 15))
+    assert layout.groups("position-embedding") == ((0,), (1,), (2,), (3,))
+
+
+def test_the_other_order() -> None:
+    layout = ParallelLayout(tp=2, pp=4, dp=2, order="tp-cp-ep-pp-dp")
+    assert layout.groups("dp") == tuple((r, r + 8) for r in range(8))
+    assert layout.groups("pp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+
+
+def test_context_parallel() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2)
+    assert layout.groups("cp")[:2] == ((0, 2), (1, 3))
+    assert layout.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
+    assert layout.groups("dp-cp")[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert layout.groups("tp-cp")[0] == (0, 1, 2, 3)
+    assert layout.groups("pp") == tuple((r, r + 8) for r in range(8))
+
+
+def test_experts_have_a_grid_of_their_own() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1)
+    assert layout.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+    assert layout.groups("expert-dp")[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.expert_dp == 2
+
+
+def test_without_experts_theirs_is_the_dense_grid() -> None:
+    for order in ParallelLayout.ORDERS:
+        layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, order=order)
+        assert layout.groups("expert-dp") == layout.groups("dp-cp")
+        assert layout.groups("expert-tp") == layout.groups("tp")
+
+
+@pytest.mark.parametrize("order", ParallelLayout.ORDERS)
+def test_groups_are_what_their_axes_say(order: str) -> None:
+    axes = {
+        "tp": {"tp"},
+        "cp": {"cp"},
+        "dp": {"dp"},
+        "pp": {"pp"},
+        "dp-cp": {"dp", "cp"},
+        "model": {"tp", "pp"},
+        "tp-cp": {"tp", "cp"},
+        "tp-dp-cp": {"tp", "dp", "cp"},
+        "world": {"tp", "cp", "dp", "pp"},
+    }
+    for tp, cp, dp, pp in itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2)):
+        layout = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
+        for kind, free in axes.items():
+            groups = layout.groups(kind)
+            assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+            for ranks in groups:
+                assert list(ranks) == sorted(ranks)
+                places = [layout.coordinate(rank)._asdict() for rank in ranks]
+                assert all(
+                    place[axis] == places[0][axis] for place in places for axis in place if axis not in free
+                )
+        for rank in range(layout.world_size):
+            assert layout.rank(**layout.coordinate(rank)._asdict()) == rank
+
+
+def test_pipeline_edges_are_the_ring_both_ways() -> None:
+    assert ParallelLayout(tp=2).pipeline_edges() == ()
+    assert set(ParallelLayout(pp=2).pipeline_edges()) == {(0, 1), (1, 0)}
+    assert set(ParallelLayout(pp=3).pipeline_edges()) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
+
+
+def test_three_thousand_ranks_in_no_time() -> None:
+    start = time.process_time()
+    layout = ParallelLayout(tp=8, pp=64, dp=6)
+    assert layout.world_size == 3072
+    for kind in layout.KINDS:
+        ranks = list(itertools.chain(*layout.groups(kind)))
+        assert len(ranks) == len(set(ranks))
+    assert all(layout.rank(**layout.coordinate(rank)._asdict()) == rank for rank in range(3072))
+    assert time.process_time() - start < 0.8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp": 0}, "tp is 0; a parallel size is at least 1"),
+        ({"order": "pp-tp"}, "rank_order is 'pp-tp'; it is one of tp-cp-ep-dp-pp, tp-cp-ep-pp-dp"),
+        ({"dp": 2, "ep": 3}, "expert_tp·ep = 1·3 = 3 does not divide the 2 ranks"),
+        ({"dp": 4, "pp": 2, "ep": 2, "order": "tp-cp-ep-pp-dp"}, "must equal tp·cp = 1"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelLayout(**settings)  # type: ignore[arg-type]
