@@ -65,15 +65,23 @@ def total_steps(config: RunConfig) -> int:
         return training.train_iters
     if training.train_samples is None:
         raise ConfigError("the length of the run is not set; add --train-iters 1000 (or --train-samples)")
-    final = batch_sizes(config)[-1]
-    steps, consumed = _ramp(config)
-    if consumed <= training.train_samples:
-        return steps + (training.train_samples - consumed) // final
-    steps = consumed = 0
-    while consumed + batch_size(config, consumed) <= training.train_samples:
-        consumed += batch_size(config, consumed)
+    return steps_left(config, step=0, samples=0)
+
+
+def steps_left(config: RunConfig, *, step: int, samples: int) -> int:
+    """Whole steps that remain of the run after `step` steps that consumed `samples`, with this config's batches.
+
+    With train_samples it is the samples that count: a run resumed with another batch size still uses all of them.
+    """
+    training = config.training
+    if training.train_iters is not None:
+        return max(training.train_iters - step, 0)
+    assert training.train_samples is not None, "a validated, startable config has a length"
+    final, steps = batch_sizes(config)[-1], 0
+    while (size := batch_size(config, samples)) != final and samples + size <= training.train_samples:
+        samples += size
         steps += 1
-    return steps
+    return steps + (max(training.train_samples - samples, 0) // final if size == final else 0)
 
 
 def total_samples(config: RunConfig) -> int:

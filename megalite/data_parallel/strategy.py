@@ -10,6 +10,9 @@ from megalite.data_parallel.buckets import Bucket, Placed, make_buckets
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group, Work
 
+NORM_ROW = 1 << 14
+"""Elements whose squares are summed in the gradient's own precision."""
+
 ALIGNMENT = 64
 """Elements; shards of buckets start at multiples of this."""
 
@@ -174,9 +177,10 @@ class DataParallelStrategy(ABC):
 
 def _norm_squared(grad: torch.Tensor | None) -> torch.Tensor:
     assert grad is not None
-    # Parts small enough that fp32's pairwise sum keeps its digits, their total in fp64.
-    parts = torch.stack([torch.linalg.vector_norm(part) for part in grad.split(1 << 16)])
-    return parts.double().square().sum()
+    # Rows small enough that fp32's pairwise sum keeps its digits, their total in fp64.
+    whole = grad.numel() // NORM_ROW * NORM_ROW
+    rows = torch.linalg.vector_norm(grad[:whole].view(-1, NORM_ROW), dim=1).double().square().sum()
+    return rows + torch.linalg.vector_norm(grad[whole:]).double().square()
 
 
 def _waits_for_others(bucket: Bucket) -> bool:

@@ -27,10 +27,11 @@ def causal_attention(
         keep_mask: dropout of the probabilities; with it the probabilities are materialised.
     """
     repeats = q.shape[1] // k.shape[1]
-    if keep_mask is None and (repeats == 1 or q.is_cuda):
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if keep_mask is None and (repeats == 1 or (q.is_cuda and half)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
     if repeats > 1:
-        # The CPU's fused kernel has no grouped form.
+        # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     if keep_mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)

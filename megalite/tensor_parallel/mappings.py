@@ -20,7 +20,7 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous()
+        grad = grad.clone(memory_format=torch.contiguous_format)  # others may hold it too
         ctx.tp.all_reduce(grad)
         return grad, None
 

@@ -138,6 +138,8 @@ class Topology:
             edge = group(f"pp edge {pair[0]}->{pair[1]}", (pair,), private=True)
             if edge is not None:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
+        if backend == "nccl":
+            _connect(edges, layout, rank, device)
         return cls(
             layout=layout,
             rank=rank,
@@ -153,6 +155,20 @@ class Topology:
         return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
 
 
+def check_backend(backend: str, device: torch.device) -> None:
+    """nccl needs CUDA devices, and gloo exchanges no CUDA tensors between two ranks.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    fits = {"cpu": "gloo", "cuda": "nccl"}[device.type]
+    if backend not in ("auto", fits):
+        raise ConfigError(
+            f"distributed_backend is {backend} but the run is on {device.type}; use --distributed-backend {fits} or "
+            "leave it out"
+        )
+
+
 def start_distributed(launch: Launch, device: torch.device, *, backend: str, timeout_minutes: float) -> None:
     """Join the job that torchrun started; nothing to do for one process."""
     if launch.world_size == 1:
@@ -164,7 +180,31 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     dist.init_process_group(backend, timeout=timeout)
 
 
-def stop_distributed() -> None:
-    """Leave the job cleanly."""
-    if dist.is_initialized():
+def _connect(
+    edges: dict[tuple[int, int], Group], layout: ParallelLayout, rank: int, device: torch.device
+) -> None:
+    """Send one number over every edge, all ranks in the same order.
+
+    NCCL connects an edge at its first message, and then holds the caller until the other end has come there too. In
+    the midst of a program, where a receive is posted before the computation that its sender waits for, the two could
+    wait for each other for ever.
+    """
+    number = torch.zeros(1, device=device)
+    for pair in layout.pipeline_edges():
+        for edge in edges.values():
+            if edge.ranks == pair:
+                if rank == pair[0]:
+                    edge.send_async(number, to=1).wait()
+                else:
+                    edge.receive_async(number, source=0).wait()
+
+
+def stop_distributed(*, agreed: bool = True) -> None:
+    """Leave the job.
+
+    Args:
+        agreed: every rank comes here now. Else the peers may be in a collective that this rank will never join; NCCL
+            would wait for them, and the error that led here would not be printed before the timeout.
+    """
+    if dist.is_initialized() and (agreed or dist.get_backend() != "nccl"):
         dist.destroy_process_group()

@@ -111,6 +111,11 @@ def _own_parts(replica: Replica, shard: OptimizerShard, flat: torch.Tensor) -> I
             yield whole[first : first + part.shape[0]]
 
 
+def same_folder(one: str | None, other: str | None) -> bool:
+    """Both name one folder, however they spell it."""
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+
+
 def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     """A run must not save among later checkpoints of another one: the next resume would take those for its own.
 
@@ -123,7 +128,7 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     if c.save is None:
         return
     resumed = c.load is not None and c.ckpt_step is None and not c.finetune
-    if resumed and Path(str(c.load)) == Path(c.save):
+    if resumed and same_folder(c.load, c.save):
         return
     try:
         newest = candidates(Path(c.save))[0]
@@ -148,8 +153,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     checkpoint = find_checkpoint(
         folder, step=config.checkpoint.ckpt_step, world=topology.world, device=topology.device, log=log
     )
-    check_same_model(checkpoint, config.model)
     finetune = config.checkpoint.finetune
+    check_same_model(checkpoint, config.model, finetune=finetune)
     if (
         not finetune
         and tokenizer
@@ -235,7 +240,7 @@ def load_weights(stage: GPTStage, checkpoint: Checkpoint) -> None:
         load_parameter(parameter, checkpoint)
 
 
-def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:
     """The checkpoint's model section must describe the same network.
 
     Raises:
@@ -243,7 +248,12 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """
     saved = checkpoint.manifest.config.get("model", {})
     ours = asdict(model)
-    names = [name for name in ours if name not in FREE_MODEL_FIELDS]
+    free = set(FREE_MODEL_FIELDS)
+    if model.position_embedding_type != "learned_absolute":
+        free.add("max_position_embeddings")  # a limit, not a shape
+    if finetune:
+        free.add("rotary_base")  # how a context is extended
+    names = [name for name in ours if name not in free]
     differ = [
         f"{name} {saved.get(name)} there, {ours[name]} here"
         for name in names

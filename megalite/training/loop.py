@@ -4,21 +4,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.batch import batch_size, total_steps
+from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
+from megalite.config.validate import validate
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
-from megalite.training.checkpointing import load, refuse_foreign_checkpoints, save
+from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
+from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder, save
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
 from megalite.training.setup import Loaders, describe, make_save_folder, open_data, open_sinks, resolve
 from megalite.training.sinks import MetricSink
-from megalite.training.step import Stepper
+from megalite.training.step import NonFiniteError, Stepper
 from megalite.training.throughput import SpeedMeter
 
 
@@ -36,12 +37,16 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
     launch = Launch.from_environment()
     device = launch.device(config.training.device)
     parallel = config.parallel
+    # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
+    validate(config, launch.world_size, explicit)
+    check_backend(parallel.distributed_backend, device)
     start_distributed(
         launch,
         device,
         backend=parallel.distributed_backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    agreed = False
     try:
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
         found: Exception | None = None
@@ -61,8 +66,12 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         )
         replica = build_replica(config, topology)
         _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
+        agreed = True
+    except (ConfigError, NonFiniteError) as error:
+        agreed = not isinstance(error, RankError)
+        raise
     finally:
-        stop_distributed()
+        stop_distributed(agreed=agreed)
 
 
 def _silent(line: str) -> None:
@@ -79,12 +88,12 @@ class _Run:
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
         self.loaders: Loaders = open_data(replica, tokenizer)
-        self.total = total_steps(config)
         self.stepper = Stepper(replica, Schedules(config))
         self.progress = self._resume()
-        self.saved_at: int | None = (
-            self.progress.step if config.checkpoint.load == config.checkpoint.save else None
-        )
+        step, samples = self.progress.step, self.progress.samples
+        self.total = step + steps_left(config, step=step, samples=samples)
+        load_folder, save_folder = config.checkpoint.load, config.checkpoint.save
+        self.saved_at = self.progress.step if same_folder(load_folder, save_folder) else None
         self.reporter = Reporter(
             log=log,
             sinks=self._open_sinks(),

@@ -49,8 +49,8 @@ def resolve(
         )
     config = validate(config, world_size, explicit)
     refuse_untrainable(config)
-    if config.checkpoint.save is None and config.checkpoint.save_interval is not None:
-        assert config.logging.run_dir is not None
+    saves = config.checkpoint.save_interval is not None or config.training.exit_interval is not None
+    if config.checkpoint.save is None and saves and config.logging.run_dir is not None:
         config = replace(config, save=str(Path(config.logging.run_dir) / "checkpoints"))
     return config, tokenizer
 

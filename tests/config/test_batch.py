@@ -2,7 +2,14 @@
 
 import pytest
 
-from megalite.config.batch import batch_size, batch_sizes, samples_after, total_samples, total_steps
+from megalite.config.batch import (
+    batch_size,
+    batch_sizes,
+    samples_after,
+    steps_left,
+    total_samples,
+    total_steps,
+)
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
@@ -62,3 +69,14 @@ def test_totals_equal_a_count(ramp: str, length: int) -> None:
 def test_length_must_be_known() -> None:
     with pytest.raises(ConfigError, match="the length of the run is not set; add --train-iters 1000"):
         total_steps(config_of(""))
+
+
+def test_a_run_by_samples_uses_them_all_after_a_change_of_batch_size() -> None:
+    config = config_of("--train-samples 40 --global-batch-size 8")
+    assert steps_left(config, step=5, samples=20) == 2
+    assert steps_left(config, step=5, samples=40) == 0
+    # 4 samples a step up to 16 consumed, then 8.
+    ramp = config_of("--train-samples 40 --global-batch-size 8 --rampup-batch-size 4 4 16")
+    assert steps_left(ramp, step=0, samples=0) == 4 + 3 == total_steps(ramp)
+    assert steps_left(ramp, step=1, samples=4) == 3 + 3
+    assert steps_left(config_of("--train-iters 7"), step=5, samples=20) == 2

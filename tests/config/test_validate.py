@@ -387,6 +387,11 @@ RULES = [
         "--save-interval 10",
         "save_interval 10 has nowhere to save; add --save checkpoints or --run-dir runs/1",
     ),
+    (
+        1,
+        "--exit-interval 10",
+        "exit_interval 10 would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1",
+    ),
     (1, "--ckpt-step 10", "ckpt_step 10 has no effect without load; add --load FOLDER or remove it"),
     (1, "--finetune", "finetune has no effect without load; add --load FOLDER or remove it"),
     (1, "--fresh-if-missing", "fresh_if_missing has no effect without load; add --load FOLDER or remove it"),

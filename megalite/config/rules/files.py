@@ -52,6 +52,11 @@ def check_checkpoint(config: RunConfig) -> None:
         raise ConfigError(
             f"save_interval {c.save_interval} has nowhere to save; add --save checkpoints or --run-dir runs/1"
         )
+    exit_interval = config.training.exit_interval
+    if exit_interval is not None and c.save is None and config.logging.run_dir is None:
+        raise ConfigError(
+            f"exit_interval {exit_interval} would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1"
+        )
     for name in ("ckpt_step", "finetune", "fresh_if_missing"):
         value = getattr(c, name)
         if c.load is None and value is not None and value is not False:
