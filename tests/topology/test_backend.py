@@ -1,0 +1,21 @@
+"""Backends that do not fit the device are refused before any rank waits."""
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.topology.topology import check_backend
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda")])
+def test_a_backend_that_does_not_fit(backend: str, device: str) -> None:
+    fits = {"cpu": "gloo", "cuda": "nccl"}[device]
+    with pytest.raises(
+        ConfigError, match=f"{backend} but the run is on {device}; use --distributed-backend {fits}"
+    ):
+        check_backend(backend, torch.device(device))
+
+
+@pytest.mark.parametrize(("backend", "device"), [("auto", "cpu"), ("gloo", "cpu"), ("nccl", "cuda")])
+def test_a_backend_that_does(backend: str, device: str) -> None:
+    check_backend(backend, torch.device(device))

@@ -1,0 +1,55 @@
+"""Which checkpoints a run may take, and where it may save."""
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.config.model import ModelConfig
+from megalite.data_parallel.strategy import NORM_ROW, _norm_squared
+from megalite.training.checkpointing import check_same_model, same_folder
+
+
+def saved(model: ModelConfig) -> Checkpoint:
+    manifest = SimpleNamespace(config={"model": asdict(model)})
+    return cast(Checkpoint, SimpleNamespace(path="step-1", manifest=manifest))
+
+
+LEARNED = ModelConfig(vocab_size=64, max_position_embeddings=16)
+ROPE = replace(LEARNED, position_embedding_type="rope")
+
+
+def test_the_limit_of_positions_counts_only_where_it_is_a_shape() -> None:
+    check_same_model(saved(ROPE), replace(ROPE, max_position_embeddings=32))
+    with pytest.raises(CheckpointError, match="max_position_embeddings 16 there, 32 here"):
+        check_same_model(saved(LEARNED), replace(LEARNED, max_position_embeddings=32))
+
+
+def test_only_finetuning_may_change_the_rotary_base() -> None:
+    longer = replace(ROPE, rotary_base=500000.0)
+    check_same_model(saved(ROPE), longer, finetune=True)
+    with pytest.raises(CheckpointError, match=r"rotary_base 10000.0 there, 500000.0 here"):
+        check_same_model(saved(ROPE), longer)
+
+
+def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    assert same_folder("a", str(tmp_path / "a"))
+    assert same_folder("a" + os.sep, "link")
+    assert not same_folder("a", "b")
+    assert not same_folder(None, None)
+
+
+@pytest.mark.parametrize("size", [0, 1, NORM_ROW - 1, NORM_ROW, 3 * NORM_ROW + 7])
+def test_norm_over_rows_and_the_rest(size: int) -> None:
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    expected: Any = grad.double().square().sum()
+    torch.testing.assert_close(_norm_squared(grad), expected, rtol=1e-6, atol=0.0)
