@@ -4,15 +4,13 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
-import torch
 
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.model import ModelConfig
-from megalite.data_parallel.strategy import NORM_ROW, _norm_squared
 from megalite.training.checkpointing import check_same_model, same_folder
 
 
@@ -46,10 +44,3 @@ def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.Mo
     assert same_folder("a" + os.sep, "link")
     assert not same_folder("a", "b")
     assert not same_folder(None, None)
-
-
-@pytest.mark.parametrize("size", [0, 1, NORM_ROW - 1, NORM_ROW, 3 * NORM_ROW + 7])
-def test_norm_over_rows_and_the_rest(size: int) -> None:
-    grad = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    expected: Any = grad.double().square().sum()
-    torch.testing.assert_close(_norm_squared(grad), expected, rtol=1e-6, atol=0.0)
