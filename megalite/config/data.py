@@ -33,3 +33,7 @@ class DataConfig:
     """GPT-2 BPE merges.txt."""
     eod_mask_loss: bool = option(False)
     """Leave the prediction after an end-of-document token out of the loss."""
+    reset_attention_mask: bool = option(False)
+    """Tokens see no other document than their own."""
+    reset_position_ids: bool = option(False)
+    """Positions start from 0 in each document."""

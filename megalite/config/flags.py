@@ -12,7 +12,7 @@ from types import MappingProxyType
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError
 from megalite.config.files import read_level
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES
 from megalite.config.merge import Level, merge
 from megalite.config.presets import read_preset
 from megalite.config.run import RunConfig
@@ -182,6 +182,7 @@ def _add_words(setting: Setting, level: Level, occurrence: _Occurrence) -> None:
         raise ConfigError(f"{flag} needs {wanted}")
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
+    words = [VALUES.get(setting.name, {}).get(word, word) for word in words]
     level.add(setting.name, from_words(setting, words, flag), f"flag {flag}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megalite.config.describe import Setting, sections, settings
 from megalite.config.flags import RUN_OPTIONS
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES
 from megalite.config.presets import preset_names
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
@@ -82,6 +82,9 @@ def markdown() -> str:
     lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |"]
     lines += [f"| `{flag}` | {_sets(flag)} |" for flag in SHORTHANDS]
     lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
+    for name, words in VALUES.items():
+        flag = settings()[name].flags[0]
+        lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
     lines += [
         "",
         "These are refused, because they would change nothing:",
@@ -137,6 +140,8 @@ def _shown(value: Any, absent: str = "none") -> str:
         return absent
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

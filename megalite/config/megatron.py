@@ -1,7 +1,7 @@
 """Megatron-LM's flags that are not the name of a setting here, so that launch scripts port.
 
-Three tables: flags that set a setting to a fixed value, flags whose value follows from other settings, and flags that
-cannot do anything here and are refused with the reason (never swallowed).
+Four tables: flags that set a setting to a fixed value, values that have another name here, flags whose value follows
+from other settings, and flags that cannot do anything here and are refused with the reason (never swallowed).
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--disable-bias-linear": {"add_bias_linear": False},
         "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
         "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+        "--use-rope-scaling": {"rope_scaling": "llama3"},
         "--use-distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
         "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
         "--recompute-activations": {"recompute_granularity": "selective"},
@@ -25,6 +26,9 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """Flag without a value -> the settings it stands for."""
+
+VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType({"recompute_modules": {"moe_act": "mlp_act"}})
+"""Setting -> Megatron's word for one of its values on the command line -> ours."""
 
 DERIVED: Mapping[str, bool] = MappingProxyType(
     {
@@ -65,9 +69,6 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--overlap-p2p-communication": "sends and receives are always asynchronous",
         "--no-overlap-p2p-communication": "sends and receives are always asynchronous",
         "--distribute-saved-activations": "use --sequence-parallel, which shards what recompute saves",
-        "--recompute-method": "--recompute-granularity full recomputes every layer by itself",
-        "--recompute-num-layers": "--recompute-granularity full recomputes every layer by itself",
-        "--recompute-modules": "--recompute-granularity selective recomputes the attention core",
         "--accumulate-allreduce-grads-in-fp32": _ALWAYS_FP32,
         "--grad-reduce-in-bf16": _ALWAYS_FP32,
         "--calculate-per-token-loss": "the loss is always the mean over the unmasked tokens of the global batch",
@@ -105,10 +106,36 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--DDP-impl": "use --dp-strategy",
         "--empty-unused-memory-level": _UNSUPPORTED,
         "--rotary-percent": "the whole head is rotated",
-        "--squared-relu": f"{_UNSUPPORTED}: --activation is gelu, gelu_tanh or swiglu",
-        "--apply-layernorm-1p": _UNSUPPORTED,
-        "--qk-layernorm": _UNSUPPORTED,
-        "--add-qkv-bias": f"{_UNSUPPORTED}: --add-bias-linear is for all linear layers alike",
+        "--squared-relu": f"{_UNSUPPORTED}: --activation is gelu, gelu_tanh, swiglu, geglu or geglu_tanh",
+        "--window-size": "use --sliding-window, which counts the query's own key too: one more than the left size here",
+        "--window-attn-skip-freq": f"{_UNSUPPORTED}: --sliding-window is for all layers alike",
+        "--rotary-interleaved": "the two halves of a head are rotated against each other, as in Llama",
+        "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear with --rope-scaling-factor",
+        "--hierarchical-context-parallel-sizes": "use --cp-comm-type p2p or a2a",
+        "--mtp-num-layers": _UNSUPPORTED,
+        "--multi-latent-attention": _UNSUPPORTED,
+        "--moe-router-load-balancing-type": "the load-balancing loss is taken over each sequence, with the weight "
+        "--moe-aux-loss-coeff",
+        "--moe-router-score-function": f"{_UNSUPPORTED}: scores are a softmax",
+        "--moe-router-dtype": "routing is always computed in fp32 (fp64 in fp64 runs)",
+        "--moe-router-num-groups": _UNSUPPORTED,
+        "--moe-router-group-topk": _UNSUPPORTED,
+        "--moe-router-enable-expert-bias": _UNSUPPORTED,
+        "--moe-router-bias-update-rate": _UNSUPPORTED,
+        "--moe-input-jitter-eps": _UNSUPPORTED,
+        "--moe-router-fusion": _FUSED,
+        "--moe-grouped-gemm": _FUSED,
+        "--moe-use-legacy-grouped-gemm": _FUSED,
+        "--moe-permute-fusion": _FUSED,
+        "--moe-token-dispatcher-type": "tokens are always exchanged by an all-to-all over --ep",
+        "--moe-enable-deepep": "tokens are always exchanged by an all-to-all over --ep",
+        "--moe-shared-expert-overlap": "tokens are not exchanged while the shared expert runs",
+        "--moe-shared-expert-gate": _UNSUPPORTED,
+        "--moe-pad-expert-input-to-capacity": "experts compute the tokens that they have, without padding",
+        "--moe-layer-recompute": "use --recompute-granularity selective --recompute-modules moe",
+        "--moe-per-layer-logging": _UNSUPPORTED,
+        "--moe-extended-tp": "use --etp",
+        "--moe-use-upcycling": _UNSUPPORTED,
         "--account-for-embedding-in-pipeline-split": "the cut of layers always weighs embedding and head",
         "--account-for-loss-in-pipeline-split": "the cut of layers always weighs embedding and head",
         "--pipeline-model-parallel-layout": "use --pipeline-layers, e.g. 3,4,4,3",

@@ -20,7 +20,7 @@ class ModelConfig:
     kv_channels: int | None = option(None)
     """Size of one head; default hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = option(None)
-    """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with swiglu."""
+    """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with a gate."""
     vocab_size: int | None = option(None)
     """Token ids are below this; default: the tokenizer's size."""
     make_vocab_size_divisible_by: int = option(128)
@@ -31,14 +31,34 @@ class ModelConfig:
     """How positions enter."""
     rotary_base: float = option(10000.0)
     """RoPE's theta."""
+    rope_scaling: str = option("none", choices=("none", "linear", "llama3"))
+    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3)."""
+    rope_scaling_factor: float = option(8.0)
+    """How far rope_scaling stretches positions."""
+    rope_low_freq_factor: float = option(1.0)
+    """llama3 scaling: wavelengths above original positions / this are stretched in full."""
+    rope_high_freq_factor: float = option(4.0)
+    """llama3 scaling: wavelengths below original positions / this are left as they are."""
+    rope_original_max_positions: int = option(8192)
+    """llama3 scaling: the sequence length that the model was first trained with."""
+    sliding_window: int | None = option(None)
+    """Keys that a query sees, its own among them (Mistral); default: all before it."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Norm before attention, before the MLP and at the end."""
+    norm_zero_centered: bool = option(False, flags=("--apply-layernorm-1p",))
+    """Norms multiply by 1 + weight, and the weight starts at 0 (Gemma)."""
+    qk_norm: bool = option(False, flags=("--qk-layernorm",))
+    """Norm over each head of queries and keys before RoPE (Qwen3)."""
     norm_epsilon: float = option(1e-5, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
-    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "swiglu"))
-    """MLP nonlinearity; swiglu has a gate beside the up projection."""
+    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"))
+    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection."""
     add_bias_linear: bool = option(True)
-    """Biases in the linear layers of attention and MLP."""
+    """Biases in the linear layers of attention and MLP; router and experts have none."""
+    add_qkv_bias: bool = option(False)
+    """Bias in the query, key and value projection where add_bias_linear is off (Qwen2)."""
+    scale_embeddings: bool = option(False)
+    """Multiply word embeddings by sqrt(hidden_size) (Gemma)."""
     tie_embeddings: bool = option(True)
     """The output head uses the word embedding's weight."""
     hidden_dropout: float = option(0.0)
@@ -51,6 +71,26 @@ class ModelConfig:
     """Experts of each MoE layer; default: a dense MLP."""
     moe_router_topk: int = option(2)
     """Experts each token is sent to."""
+    moe_ffn_hidden_size: int | None = option(None)
+    """Width of one expert; default ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = option(None)
+    """Width of the shared expert, which every token goes through; default: none."""
+    moe_layer_freq: int = option(1)
+    """Every how-many-th layer has experts, the first of them being one; the others have a dense MLP."""
+    moe_first_dense_layers: int = option(0)
+    """Layers at the start that have a dense MLP whatever moe_layer_freq says (DeepSeek)."""
+    moe_router_pre_softmax: bool = option(False)
+    """Softmax over all experts before the top-k choice (weights add up to less than 1); default: over the chosen."""
+    moe_router_topk_scaling_factor: float = option(1.0)
+    """Factor on the router's weights."""
+    moe_aux_loss_coeff: float = option(0.0)
+    """Weight of the load-balancing loss of each MoE layer, taken over each sequence."""
+    moe_z_loss_coeff: float = option(0.0)
+    """Weight of the mean square of the router's log-sum-exp."""
+    moe_expert_capacity_factor: float | None = option(None)
+    """An expert takes at most this times the even share of each sequence's tokens; default: no token is dropped."""
+    moe_token_drop_policy: str = option("probs", choices=("probs", "position"))
+    """Which tokens an expert over its capacity leaves out: the least probable or the last."""
 
     @property
     def head_size(self) -> int:
@@ -63,11 +103,27 @@ class ModelConfig:
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def is_gated(self) -> bool:
+        """The MLP has a gate beside its up projection."""
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
     def ffn_size(self) -> int:
-        """Width of the MLP (of one expert, with experts)."""
+        """Width of the dense MLP."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        return 8 * self.hidden_size // 3 // 64 * 64 if self.activation == "swiglu" else 4 * self.hidden_size
+        return 8 * self.hidden_size // 3 // 64 * 64 if self.is_gated else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Layer `index` of the whole model has experts instead of a dense MLP."""
+        if self.num_experts is None or index < self.moe_first_dense_layers:
+            return False
+        return (index - self.moe_first_dense_layers) % self.moe_layer_freq == 0
 
     @property
     def padded_vocab_size(self) -> int:

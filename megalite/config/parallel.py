@@ -19,6 +19,8 @@ class ParallelConfig:
     """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
     cp: int = option(1, flags=("--context-parallel-size",))
     """Context-parallel size: the sequence is split over this many ranks."""
+    cp_comm_type: str = option("p2p", choices=("p2p", "a2a"))
+    """How attention sees the whole sequence: keys and values go round a ring (p2p), or heads are exchanged (a2a)."""
     ep: int = option(1, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, flags=("--expert-tensor-parallel-size",))

@@ -36,7 +36,14 @@ class TrainingConfig:
     hysteresis: int = option(2)
     """Overflows before the loss scale halves."""
     recompute_granularity: str = option("none", choices=("none", "selective", "full"), basic=True)
-    """Activations recomputed in the backward: none, the attention core, or whole layers."""
+    """Activations recomputed in the backward: none, those of recompute_modules (selective), or whole layers (full)."""
+    recompute_modules: list[str] = option(["core_attn"])
+    """What selective recompute runs again: core_attn, mlp_act, layernorm, mlp, moe."""
+    recompute_method: str = option("uniform", choices=("uniform", "block"))
+    """Full recompute: every recompute_num_layers layers are one unit (uniform), or only that many layers of each stage
+    are recomputed, one by one (block)."""
+    recompute_num_layers: int = option(1)
+    """See recompute_method."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     eval_interval: int | None = option(None, basic=True)

@@ -6,13 +6,15 @@ tell (which numbers of microbatches a schedule takes) is asked of it by the dry 
 """
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.describe import replace
+from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError
 from megalite.config.rules.batch import check_batch, check_rampup_form
+from megalite.config.rules.experts import check_experts
 from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
 from megalite.config.rules.layout import check_layout, check_model_cuts, resolve_dp
-from megalite.config.rules.network import check_network
+from megalite.config.rules.network import LLAMA3_SETTINGS, check_network
 from megalite.config.rules.ranges import check_ranges
+from megalite.config.rules.recompute import check_recompute
 from megalite.config.rules.schedules import check_schedules
 from megalite.config.run import RunConfig
 
@@ -40,11 +42,13 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     config = replace(config, dp=resolve_dp(config, world_size))
     check_layout(config, explicit)
     check_network(config, explicit)
+    check_experts(config, explicit)
     check_model_cuts(config)
-    config = _resolve(config)
+    check_recompute(config, explicit)
+    config = _resolve(_without_idle(config))
     check_batch(config)
     check_schedules(config, explicit)
-    check_data(config)
+    check_data(config, explicit)
     check_evaluation(config, explicit)
     check_checkpoint(config)
     return config
@@ -63,6 +67,21 @@ def require_startable(config: RunConfig) -> None:
         raise ConfigError(
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257"
         )
+
+
+def _without_idle(config: RunConfig) -> RunConfig:
+    """Put back what a preset sets and a flag left without effect: read again from a file, it would be an error."""
+    model = config.model
+    idle: list[str] = []
+    if model.num_experts is None:
+        idle += [name for name in settings() if name.startswith("moe_")]
+    if model.position_embedding_type != "rope":
+        idle.append("rotary_base")
+    if model.rope_scaling == "none":
+        idle.append("rope_scaling_factor")
+    if model.rope_scaling != "llama3":
+        idle += LLAMA3_SETTINGS
+    return replace(config, **{name: settings()[name].default for name in idle})
 
 
 def _resolve(config: RunConfig) -> RunConfig:

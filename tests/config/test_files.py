@@ -79,8 +79,8 @@ def test_keys(text: str, expected: dict[str, object]) -> None:
          "'2024'"),
         ("data_path: a\n", "file run.yaml: data_path takes a list such as [some text], got 'a'"),
         ("pipeline_layers: [1, x]\n", "file run.yaml: pipeline_layers takes a whole number such as 4, got 'x'"),
-        ("activation: relu\n", "file run.yaml: activation cannot be 'relu': did you mean gelu? (one of gelu, gelu_tanh, "
-         "swiglu)"),
+        ("activation: relu\n", "file run.yaml: activation cannot be 'relu': did you mean gelu or geglu? (one of gelu, gelu_tanh, "
+         "swiglu, geglu, geglu_tanh)"),
         ("transformer_impl: local\n", "file run.yaml: transformer_impl has no effect: there is one implementation of the "
          "model; remove it"),
         ("num_layers_per_virtual_pipeline_stage: x\n", "file run.yaml: num_layers_per_virtual_pipeline_stage takes a "

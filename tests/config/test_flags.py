@@ -50,6 +50,7 @@ def test_every_setting_by_every_spelling(name: str) -> None:
         ("--min-lr -1", {"min_lr": -1.0}),
         ("--min-lr -.5", {"min_lr": -0.5}),
         ("--bf16 --precision bf16", {"precision": "bf16"}),
+        ("--recompute-modules moe_act layernorm", {"recompute_modules": ["mlp_act", "layernorm"]}),
         ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
         ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
         ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
@@ -130,12 +131,16 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--lr fast", "--lr: lr takes a number such as 0.1, got 'fast'"),
         ("--lr nan", "--lr: lr takes a number such as 0.1, got 'nan'"),
         ("--precision b16", "--precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)"),
+        ("--moe-layer-recompute", "--moe-layer-recompute has no effect: use --recompute-granularity selective "
+         "--recompute-modules moe; remove it"),
+        ("--window-size 4095,0", "--window-size has no effect: use --sliding-window, which counts the query's own key "
+         "too: one more than the left size here; remove it"),
         ("--load=", "--load: load is empty; leave it out or give it a value"),
         ("--config", "--config takes one value such as run.yaml, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
-         "gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, llama2-7b, llama3-70b, "
-         "llama3-8b, mixtral-8x7b)"),
+         "deepseek-moe-16b, gemma-7b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, "
+         "llama2-7b, llama3-70b, llama3-8b, llama3.1-8b, mistral-7b, mixtral-8x7b, qwen2-7b, qwen3-8b)"),
         ("--preset gpt2-124m --preset llama3-8b", "--preset is given twice: gpt2-124m and llama3-8b; keep one of them"),
         ("--json", "--json has no effect without --dry-run; add --dry-run or remove it"),
         ("--world-size 8", "--world-size has no effect without --dry-run; add --dry-run or remove it"),

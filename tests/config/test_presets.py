@@ -9,13 +9,19 @@ from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count
 
-# Parameter counts of the released weights (gpt2, Llama, Mixtral), to the last one; of papers, rounded.
+# Parameter counts of the released weights, to the last one; of models known by a paper alone, rounded.
 EXACT = {
     "gpt2-124m": 124_439_808,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-7b": 8_537_680_896,
+    "deepseek-moe-16b": 16_375_728_128,
 }
 ROUNDED = {
     "gpt3-350m": 355e6,

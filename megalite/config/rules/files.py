@@ -1,10 +1,11 @@
 """Rules about data, tokenizer, checkpoints and evaluation: which settings go together. No file is opened here."""
 
 from megalite.config.errors import ConfigError
+from megalite.config.rules.effect import refuse_idle
 from megalite.config.run import RunConfig
 
 
-def check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig, explicit: frozenset[str]) -> None:
     """One source of tokens, and settings that belong to it."""
     d = config.data
     per_split = [
@@ -30,7 +31,25 @@ def check_data(config: RunConfig) -> None:
         )
     if d.mock_data and config.model.vocab_size is None:
         raise ConfigError("mock_data needs the range of its tokens; add --vocab-size, e.g. 1024")
+    _check_documents(config, explicit)
     _check_tokenizer(config)
+
+
+def _check_documents(config: RunConfig, explicit: frozenset[str]) -> None:
+    """What starts afresh in each document; that the token which ends one is known is for the loader to say."""
+    if config.data.mock_data:
+        refuse_idle(
+            config,
+            explicit,
+            ["reset_attention_mask", "reset_position_ids"],
+            cause="with mock_data, which has no documents",
+            remedy="use data_path",
+        )
+    if config.data.reset_position_ids and config.model.position_embedding_type == "none":
+        raise ConfigError(
+            "reset_position_ids has no effect with position_embedding_type none; use rope or learned_absolute, or "
+            "remove it"
+        )
 
 
 def _check_tokenizer(config: RunConfig) -> None:

@@ -3,13 +3,9 @@
 import math
 
 from megalite.config.errors import ConfigError
+from megalite.config.rules.divide import divisors, next_multiple
+from megalite.config.rules.effect import refuse_idle
 from megalite.config.run import RunConfig
-
-
-def divisors(number: int) -> str:
-    """The divisors of a number, for messages: `1, 2, 3, 6`."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
 
 
 def resolve_dp(config: RunConfig, world_size: int) -> int:
@@ -67,59 +63,22 @@ def check_layout(config: RunConfig, explicit: frozenset[str]) -> None:
         )
     if config.training.device == "cpu" and p.distributed_backend == "nccl":
         raise ConfigError("distributed_backend nccl cannot run on device cpu; use gloo or auto")
-    _check_experts(config, explicit)
-
-
-def _check_experts(config: RunConfig, explicit: frozenset[str]) -> None:
-    p, model = config.parallel, config.model
-    if model.num_experts is None:
-        if p.ep > 1:
-            raise ConfigError(
-                f"ep {p.ep} has no effect without experts; add --num-experts {p.ep * 2} or use ep 1"
-            )
-        if "etp" in explicit and p.etp is not None:
-            raise ConfigError(f"etp {p.etp} has no effect without experts; add --num-experts 8 or remove it")
-        if "moe_router_topk" in explicit:
-            raise ConfigError(
-                f"moe_router_topk {model.moe_router_topk} has no effect without experts; add --num-experts 8 or "
-                f"remove it"
-            )
-        return
-    if model.moe_router_topk > model.num_experts:
-        raise ConfigError(
-            f"moe_router_topk {model.moe_router_topk} is more than num_experts {model.num_experts}; use at most "
-            f"{model.num_experts}"
-        )
-    if model.num_experts % p.ep:
-        raise ConfigError(
-            f"num_experts {model.num_experts} is not divisible by ep {p.ep}; use ep {divisors(model.num_experts)}"
-        )
-    assert p.dp is not None
-    stage_ranks, expert_ranks = p.tp * p.cp * p.dp, p.expert_tp * p.ep
-    if stage_ranks % expert_ranks:
-        raise ConfigError(
-            f"the tp·cp·dp = {stage_ranks} ranks of a pipeline stage are not a multiple of etp·ep = "
-            f"{p.expert_tp}·{p.ep} = {expert_ranks}; choose etp·ep among {divisors(stage_ranks)}"
-        )
+    if p.cp == 1:
+        remedy = "use cp 2 or more,"
+        refuse_idle(config, explicit, ["cp_comm_type"], cause="with cp 1", remedy=remedy)
 
 
 def check_model_cuts(config: RunConfig) -> None:
     """Heads, groups, MLP width, vocabulary, sequence and layers must divide over the axes that split them."""
-    p, model, s = config.parallel, config.model, config.training.seq_length
+    p, model = config.parallel, config.model
     widths = {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.query_groups}
-    if not model.num_experts:
+    if not all(model.is_moe_layer(index) for index in range(model.num_layers)):
         widths["ffn_hidden_size"] = model.ffn_size
     for name, size in widths.items():
         if size % p.tp:
             raise ConfigError(
                 f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}"
             )
-    if model.num_experts and model.ffn_size % p.expert_tp:
-        assert p.dp is not None
-        works = divisors(math.gcd(model.ffn_size, p.tp * p.cp * p.dp))
-        raise ConfigError(
-            f"ffn_hidden_size {model.ffn_size} is not divisible by etp {p.expert_tp}; use etp {works}"
-        )
     if model.vocab_size is not None and model.padded_vocab_size % p.tp:
         multiple = model.make_vocab_size_divisible_by
         raise ConfigError(
@@ -127,18 +86,30 @@ def check_model_cuts(config: RunConfig) -> None:
             f"make_vocab_size_divisible_by {multiple}, is not divisible by tp {p.tp}; use "
             f"--make-vocab-size-divisible-by {math.lcm(multiple, p.tp)}"
         )
+    _check_sequence(config)
+    _check_stages(config)
+
+
+def _check_sequence(config: RunConfig) -> None:
+    p, s = config.parallel, config.training.seq_length
     if s % (2 * p.cp) and p.cp > 1:
         raise ConfigError(
-            f"seq_length {s} is not divisible by 2·cp = {2 * p.cp}; use a multiple, e.g. {_up(s, 2 * p.cp)}"
+            f"seq_length {s} is not divisible by 2·cp = {2 * p.cp}; use a multiple, e.g. {next_multiple(s, 2 * p.cp)}"
         )
     if p.sequence_parallel and s % (p.tp * p.cp):
         product = f"tp·cp = {p.tp * p.cp}" if p.cp > 1 else f"tp {p.tp}"
         step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
         raise ConfigError(
             f"seq_length {s} is not divisible by {product}, which sequence_parallel needs; use a multiple, e.g. "
-            f"{_up(s, step)}"
+            f"{next_multiple(s, step)}"
         )
-    _check_stages(config)
+    groups = config.model.query_groups
+    if p.cp > 1 and p.cp_comm_type == "a2a" and groups // p.tp % p.cp:
+        raise ConfigError(
+            f"cp_comm_type a2a deals out the num_query_groups/tp = {groups}/{p.tp} = {groups // p.tp} key/value heads of a "
+            f"rank over cp, but they are not divisible by cp {p.cp}; use cp {divisors(groups // p.tp)}, or "
+            f"--cp-comm-type p2p"
+        )
 
 
 def _check_stages(config: RunConfig) -> None:
@@ -176,7 +147,3 @@ def _even(layers: int, stages: int) -> list[int]:
 
 def _commas(numbers: list[int]) -> str:
     return ",".join(map(str, numbers))
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

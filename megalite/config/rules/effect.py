@@ -1,0 +1,33 @@
+"""The words for a setting that would do nothing."""
+
+from collections.abc import Iterable
+
+from megalite.config.describe import values_of
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+
+
+def shown(config: RunConfig, name: str) -> str:
+    """`ep 2`, `recompute_modules mlp moe`, and for a switch its name alone."""
+    value = values_of(config)[name]
+    if value is True:
+        return name
+    if isinstance(value, float):
+        return f"{name} {value:g}"
+    return f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def asked_for(config: RunConfig, explicit: frozenset[str], names: Iterable[str]) -> list[str]:
+    """Those of the settings that the user gave, other than to turn them off."""
+    values = values_of(config)
+    return [
+        name for name in names if name in explicit and values[name] is not None and values[name] is not False
+    ]
+
+
+def refuse_idle(
+    config: RunConfig, explicit: frozenset[str], names: Iterable[str], *, cause: str, remedy: str
+) -> None:
+    """Raise ConfigError if the user gave one of the settings: `NAME VALUE has no effect CAUSE; REMEDY or remove it`."""
+    for name in asked_for(config, explicit, names):
+        raise ConfigError(f"{shown(config, name)} has no effect {cause}; {remedy} or remove it")
