@@ -1,48 +1,188 @@
-"""Causal attention: fused through torch's scaled_dot_product_attention, or unfused where dropout needs a mask."""
+"""Fused attention: causal through torch's scaled_dot_product_attention, and tiles that also give the logsumexp.
+
+A tile is a piece of the (query, key) plane that needs no mask. Because its forward gives the logsumexp of its scores,
+tiles that were computed at different times, or whose keys lie on other ranks, merge into the exact softmax.
+"""
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-KeepMask = Callable[[torch.Tensor], torch.Tensor]
-"""Takes the probabilities [b, heads, s, s]; gives the scaled keep-mask of the same shape."""
+from megalite.kernels.tile_kind import TileKind
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    keep_mask: KeepMask | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
 ) -> torch.Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v with a causal mask aligned to the last key.
+    """softmax(q·kᵀ/sqrt(d))·v with a causal mask.
 
     Args:
         q: [b, heads, s_q, d].
-        k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q, or s_q = 1 against a cache.
+        k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q if causal.
         causal: False where every key is visible (one query after a cache).
-        keep_mask: dropout of the probabilities; with it the probabilities are materialised.
+
+    Collectives: none.
     """
     repeats = q.shape[1] // k.shape[1]
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if keep_mask is None and (repeats == 1 or (q.is_cuda and half)):
+    if repeats == 1 or (q.is_cuda and q.dtype in _HALF):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
-    if repeats > 1:
-        # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    if keep_mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    scores = (
-        (q @ k.transpose(-2, -1)).float()
-        if q.dtype in (torch.bfloat16, torch.float16)
-        else q @ k.transpose(-2, -1)
+    # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def tile_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: TileKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(S)·v and log Σ exp S over the visible keys of one tile, S = q·kᵀ/sqrt(d); outside autograd.
+
+    Args:
+        q: [b, heads, s_q, d].
+        k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q unless `kind` is FULL.
+        kind: what of the tile is visible.
+
+    Returns:
+        [b, heads, s_q, d] in q's dtype; [b, heads, s_q] in fp32, or fp64 for fp64.
+
+    Collectives: none.
+    """
+    if kind is TileKind.EDGE:
+        out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL)
+        return out.flip(2), logsumexp.flip(2)
+    causal = kind is TileKind.CAUSAL
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    if _fused_on_cuda(q):
+        return _cuda_flash_forward(q, k, v, causal)
+    k, v = _for_every_head(k, q.shape[1]), _for_every_head(v, q.shape[1])
+    if _fused_on_cpu(q):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    scores = _scores(q, k, causal)
+    return (scores.softmax(dim=-1) @ v.to(scores.dtype)).to(q.dtype), scores.logsumexp(dim=-1)
+
+
+def tile_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    kind: TileKind,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What one tile adds to the gradients of q, k and v.
+
+    With P = exp(S - logsumexp) and D = rowsum(grad_out·out), both of the whole softmax over every tile,
+    dS = P·(grad_out·vᵀ - D); so the sum over tiles is the gradient.
+
+    Args:
+        grad_out, out: [b, heads, s_q, d], of all tiles merged.
+        q, k, v, kind: as in `tile_forward`.
+        logsumexp: [b, heads, s_q], of all tiles merged.
+
+    Returns:
+        [b, heads, s_q, d] and twice [b, groups, s_k, d], in q's dtype.
+
+    Collectives: none.
+    """
+    if kind is TileKind.EDGE:
+        grad_out, q, k, v, out, logsumexp = (t.flip(2) for t in (grad_out, q, k, v, out, logsumexp))
+        dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, TileKind.CAUSAL)
+        return dq.flip(2), dk.flip(2), dv.flip(2)
+    causal = kind is TileKind.CAUSAL
+    grad_out, q, k, v, out = (_readable(tensor) for tensor in (grad_out, q, k, v, out))
+    logsumexp = logsumexp.contiguous()
+    if _fused_on_cuda(q):
+        return _cuda_flash_backward(grad_out, q, k, v, out, logsumexp, causal)
+    groups = k.shape[1]
+    k, v = _for_every_head(k, q.shape[1]), _for_every_head(v, q.shape[1])
+    if _fused_on_cpu(q):
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, logsumexp, 0.0, causal
+        )
+    else:
+        grads = _plain_backward(grad_out, q, k, v, out, logsumexp, causal)
+    return grads[0], _for_each_group(grads[1], groups), _for_each_group(grads[2], groups)
+
+
+def _fused_on_cuda(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in _HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _fused_on_cpu(q: torch.Tensor) -> bool:
+    return q.is_cpu
+
+
+def _cuda_flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The flash kernel takes grouped keys as they are."""
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, logsumexp
+
+
+def _cuda_flash_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Without dropout the random state is not read, and dense sequences have no cumulative lengths."""
+    seed = q.new_empty(2, dtype=torch.uint64)
+    saved = (grad_out, q, k, v, out, logsumexp, None, None, q.shape[2], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *saved, 0.0, causal, seed, seed.new_empty(())
     )
-    scores = scores / math.sqrt(q.shape[-1])
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The fused kernels follow every stride but the last."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _for_every_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """[b, groups, s, d] -> [b, heads, s, d]."""
+    repeats = heads // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+
+def _for_each_group(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    """The adjoint of `_for_every_head`: [b, heads, s, d] -> [b, groups, s, d]."""
+    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+    """q·kᵀ/sqrt(d) in fp32 or fp64, -inf where hidden."""
+    if q.dtype in _HALF:
+        q, k = q.float(), k.float()
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
     if causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    probabilities = scores.softmax(dim=-1)
-    return (probabilities * keep_mask(probabilities)).to(v.dtype) @ v
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+def _plain_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`tile_backward` in matrix products, where no fused kernel takes the type."""
+    dtype = q.dtype
+    probabilities = (_scores(q, k, causal) - logsumexp.unsqueeze(-1)).exp()
+    grad_out, q, k, v, out = (tensor.to(probabilities.dtype) for tensor in (grad_out, q, k, v, out))
+    grad_v = probabilities.transpose(-2, -1) @ grad_out
+    inner = (grad_out * out).sum(dim=-1, keepdim=True)
+    grad_scores = probabilities * (grad_out @ v.transpose(-2, -1) - inner) / math.sqrt(q.shape[-1])
+    grad_q = grad_scores @ k
+    grad_k = grad_scores.transpose(-2, -1) @ q
+    return grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype)

@@ -46,6 +46,19 @@ class _Then:
             finish()
 
 
+@dataclass
+class _Both:
+    """Works that started together; `sent` stays alive until they are done."""
+
+    works: Sequence[Work]
+    sent: torch.Tensor | None
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.sent = None
+
+
 DONE: Work = _Done()
 
 
@@ -122,6 +135,52 @@ class Group:
         work = dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True)
         parts = received.view(self.size, *output.shape)
         return _Then(work, lambda: torch.sum(parts, dim=0, out=output))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> None:
+        """Rows of `tensor`, cut into one part for each rank, go to their ranks; `output` gets theirs in rank order.
+
+        Args:
+            output_splits: rows that come from each rank; each may be 0.
+            input_splits: rows that go to each rank.
+        """
+        if self.size == 1:
+            output.copy_(tensor)
+            return
+        dist.all_to_all_single(
+            output, tensor, list(output_splits), list(input_splits), group=self.process_group
+        )
+
+    def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return
+        dist.all_to_all_single(output, tensor, group=self.process_group)
+
+    def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
+
+        Neither `tensor` may be written nor the received one read before `wait()`.
+        """
+        if self.size == 1:
+            return tensor, DONE
+        received = torch.empty_like(tensor)
+        next_rank, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        # As one batch: NCCL runs a group's operations one after the other, so if every rank posted its send first
+        # and its receive after, each could wait for a receive that is queued behind a send.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
+                dist.P2POp(dist.irecv, received, previous, self.process_group),
+            ]
+        )
+        return received, _Both(works, sent=tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """In place: every rank gets the tensor of the rank with index `source`."""

@@ -26,6 +26,10 @@ MADE_KINDS = (
 )
 """The kinds that become fields of a Topology, in the order in which they are made."""
 
+PRIVATE_KINDS = ("cp", "ep")
+"""Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
+would queue behind the gradient reductions that run under it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -110,7 +114,8 @@ class Topology:
 
         As torch names process groups by a counter, every rank makes all of them in one order, also those that it
         is not in (those cost a few microseconds). Groups over the same ranks share a process group where their
-        collectives are ordered by the program; pipeline edges have their own, since there order is per channel.
+        collectives are ordered by the program; pipeline edges have their own, since there order is per channel, and
+        so have `PRIVATE_KINDS`.
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
@@ -131,7 +136,9 @@ class Topology:
                     mine = Group(name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group)
             return mine
 
-        groups = {kind: group(kind, layout.groups(kind)) for kind in MADE_KINDS}
+        groups = {
+            kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in MADE_KINDS
+        }
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}
         for pair in layout.pipeline_edges():

@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from megalite.kernels.activations import gelu, swiglu
+from megalite.kernels.activations import ACTIVATIONS, gelu, swiglu
 
 
 def test_gelu_is_x_times_the_normal_distribution() -> None:
@@ -26,3 +27,42 @@ def test_swiglu_gates_with_the_first_half() -> None:
     x = torch.randn(2, 3, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gate, up = x[..., :5], x[..., 5:]
     torch.testing.assert_close(swiglu(x), gate / (1 + torch.exp(-gate)) * up, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
+def test_gates_and_their_gradients(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 14, dtype=torch.float64, generator=generator)
+    grad = torch.randn(3, 2, 7, dtype=torch.float64, generator=generator)
+    ours_in, plain_in = x.clone().requires_grad_(), x.clone().requires_grad_()
+    gate, up = plain_in[..., :7], plain_in[..., 7:]
+    gates = {
+        "swiglu": gate * torch.sigmoid(gate),
+        "geglu": gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2))),
+        "geglu_tanh": gelu(gate, tanh=True),
+    }
+    expected = gates[name] * up
+    ours = ACTIVATIONS[name](ours_in)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+    ours.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(ours_in.grad, plain_in.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_the_input_alone_is_kept(name: str) -> None:
+    x = torch.randn(4, 10, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ACTIVATIONS[name](x)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+    assert y.shape == (4, 10 if name.startswith("gelu") else 5)
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    grad = torch.randn(6, 4, 4, dtype=torch.float64)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    swiglu(one).backward(grad.transpose(0, 1))
+    swiglu(other).backward(grad.transpose(0, 1).contiguous())
+    assert torch.equal(one.grad, other.grad) if one.grad is not None and other.grad is not None else False

@@ -1,19 +1,18 @@
-"""Attention against a loop over queries, keys and heads."""
+"""Attention against a loop over queries, keys and heads; tiles against autograd of the dense formula."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from megalite.kernels.attention import causal_attention
+from megalite.kernels import attention
+from megalite.kernels.attention import causal_attention, tile_backward, tile_forward
+from megalite.kernels.tile_kind import TileKind
 
-Mask = Callable[[int, int], torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None = None
-) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Query i of s_q sees the keys up to s_k - s_q + i; head h reads group h // (heads / groups)."""
     b, heads, s_q, d = q.shape
     groups, s_k = k.shape[1], k.shape[2]
@@ -24,31 +23,23 @@ def plain(
             for i in range(s_q):
                 seen = s_k - s_q + i + 1
                 scores = torch.stack([q[n, head, i] @ k[n, group, j] for j in range(seen)]) / math.sqrt(d)
-                weights = scores.exp() / scores.exp().sum()
-                if keep is not None:
-                    weights = weights * keep[n, head, i, :seen]
-                rows.append(weights @ v[n, group, :seen])
+                rows.append((scores.exp() / scores.exp().sum()) @ v[n, group, :seen])
     return torch.stack(rows).view(b, heads, s_q, d)
 
 
 def tensors(
-    heads: int, groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64
-) -> list[torch.Tensor]:
+    heads: int, groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64, d: int = 4
+) -> Tensors:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, heads, s_q, 4), (2, groups, s_k, 4), (2, groups, s_k, 4))
+    shapes = ((2, heads, s_q, d), (2, groups, s_k, d), (2, groups, s_k, d))
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
 
 
-def keep_all(probabilities: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(probabilities)
-
-
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("fused", [True, False])
-def test_values_and_gradients(heads: int, groups: int, fused: bool) -> None:
+def test_values_and_gradients(heads: int, groups: int) -> None:
     ours_in = [tensor.requires_grad_() for tensor in tensors(heads, groups, 6, 6)]
     plain_in = [tensor.detach().clone().requires_grad_() for tensor in ours_in]
-    ours = causal_attention(*ours_in, keep_mask=None if fused else keep_all)
+    ours = causal_attention(*ours_in)
     expected = plain(*plain_in)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     grad = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -65,28 +56,128 @@ def test_one_query_against_a_cache_sees_every_key() -> None:
     )
 
 
-def test_dropped_probabilities_take_no_part_and_the_rest_are_scaled() -> None:
-    q, k, v = tensors(4, 2, 5, 5)
-    keep = (torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(2)) < 0.7).double() / 0.7
-    ours = causal_attention(q, k, v, keep_mask=lambda probabilities: keep)
-    torch.testing.assert_close(ours, plain(q, k, v, keep), rtol=1e-12, atol=1e-12)
-
-
-def test_the_mask_sees_the_shape_of_the_probabilities() -> None:
-    shapes = []
-
-    def keep_mask(probabilities: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(probabilities.shape))
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 4, 5, dtype=torch.float64))
-        return torch.ones_like(probabilities)
-
-    causal_attention(*tensors(4, 2, 5, 5), keep_mask=keep_mask)
-    assert shapes == [(2, 4, 5, 5)]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_bf16_is_within_its_rounding(fused: bool) -> None:
+def test_bf16_is_within_its_rounding() -> None:
     q, k, v = tensors(4, 2, 16, 16, torch.bfloat16)
-    ours = causal_attention(q, k, v, keep_mask=None if fused else keep_all)
+    ours = causal_attention(q, k, v)
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), plain(q.double(), k.double(), v.double()), rtol=3e-2, atol=2e-2)
+
+
+def dense_scores(q: torch.Tensor, k: torch.Tensor, kind: TileKind) -> torch.Tensor:
+    """[b, heads, s_q, s_k] with -inf where the tile hides the pair."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    visible = {
+        TileKind.FULL: everything,
+        TileKind.CAUSAL: everything.tril(),
+        TileKind.EDGE: everything.triu(),
+    }[kind]
+    return scores.masked_fill(~visible, -math.inf)
+
+
+def whole(q: torch.Tensor, keys: Tensors, values: Tensors, kinds: list[TileKind]) -> Tensors:
+    """The output and logsumexp of one softmax over the keys of several tiles."""
+    scores = torch.cat([dense_scores(q, k, kind) for k, kind in zip(keys, kinds, strict=True)], dim=-1)
+    v = torch.cat(values, dim=2).repeat_interleave(q.shape[1] // values[0].shape[1], dim=1)
+    return [scores.softmax(-1) @ v, scores.logsumexp(-1)]
+
+
+SQUARES = [(1, 1), (3, 3), (17, 17), (33, 33)]
+OBLONGS = [(1, 9), (9, 1), (40, 7), (7, 40)]
+TILES = [
+    (kind, *size) for kind in TileKind for size in (SQUARES + OBLONGS if kind is TileKind.FULL else SQUARES)
+]
+
+
+@pytest.fixture(params=["fused", "products"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's fused kernel, or the matrix products of devices and types that have none."""
+    if request.param == "products":
+        monkeypatch.setattr("megalite.kernels.attention._fused_on_cpu", lambda q: False)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind, s_q, s_k", TILES)
+@pytest.mark.parametrize("heads, groups, d", [(2, 2, 6), (4, 2, 16), (3, 1, 128), (1, 1, 1)])
+def test_tile_values_and_gradients(
+    kind: TileKind, s_q: int, s_k: int, heads: int, groups: int, d: int
+) -> None:
+    """A second, full tile takes part in the softmax: the backward is given what both came to."""
+    q, k, v = tensors(heads, groups, s_q, s_k, d=d)
+    _, other_k, other_v = tensors(heads, groups, s_q, 5, d=d)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out, logsumexp = whole(q, [k, other_k], [v, other_v], [kind, TileKind.FULL])
+    grad_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    # The gradient of q has a part from each tile.
+    of_q = torch.autograd.grad(out, q, grad_out, retain_graph=True)[0]
+    of_k, of_v = torch.autograd.grad(out, leaves[1:], grad_out)
+    q, k, v, out, logsumexp = (tensor.detach() for tensor in (q, k, v, out, logsumexp))
+
+    alone_out, alone_logsumexp = tile_forward(q, k, v, kind)
+    expected = whole(q, [k], [v], [kind])
+    torch.testing.assert_close([alone_out, alone_logsumexp], expected, rtol=1e-12, atol=1e-12)
+    dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, kind)
+    other_dq, _, _ = tile_backward(grad_out, q, other_k, other_v, out, logsumexp, TileKind.FULL)
+    torch.testing.assert_close([dq + other_dq, dk, dv], [of_q, of_k, of_v], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", list(TileKind))
+def test_tiles_read_any_strides(kind: TileKind) -> None:
+    """Slices of activations [s, b, heads, d], a gradient broadcast along d, slices of the logsumexp."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, out = (
+        torch.randn(20, 2, 4, 8, dtype=torch.float64, generator=generator).permute(1, 2, 0, 3)[:, :, 3:14]
+        for _ in range(4)
+    )
+    logsumexp = torch.randn(2, 4, 20, dtype=torch.float64, generator=generator)[:, :, 3:14] + 5.0
+    grad_out = torch.randn(2, 4, 11, 1, dtype=torch.float64, generator=generator).expand(2, 4, 11, 8)
+    transposed = [tensor.mT.contiguous().mT for tensor in (q, k, v)]
+    packed = [tensor.contiguous() for tensor in (q, k, v)]
+    assert all(tensor.stride(-1) != 1 for tensor in transposed)
+    for given in ([q, k, v], transposed):
+        torch.testing.assert_close(
+            tile_forward(*given, kind), tile_forward(*packed, kind), rtol=1e-13, atol=1e-13
+        )
+        torch.testing.assert_close(
+            tile_backward(grad_out, *given, out, logsumexp, kind),
+            tile_backward(grad_out.contiguous(), *packed, out.contiguous(), logsumexp.contiguous(), kind),
+            rtol=1e-13,
+            atol=1e-13,
+        )
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", list(TileKind))
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_tiles_of_fewer_bits_are_within_their_rounding(
+    kind: TileKind, dtype: torch.dtype, bound: float
+) -> None:
+    q, k, v = tensors(4, 2, 48, 48, dtype, d=32)
+    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out, logsumexp = tile_forward(q, k, v, kind)
+    assert out.dtype == dtype
+    assert logsumexp.dtype == torch.float32
+    grads = tile_backward(grad_out, q, k, v, out, logsumexp, kind)
+    assert all(grad.dtype == dtype for grad in grads)
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    exact = whole(leaves[0], [leaves[1]], [leaves[2]], [kind])
+    exact_grads = torch.autograd.grad(exact[0], leaves, grad_out.double())
+    for ours, reference in zip((out, logsumexp, *grads), (*exact, *exact_grads), strict=True):
+        error = (ours.double() - reference).norm() / reference.norm()
+        assert error < bound
+
+
+def test_the_fused_cuda_operators_take_what_we_pass() -> None:
+    """By shape inference alone: schemas differ between versions, and grouped keys must come back grouped."""
+    shapes = {"q": (2, 4, 16, 64), "k": (2, 2, 12, 64), "v": (2, 2, 12, 64)}
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes.values())
+    out, logsumexp = attention._cuda_flash_forward(q, k, v, causal=False)
+    assert out.shape == q.shape
+    assert logsumexp.shape == q.shape[:3]
+    assert logsumexp.dtype == torch.float32
+    grads = attention._cuda_flash_backward(torch.empty_like(out), q, k, v, out, logsumexp, causal=False)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

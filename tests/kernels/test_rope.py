@@ -2,17 +2,35 @@
 
 import math
 
+import pytest
 import torch
 
-from megalite.kernels.rope import apply_rope, rope_tables
+from megalite.kernels.rope import apply_rope, rope_frequencies, rope_tables
 
 
-def turned(x: torch.Tensor, base: float, first: int = 0) -> torch.Tensor:
+def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> torch.Tensor:
+    return rope_frequencies(
+        head_size,
+        base,
+        scaling=scaling,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=original,
+    )
+
+
+def rows(positions: torch.Tensor, theta: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tables of positions [s], as apply_rope takes them."""
+    return [table[:, None, None] for table in rope_tables(positions, theta, dtype)]
+
+
+def turned(x: torch.Tensor, base: float) -> torch.Tensor:
     s, d = x.shape[0], x.shape[3]
     out = torch.empty_like(x)
     for position in range(s):
         for i in range(d // 2):
-            angle = (first + position) * base ** (-2 * i / d)
+            angle = position * base ** (-2 * i / d)
             number = torch.complex(x[position, ..., i], x[position, ..., i + d // 2])
             number = number * complex(math.cos(angle), math.sin(angle))
             out[position, ..., i], out[position, ..., i + d // 2] = number.real, number.imag
@@ -21,16 +39,29 @@ def turned(x: torch.Tensor, base: float, first: int = 0) -> torch.Tensor:
 
 def test_it_turns_each_pair_by_its_angle() -> None:
     x = torch.randn(7, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cos, sin = rope_tables(torch.arange(7), 8, 500.0, torch.float64)
-    torch.testing.assert_close(apply_rope(x, cos, sin), turned(x, 500.0), rtol=1e-13, atol=1e-13)
+    tables = rows(torch.arange(7), frequencies(8, 500.0), torch.float64)
+    torch.testing.assert_close(apply_rope(x, *tables), turned(x, 500.0), rtol=1e-13, atol=1e-13)
+
+
+def test_each_sequence_may_have_positions_of_its_own() -> None:
+    x = torch.randn(6, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    theta = frequencies(8, 500.0)
+    positions = torch.tensor([[0, 0], [1, 1], [2, 0], [3, 1], [0, 2], [1, 3]])
+    cos, sin = rope_tables(positions, theta, torch.float64)
+    assert cos.shape == sin.shape == (6, 2, 4)
+    both = apply_rope(x, cos[:, :, None], sin[:, :, None])
+    for i in range(2):
+        tables = rows(positions[:, i], theta, torch.float64)
+        assert torch.equal(both[:, i : i + 1], apply_rope(x[:, i : i + 1], *tables))
 
 
 def test_products_depend_on_the_distance_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    theta = frequencies(16, 1e4)
 
     def product(q_position: int, k_position: int) -> float:
-        tables = [rope_tables(torch.tensor([p]), 16, 1e4, torch.float64) for p in (q_position, k_position)]
+        tables = [rows(torch.tensor([p]), theta, torch.float64) for p in (q_position, k_position)]
         return float((apply_rope(q, *tables[0]) * apply_rope(k, *tables[1])).sum())
 
     assert math.isclose(product(5, 2), product(1005, 1002), rel_tol=1e-10)
@@ -40,14 +71,32 @@ def test_products_depend_on_the_distance_alone() -> None:
 def test_far_positions_keep_their_digits() -> None:
     """Angles are computed in fp64: in fp32 position 1,000,003 would be off by a hundredth of a radian."""
     position = 1_000_003
-    cos, sin = rope_tables(torch.tensor([position]), 4, 1e4, torch.float32)
+    cos, sin = rope_tables(torch.tensor([position]), frequencies(4, 1e4), torch.float32)
     assert math.isclose(float(cos[0, 0]), math.cos(position), abs_tol=1e-6)
     assert math.isclose(float(sin[0, 1]), math.sin(position * 1e-2), abs_tol=1e-6)
 
 
 def test_half_precision_is_turned_in_the_precision_of_the_tables() -> None:
     x = torch.randn(5, 1, 2, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
-    cos, sin = rope_tables(torch.arange(5), 8, 1e4, torch.float32)
-    ours = apply_rope(x, cos, sin)
+    ours = apply_rope(x, *rows(torch.arange(5), frequencies(8, 1e4), torch.float32))
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, turned(x.double(), 1e4).bfloat16())
+
+
+def test_linear_scaling_is_positions_divided() -> None:
+    plain, scaled = frequencies(16, 1e4), frequencies(16, 1e4, "linear")
+    assert scaled.dtype == torch.float64
+    torch.testing.assert_close(scaled * 80, plain * 10, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(("wavelength", "slowed"), [(15.9, 1.0), (32.0, 2.4), (64.1, 8.0)])
+def test_llama3_scaling_by_wavelength(wavelength: float, slowed: float) -> None:
+    """64 original positions, factors 1 and 4: full beyond 64, nothing below 16, mixed in frequency between.
+
+    A wavelength of 32 turns twice: a third of the way from 1 turn to 4, so θ·(1/3 + 2/3/8) = θ / 2.4.
+    """
+    base = (wavelength / (2 * math.pi)) ** 2  # the second of the two pairs of a head of 4 has this wavelength
+    plain, scaled = frequencies(4, base), frequencies(4, base, "llama3")
+    assert math.isclose(2 * math.pi / float(plain[1]), wavelength, rel_tol=1e-12)
+    assert math.isclose(float(plain[1] / scaled[1]), slowed, rel_tol=1e-12)
+    assert scaled[0] == plain[0]

@@ -1,0 +1,1 @@
+"""Attention over a sequence that is split among ranks."""

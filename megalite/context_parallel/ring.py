@@ -1,0 +1,159 @@
+"""Attention over a sequence that is split among ranks, and over tiles: no rank ever holds all keys.
+
+Keys and values go round the ring of ranks. With every block that comes by, a rank computes the tiles of its own queries
+against it and merges them by the logsumexp of their scores:
+
+    out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)
+
+which is the softmax over all keys exactly. Source: ring attention (arXiv 2310.01889); merging as in flash attention
+(arXiv 2205.14135).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
+from megalite.kernels.attention import tile_backward, tile_forward
+from megalite.topology.group import DONE, Group
+from megalite.topology.sequence import sequence_spans
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: Group,
+    seq_length: int,
+    visibility: Visibility,
+) -> torch.Tensor:
+    """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see.
+
+    Kept for the backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block
+    of keys is under way while the tiles of the present one are computed, and in the backward the sums of dk and dv
+    follow one step behind.
+
+    Args:
+        q: [b, heads, s/cp, d], the rows of `sequence_spans`.
+        k, v: [b, groups, s/cp, d] with heads a multiple of groups.
+        cp: the ranks that share the sequence; with one rank the same code runs without communication.
+        seq_length: s.
+        visibility: which keys a query sees; `document_starts`, if given, are those of the b samples.
+
+    Returns:
+        [b, heads, s/cp, d], a view of memory [s/cp, b, heads, d], so that the output projection reads it in place.
+
+    Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
+    cp - 1 of their gradients in fp32 (fp64 for fp64).
+    """
+    assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
+    return _RingAttention.apply(q, k, v, _Ring(cp, seq_length, visibility))
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Who holds what, and which of it this rank computes."""
+
+    cp: Group
+    seq_length: int
+    visibility: Visibility
+
+    def tiles(self, step: int) -> Iterator[tuple[slice, Tile]]:
+        """Samples and tiles of this rank's queries against the keys that it has at `step`."""
+        spans = [
+            sequence_spans(self.seq_length, cp_rank=rank % self.cp.size, cp_size=self.cp.size)
+            for rank in (self.cp.rank, self.cp.rank - step)
+        ]
+        for samples, tiles in batch_tiles(self.visibility, *spans):
+            for tile in tiles:
+                yield samples, tile
+
+    def keys_and_values(
+        self, k: torch.Tensor, v: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """At step i the keys and values of the rank i places back; the next ones are under way meanwhile."""
+        if self.cp.size == 1:
+            yield 0, k, v
+            return
+        present = torch.stack((k, v))
+        for step in range(self.cp.size - 1):
+            following, exchange = self.cp.rotate_async(present)
+            yield step, present[0], present[1]
+            exchange.wait()
+            present = following
+        yield self.cp.size - 1, present[0], present[1]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring) -> torch.Tensor:
+        b, heads, rows, d = q.shape
+        wide = _wide(q.dtype)
+        out = q.new_zeros((rows, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
+        logsumexp = q.new_full((b, heads, rows), float("-inf"), dtype=wide)
+        for step, keys, values in ring.keys_and_values(k, v):
+            for samples, tile in ring.tiles(step):
+                queries, columns = slice(*tile.q), slice(*tile.k)
+                found = tile_forward(
+                    q[samples, :, queries], keys[samples, :, columns], values[samples, :, columns], tile.kind
+                )
+                _merge(out[samples, :, queries], logsumexp[samples, :, queries], *found)
+        out = out.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        wide = _wide(q.dtype)
+        grad_q = torch.zeros_like(q, dtype=wide)
+        arriving, exchange = None, DONE
+        for step, keys, values in ring.keys_and_values(k, v):
+            grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
+            for samples, tile in ring.tiles(step):
+                queries, columns = slice(*tile.q), slice(*tile.k)
+                dq, dk, dv = tile_backward(
+                    grad_out[samples, :, queries],
+                    q[samples, :, queries],
+                    keys[samples, :, columns],
+                    values[samples, :, columns],
+                    out[samples, :, queries],
+                    logsumexp[samples, :, queries],
+                    tile.kind,
+                )
+                grad_q[samples, :, queries] += dq
+                grad_kv[0, samples, :, columns] += dk
+                grad_kv[1, samples, :, columns] += dv
+            if step == 0:
+                own = grad_kv  # stays at home; what the other ranks add comes last
+                continue
+            if arriving is not None:
+                exchange.wait()
+                grad_kv += arriving
+            arriving, exchange = ring.cp.rotate_async(grad_kv)
+        if arriving is not None:
+            exchange.wait()
+            own += arriving
+        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What partial results add up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _merge(
+    out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor
+) -> None:
+    """In place: `out` and `logsumexp` of some keys become those of these and the tile's keys."""
+    both = torch.logaddexp(logsumexp, tile_logsumexp)
+    out.mul_((logsumexp - both).exp_().unsqueeze(-1))
+    out.addcmul_(tile_out, (tile_logsumexp - both).exp_().unsqueeze(-1))
+    logsumexp.copy_(both)

@@ -1,0 +1,190 @@
+"""Which (query, key) pairs attention may see, cut into pieces that need no mask. No torch.
+
+A sliding window, documents and the two spans of a context-parallel rank leave a region of visible pairs that no fused
+kernel takes as it is. Cut into rectangles and triangles it runs on the plain fused kernel, and what cannot be seen is
+never computed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
+
+from megalite.kernels.tile_kind import TileKind
+from megalite.topology.sequence import Span
+
+WINDOW_BLOCK = 2048
+"""Rows of a window at most that are cut as one block: long enough to fill a device, and a multiple of its tiles."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rule by which the query at position p sees the key at position c: always c <= p, and
+
+    Args:
+        window: p - c < window, if given (Mistral's sliding window: a token sees itself and window - 1 before it).
+        document_starts: p and c lie in the same document, if given: for each sample of the batch the ascending
+            first positions of its documents, beginning with 0.
+    """
+
+    window: int | None = None
+    document_starts: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1, self.window
+        for starts in self.document_starts or ():
+            assert starts[0] == 0, starts
+            assert all(a < b for a, b in pairwise(starts)), starts
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows `q` against columns `k`, both half-open, of which `kind` says what is visible."""
+
+    q: Span
+    k: Span
+    kind: TileKind
+
+    def shifted(self, rows: int, columns: int) -> "Tile":
+        """The same tile with its origin moved."""
+        return Tile(
+            (self.q[0] + rows, self.q[1] + rows), (self.k[0] + columns, self.k[1] + columns), self.kind
+        )
+
+
+def tiles(q: Span, k: Span, window: int | None = None, starts: tuple[int, ...] | None = None) -> list[Tile]:
+    """The visible pairs of the queries `q` and keys `k` (true positions) of one sample as tiles.
+
+    The tiles do not overlap, cover {(p, c): q0 <= p < q1, k0 <= c < k1, c <= p, p - c < window, same document} and
+    nothing else, and are in true positions.
+    """
+    if starts is None:
+        return list(_band(q, k, window))
+    found: list[Tile] = []
+    end = max(q[1], k[1])
+    for first, stop in zip(starts, (*starts[1:], max(end, starts[-1]))):
+        rows = max(q[0], first), min(q[1], stop)
+        columns = max(k[0], first), min(k[1], stop)
+        if rows[0] < rows[1] and columns[0] < columns[1]:
+            found.extend(_band(rows, columns, window))
+    return found
+
+
+def _band(q: Span, k: Span, window: int | None) -> Iterator[Tile]:
+    """`tiles` within one document.
+
+    Row p sees the columns [max(k0, p - w + 1), min(k1, p + 1)). The right bound moves with p before k1 and rests
+    after; the left one rests before k0 + w and moves after. Between those cuts each bound does one thing.
+    """
+    q0, k0, k1 = max(q[0], k[0]), k[0], k[1]
+    if window is None:
+        window = max(q[1] - k0, 1)  # wider than any distance
+    q1 = min(q[1], k1 + window - 1)
+    if q0 >= q1:
+        return
+    left_moves = k0 + window
+    cuts = sorted({q0, q1, *(cut for cut in (k1, left_moves) if q0 < cut < q1)})
+    for a, b in pairwise(cuts):
+        if a < left_moves:
+            stop = k1 if a >= k1 else a
+            yield from _full((a, b), (k0, stop))
+            if a < k1:
+                yield _triangle((a, b), (a, b), TileKind.CAUSAL)
+        elif a >= k1:
+            yield _triangle((a, b), (a - window + 1, b - window + 1), TileKind.EDGE)
+            yield from _full((a, b), (b - window + 1, k1))
+        else:
+            yield from _window_blocks((a, b), window)
+
+
+def _window_blocks(rows: Span, window: int) -> Iterator[Tile]:
+    """Rows whose both bounds move, in blocks of which the far edge and the diagonal do not meet."""
+    block = max(min(window - 1, WINDOW_BLOCK), 1)
+    for a in range(rows[0], rows[1], block):
+        b = min(a + block, rows[1])
+        if window > 1:
+            yield _triangle((a, b), (a - window + 1, b - window + 1), TileKind.EDGE)
+            yield from _full((a, b), (b - window + 1, a))
+        yield _triangle((a, b), (a, b), TileKind.CAUSAL)
+
+
+def _full(q: Span, k: Span) -> Iterator[Tile]:
+    if k[0] < k[1]:
+        yield Tile(q, k, TileKind.FULL)
+
+
+def _triangle(q: Span, k: Span, kind: TileKind) -> Tile:
+    assert q[1] - q[0] == k[1] - k[0]
+    return Tile(q, k, kind if q[1] - q[0] > 1 else TileKind.FULL)
+
+
+@lru_cache(maxsize=4096)
+def local_tiles(
+    queries: tuple[Span, ...], keys: tuple[Span, ...], window: int | None, starts: tuple[int, ...] | None
+) -> tuple[Tile, ...]:
+    """The visible pairs of one rank's queries and one rank's keys, in local rows and columns.
+
+    Args:
+        queries, keys: the spans of true positions that the rows and columns hold, in their order, ascending.
+        window, starts: as in `Visibility`, for one sample.
+
+    Cached: every layer of a step asks for the same.
+    """
+    if window is not None and queries[-1][1] - 1 - keys[0][0] < window:
+        window = None
+    if starts is not None and len(starts) == 1:
+        starts = None
+    rows = sum(stop - first for first, stop in queries)
+    if queries == keys and window is None and starts is None:
+        # Positions ascend, so that what is causal in them is causal in rows too, across the gap between spans.
+        return (_triangle((0, rows), (0, rows), TileKind.CAUSAL),)
+    found: list[Tile] = []
+    row = 0
+    for query in queries:
+        column = 0
+        for key in keys:
+            found += [
+                tile.shifted(row - query[0], column - key[0]) for tile in tiles(query, key, window, starts)
+            ]
+            column += key[1] - key[0]
+        row += query[1] - query[0]
+    return tuple(_merged(found))
+
+
+def _merged(found: list[Tile]) -> list[Tile]:
+    """Full rectangles that share a whole side become one; one launch of a large tile is faster than two."""
+    full = [tile for tile in found if tile.kind is TileKind.FULL]
+    rest = [tile for tile in found if tile.kind is not TileKind.FULL]
+    beside: list[Tile] = []
+    for tile in sorted(full, key=lambda tile: (tile.q, tile.k)):
+        if beside and beside[-1].q == tile.q and beside[-1].k[1] == tile.k[0]:
+            beside[-1] = Tile(tile.q, (beside[-1].k[0], tile.k[1]), TileKind.FULL)
+        else:
+            beside.append(tile)
+    below: list[Tile] = []
+    for tile in sorted(beside, key=lambda tile: (tile.k, tile.q)):
+        if below and below[-1].k == tile.k and below[-1].q[1] == tile.q[0]:
+            below[-1] = Tile((below[-1].q[0], tile.q[1]), tile.k, TileKind.FULL)
+        else:
+            below.append(tile)
+    return sorted(below + rest, key=lambda tile: (tile.q, tile.k))
+
+
+def batch_tiles(
+    visibility: Visibility, queries: tuple[Span, ...], keys: tuple[Span, ...]
+) -> list[tuple[slice, tuple[Tile, ...]]]:
+    """Slices of the batch, each with the tiles that its samples share; neighbours with equal documents go together.
+
+    Slices without a visible pair are left out.
+    """
+    if visibility.document_starts is None:
+        cut = local_tiles(queries, keys, visibility.window, None)
+        return [(slice(None), cut)] if cut else []
+    found = []
+    first = 0
+    for starts, samples in groupby(visibility.document_starts):
+        stop = first + len(list(samples))
+        if cut := local_tiles(queries, keys, visibility.window, starts):
+            found.append((slice(first, stop), cut))
+        first = stop
+    return found

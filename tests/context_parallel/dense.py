@@ -1,0 +1,37 @@
+"""Attention with a dense mask, by autograd, and inputs that every rank of a test can draw for itself."""
+
+import math
+
+import torch
+
+from megalite.topology.sequence import sequence_spans
+
+Starts = tuple[tuple[int, ...], ...] | None
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, starts: Starts
+) -> torch.Tensor:
+    """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible."""
+    b, heads, s, d = q.shape
+    visible = torch.zeros(b, 1, s, s, dtype=torch.bool)
+    for sample in range(b):
+        first = 0
+        for p in range(s):
+            if starts is not None and p in starts[sample]:
+                first = p
+            for c in range(first, p + 1):
+                visible[sample, 0, p, c] = window is None or p - c < window
+    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    scores = (q @ k.mT / math.sqrt(d)).masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(tensor: torch.Tensor, rank: int, cp: int, dim: int) -> torch.Tensor:
+    """What rank `rank` of cp holds of a whole sequence along `dim`."""
+    spans = sequence_spans(tensor.shape[dim], cp_rank=rank, cp_size=cp)
+    return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in spans], dim=dim)

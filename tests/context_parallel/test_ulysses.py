@@ -1,0 +1,76 @@
+"""The exchange of sequence for heads: where every element goes, and that each direction is the other's adjoint."""
+
+import pytest
+import torch
+
+from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.topology.group import Group
+from tests.context_parallel.dense import drawn, rows_of
+from tests.support.ranks import RankContext, run_ranks
+
+S, B, GROUPS, REST = 24, 2, 12, (3, 5)
+
+Found = dict[str, torch.Tensor]
+
+
+def group_of(context: RankContext, cp: int) -> Group:
+    return context.topology(cp=cp).cp if cp > 1 else Group.solo("cp")
+
+
+def heads_of(tensor: torch.Tensor, rank: int, cp: int) -> torch.Tensor:
+    return tensor.chunk(cp, dim=2)[rank]
+
+
+def both_ways(context: RankContext, cp: int) -> Found:
+    cp_group = group_of(context, cp)
+    rank = cp_group.rank
+    by_sequence = rows_of(drawn(0, S, B, GROUPS, *REST), rank, cp, 0).requires_grad_()
+    by_heads = sequence_to_heads(by_sequence, cp=cp_group, seq_length=S)
+    by_heads.backward(heads_of(drawn(1, S, B, GROUPS, *REST), rank, cp))
+    flat = heads_of(drawn(2, S, B, GROUPS * 7), rank, cp).requires_grad_()
+    back = heads_to_sequence(flat, cp=cp_group, seq_length=S)
+    back.backward(rows_of(drawn(3, S, B, GROUPS * 7), rank, cp, 0))
+    assert by_sequence.grad is not None
+    assert flat.grad is not None
+    return {
+        "by_heads": by_heads.detach(),
+        "grad_of_rows": by_sequence.grad,
+        "by_rows": back.detach(),
+        "grad_of_heads": flat.grad,
+        "there_and_back": heads_to_sequence(by_heads.detach(), cp=cp_group, seq_length=S),
+    }
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_every_element_goes_where_it_belongs_and_its_gradient_comes_back(cp: int) -> None:
+    for rank, found in enumerate(run_ranks(cp, both_ways, cp)):
+        right = {
+            "by_heads": heads_of(drawn(0, S, B, GROUPS, *REST), rank, cp),
+            "grad_of_rows": rows_of(drawn(1, S, B, GROUPS, *REST), rank, cp, 0),
+            "by_rows": rows_of(drawn(2, S, B, GROUPS * 7), rank, cp, 0),
+            "grad_of_heads": heads_of(drawn(3, S, B, GROUPS * 7), rank, cp),
+            "there_and_back": rows_of(drawn(0, S, B, GROUPS, *REST), rank, cp, 0),
+        }
+        for name, tensor in right.items():
+            assert torch.equal(found[name], tensor), (name, rank)
+
+
+def exchanged(context: RankContext, cp: int) -> list[int]:
+    group = group_of(context, cp)
+    calls: list[int] = []
+
+    class Counter(Group):
+        def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+            calls.append(tensor.numel())
+            super().all_to_all_equal(output, tensor)
+
+    counter = Counter(group.name, group.ranks, group.rank, group.process_group)
+    x = rows_of(drawn(0, S, B, GROUPS, *REST), group.rank, cp, 0).requires_grad_()
+    y = sequence_to_heads(x, cp=counter, seq_length=S)
+    y.sum().backward()
+    return calls
+
+
+def test_one_exchange_of_the_whole_activation_each_way() -> None:
+    size = S // 2 * B * GROUPS * 15
+    assert run_ranks(2, exchanged, 2) == [[size, size]] * 2

@@ -1,0 +1,52 @@
+"""Grouped products against one einsum a group."""
+
+import pytest
+import torch
+
+from megalite.kernels.grouped_gemm import (
+    accumulate_grouped_weight_grad,
+    grouped_matmul,
+    grouped_matmul_fused,
+)
+
+COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3]]
+IN, OUT = 16, 24
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def owners(counts: list[int]) -> torch.Tensor:
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_group_meets_its_own_matrix(counts: list[int], transposed: bool) -> None:
+    x, weight = draw(1, sum(counts), IN), draw(2, 4, IN, OUT)
+    given = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+    expected = torch.einsum("ni,nio->no", x, weight[owners(counts)])
+    torch.testing.assert_close(grouped_matmul(x, given, counts), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_weight_gradients_are_added(counts: list[int]) -> None:
+    x, grad_y = draw(1, sum(counts), IN), draw(3, sum(counts), OUT)
+    main_grad = draw(4, 4, OUT, IN)
+    expected = main_grad.clone().index_add_(0, owners(counts), torch.einsum("no,ni->noi", grad_y, x))
+    accumulate_grouped_weight_grad(main_grad, grad_y, x, counts)
+    torch.testing.assert_close(main_grad, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_fused_kernel_gives_the_same_in_bf16(counts: list[int], transposed: bool) -> None:
+    """On CPU torch has the same function, so what is passed to it can be proved here."""
+    x = draw(1, sum(counts), IN, dtype=torch.bfloat16)
+    weight = draw(2, 4, OUT, IN, dtype=torch.bfloat16).transpose(1, 2)
+    if not transposed:
+        weight = weight.contiguous()
+    fused = grouped_matmul_fused(x, weight, counts)
+    torch.testing.assert_close(fused, grouped_matmul(x, weight, counts), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,94 @@
+"""Attention with probabilities against autograd over plain operations, and the bytes it keeps."""
+
+import math
+
+import pytest
+import torch
+
+from megalite.kernels.unfused_attention import unfused_attention
+
+P = 0.3
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, keep: torch.Tensor | None
+) -> torch.Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(math.sqrt(q.shape[-1])).exp()
+    if visible is not None:
+        weights = weights * visible
+    weights = weights / weights.sum(-1, keepdim=True)
+    if keep is not None:
+        weights = weights * keep / (1 - P)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def tensors(
+    groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as the model has them (views of [s, b, heads, d]); a gradient; what is visible; what stays."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((s_q, 2, 4, 6), (s_k, 2, groups, 6), (s_k, 2, groups, 6), (s_q, 2, 4, 6))
+    *inputs, grad = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).permute(1, 2, 0, 3)
+        for shape in shapes
+    )
+    visible = torch.rand(2, 1, s_q, s_k, generator=generator) < 0.6
+    visible[..., 0] = True
+    keep = torch.rand(2, 4, s_q, s_k, generator=generator) >= P
+    return inputs, grad, visible, keep
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize(("s_q", "s_k"), [(5, 5), (3, 8), (1, 4)])
+def test_values_and_gradients(groups: int, hidden: bool, drops: bool, s_q: int, s_k: int) -> None:
+    inputs, grad, visible, keep = tensors(groups, s_q, s_k)
+    masks = (visible if hidden else None, keep if drops else None)
+    ours_in, plain_in = ([tensor.detach().clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    ours = unfused_attention(*ours_in, visible=masks[0], keep=masks[1], p=P)
+    expected = plain(*plain_in, *masks)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    ours.backward(grad)
+    expected.backward(grad)
+    for one, other in zip(ours_in, plain_in, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_within_their_rounding_of_fp64(dtype: torch.dtype) -> None:
+    inputs, grad, visible, keep = tensors(2, 32, 32, dtype)
+    half_in = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    exact_in = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    half = unfused_attention(*half_in, visible=visible, keep=keep, p=P)
+    exact = plain(*exact_in, visible, keep)
+    assert half.dtype == dtype
+    torch.testing.assert_close(half.double(), exact, rtol=3e-2, atol=3e-2)
+    half.backward(grad)
+    exact.backward(grad.double())
+    for one, other in zip(half_in, exact_in, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("dtype", "score"), [(torch.bfloat16, 5), (torch.float32, 9), (torch.float64, 17)])
+def test_twice_the_type_and_a_byte_are_kept_of_a_score(dtype: torch.dtype, score: int) -> None:
+    inputs, _, visible, keep = tensors(2, 8, 8, dtype)
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        unfused_attention(*(x.detach().requires_grad_() for x in inputs), visible=visible, keep=keep, p=P)
+    given = sum(x.numel() for x in inputs) * dtype.itemsize
+    assert sum(storages.values()) == given + score * keep.numel()
+
+
+def test_the_output_projection_can_read_it_in_place() -> None:
+    inputs, _, visible, keep = tensors(2, 8, 8)
+    out = unfused_attention(*inputs, visible=visible, keep=keep, p=P)
+    assert out.permute(2, 0, 1, 3).is_contiguous()
