@@ -10,7 +10,7 @@ from megalite.topology.group import Work
 class AllReduce(DataParallelStrategy):
     """Buckets are all-reduced as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
 
-    Wire: 2·(d-1)/d of the gradient bytes a step and rank.
+    Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
     """
 
     shards_over_dp = False
@@ -20,7 +20,7 @@ class AllReduce(DataParallelStrategy):
         return 0, bucket.data.numel()
 
     def _reduce(self, bucket: Bucket) -> Work:
-        return self.groups.dp.all_reduce_async(bucket.grad)
+        return self.groups.replicas(bucket.kind).all_reduce_async(bucket.grad)
 
     def publish_parameters(self) -> None:
         """Round the main parameters to the model's precision; nothing to do where they are the model's."""

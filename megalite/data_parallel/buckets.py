@@ -2,7 +2,7 @@
 
 One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that
 need different treatment never share one: each bucket is uniform in weight decay, in what tensor parallelism does
-with it and in being tied. Replicated and tied parameters therefore sit at the same offsets on every rank that holds
+with it, in being tied and in belonging to experts, which other ranks hold copies of. Replicated and tied parameters therefore sit at the same offsets on every rank that holds
 a copy, so the copies see bit-equal sums and cannot drift.
 """
 
@@ -22,6 +22,7 @@ class BucketKind(NamedTuple):
     split_over_tp: bool
     partial_over_tp: bool
     tied: bool
+    expert: bool
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,27 @@ def _move_to_main_grad(parameter: torch.Tensor) -> None:
 
 
 def make_buckets(
-    parameters: Iterable[ShardedParameter], *, bucket_size: int, align: int, grad_dtype: torch.dtype
+    parameters: Iterable[ShardedParameter],
+    *,
+    bucket_size: int,
+    align: Callable[[BucketKind], int],
+    grad_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Buckets of about `bucket_size` elements in reverse order of `parameters`: the order in which gradients come."""
+    """Buckets of about `bucket_size` elements in reverse order of `parameters`: the order in which gradients come.
+
+    Args:
+        align: what the size of a bucket of this kind is a multiple of.
+    """
     open_buckets: dict[BucketKind, list[ShardedParameter]] = {}
     closed: list[tuple[BucketKind, list[ShardedParameter]]] = []
     for parameter in reversed(list(dict.fromkeys(parameters))):
         info = parameter.info
-        kind = BucketKind(info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied)
+        kind = BucketKind(
+            info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert
+        )
         members = open_buckets.setdefault(kind, [])
         members.append(parameter)
         if sum(member.numel() for member in members) >= bucket_size:
             closed.append((kind, open_buckets.pop(kind)))
     closed.extend(open_buckets.items())
-    return [Bucket(kind, members, align=align, grad_dtype=grad_dtype) for kind, members in closed]
+    return [Bucket(kind, members, align=align(kind), grad_dtype=grad_dtype) for kind, members in closed]

@@ -16,7 +16,7 @@ class DistributedOptimizer(DataParallelStrategy):
 
     The gather runs under the next forward: each module waits for its own buckets just before it computes.
     Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. Optimizer state and main
-    parameters take 1/d of the memory.
+    parameters take 1/d of the memory. For experts d is the expert-dp size.
     """
 
     shards_over_dp = True
@@ -26,7 +26,8 @@ class DistributedOptimizer(DataParallelStrategy):
     ) -> None:
         super().__init__(stages, **common)
         self._gathering: dict[Bucket, Work] = {}
-        self._overlap_gather = overlap_param_gather and self.groups.dp.size > 1
+        shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
+        self._overlap_gather = overlap_param_gather and shared
         if self._overlap_gather:
             bucket_of = {
                 placed.parameter: bucket for bucket in self.all_buckets() for placed in bucket.placed
@@ -49,13 +50,15 @@ class DistributedOptimizer(DataParallelStrategy):
                     work.wait()
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """The dp rank's equal part."""
-        size = bucket.data.numel() // self.groups.dp.size
-        return self.groups.dp.rank * size, (self.groups.dp.rank + 1) * size
+        """This rank's equal part."""
+        group = self.groups.replicas(bucket.kind)
+        size = bucket.data.numel() // group.size
+        return group.rank * size, (group.rank + 1) * size
 
     def _reduce(self, bucket: Bucket) -> Work:
         start, stop = self.owned_range(bucket)
-        return self.groups.dp.reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
+        group = self.groups.replicas(bucket.kind)
+        return group.reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
 
     def publish_parameters(self) -> None:
         """Round the owned part to the model's precision and start gathering all parts, first-needed first."""
@@ -66,7 +69,8 @@ class DistributedOptimizer(DataParallelStrategy):
             own = data[shard.start : shard.stop]
             if shard.is_copy:
                 own.copy_(shard.main_param.data)
-            self._gathering[shard.bucket] = self.groups.dp.all_gather_async(data, own)
+            group = self.groups.replicas(shard.bucket.kind)
+            self._gathering[shard.bucket] = group.all_gather_async(data, own)
         if not self._overlap_gather:
             self.wait_for_parameters()
 
@@ -77,7 +81,7 @@ class DistributedOptimizer(DataParallelStrategy):
         self._gathering.clear()
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """All-gather over dp."""
+        """All-gather over the ranks that hold the bucket too."""
         whole = values.new_empty(shard.bucket.data.numel())
-        self.groups.dp.all_gather(whole, values.contiguous())
+        self.groups.replicas(shard.bucket.kind).all_gather(whole, values.contiguous())
         return whole

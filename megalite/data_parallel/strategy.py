@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.data_parallel.buckets import Bucket, Placed, make_buckets
+from megalite.data_parallel.buckets import Bucket, BucketKind, Placed, make_buckets
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group, Work
 
@@ -52,6 +52,12 @@ class StrategyGroups:
     tp: Group
     embedding: Group | None
     """First and last rank of the pipeline; None in between."""
+    expert_dp: Group
+    """Ranks that hold the same part of the same experts, whose gradients are of other tokens."""
+
+    def replicas(self, kind: BucketKind) -> Group:
+        """The ranks with the same bucket of this kind and other samples."""
+        return self.expert_dp if kind.expert else self.dp
 
 
 class DataParallelStrategy(ABC):
@@ -72,12 +78,11 @@ class DataParallelStrategy(ABC):
     ) -> None:
         self.groups = groups
         self._overlap = overlap_grad_reduce
-        align = ALIGNMENT * groups.dp.size
         self.buckets: dict[int, list[Bucket]] = {
             stage: make_buckets(
                 (parameter for parameter in module.parameters() if isinstance(parameter, ShardedParameter)),
                 bucket_size=bucket_size,
-                align=align,
+                align=lambda kind: ALIGNMENT * groups.replicas(kind).size,
                 grad_dtype=grad_dtype,
             )
             for stage, module in stages.items()
@@ -96,12 +101,12 @@ class DataParallelStrategy(ABC):
         main_param.grad = grad
         kind, groups = bucket.kind, self.groups
         first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
-        own_split = kind.split_over_tp or groups.tp.rank == 0
-        counts = first_copy and own_split and (self.shards_over_dp or groups.dp.rank == 0)
+        own_split = kind.split_over_tp or kind.expert or groups.tp.rank == 0
+        counts = first_copy and own_split and (self.shards_over_dp or groups.replicas(kind).rank == 0)
         return OptimizerShard(bucket, start, stop, main_param, counts)
 
     shards_over_dp: bool
-    """Each dp rank updates a part of each bucket of its own."""
+    """Each of the ranks with the same bucket updates a part of it of its own."""
 
     @abstractmethod
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
@@ -109,7 +114,7 @@ class DataParallelStrategy(ABC):
 
     @abstractmethod
     def _reduce(self, bucket: Bucket) -> Work:
-        """Start summing the bucket's gradients over dp."""
+        """Start summing the bucket's gradients over the ranks that hold it too."""
 
     @abstractmethod
     def publish_parameters(self) -> None:
@@ -121,7 +126,7 @@ class DataParallelStrategy(ABC):
 
     @abstractmethod
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """From every dp rank's `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
+        """From all replicas' `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""

@@ -60,6 +60,17 @@ class _GatherSequence(torch.autograd.Function):
         return reduce_scatter_along_sequence(grad, ctx.tp), None
 
 
+class _ReplicateSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return gather_along_sequence(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.tensor_split(ctx.tp.size, dim=0)[ctx.tp.rank], None
+
+
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -115,6 +126,14 @@ def gather_from_sequence_parallel_region(x: torch.Tensor, *, tp: Group) -> torch
     Collectives: forward all-gather / backward reduce-scatter.
     """
     return x if tp.size == 1 else _GatherSequence.apply(x, tp)
+
+
+def replicate_from_sequence_parallel_region(x: torch.Tensor, *, tp: Group) -> torch.Tensor:
+    """[s/tp, b, h] -> [s, b, h], entering a region that every rank computes alike: the inverse of `scatter_to`.
+
+    Collectives: forward all-gather / backward none, since every rank has the same gradient.
+    """
+    return x if tp.size == 1 else _ReplicateSequence.apply(x, tp)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, *, tp: Group) -> torch.Tensor:

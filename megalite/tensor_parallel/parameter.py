@@ -1,11 +1,11 @@
 """Parameters that know which slice of which tensor they are and how their gradients combine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from megalite.tensor_parallel.random import fill_normal
+from megalite.tensor_parallel.random import fill_expert_normal, fill_normal
 from megalite.topology.group import Group
 from megalite.topology.sharding import ShardSpec
 
@@ -17,11 +17,13 @@ class ParameterInfo:
     spec: ShardSpec
     """Name, global shape and local slice."""
     shard_dim: int | None
-    """Dimension that tensor parallelism splits; None: replicated over tp."""
+    """Dimension that tensor parallelism (of experts: expert tensor parallelism) splits; None: replicated over tp."""
     decay: bool
     """Weight decay applies."""
     partial_over_tp: bool
-    """Replicated, but each tp rank's gradient covers its part of the sequence alone: sum them over tp."""
+    """Replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp."""
+    expert: bool = False
+    """Dimension 0 runs over experts, which expert parallelism splits; gradients are summed over expert-dp, not dp."""
     tied: bool = False
     """The word embedding where two stages hold a copy: sum the gradients over the embedding group."""
     uses: int = 1
@@ -49,13 +51,21 @@ class ShardedParameter(torch.nn.Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFactory:
-    """How the parameters of a model are made: where, in which type, from which seed, split over which group."""
+    """How the parameters of a model are made: where, in which type, from which seed, split over which group.
+
+    Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `tp_cp` are all the
+    ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices.
+    """
 
     tp: Group
     seed: int
     dtype: torch.dtype
     device: torch.device
     sequence_parallel: bool = False
+    cp: Group = field(default_factory=lambda: Group.solo("cp"))
+    tp_cp: Group = field(default_factory=lambda: Group.solo("tp-cp"))
+    ep: Group = field(default_factory=lambda: Group.solo("ep"))
+    expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
 
     def make(
         self,
@@ -67,6 +77,8 @@ class ParameterFactory:
         value: float = 0.0,
         decay: bool = True,
         in_sequence_region: bool = False,
+        always_partial: bool = False,
+        expert: bool = False,
         tied: bool = False,
         uses: int = 1,
     ) -> ShardedParameter:
@@ -75,22 +87,46 @@ class ParameterFactory:
         Args:
             std: draw from N(0, std²); None: fill with `value`.
             in_sequence_region: it acts on activations that sequence parallelism splits.
+            always_partial: each tp rank uses it on a part of its own, with sequence parallelism or without.
+            expert: dimension 0 runs over experts and is split over ep; `shard_dim` is split over expert_tp.
         """
-        spec = ShardSpec.whole(name, shape)
-        if shard_dim is not None:
-            spec = ShardSpec.split(name, shape, dim=shard_dim, index=self.tp.rank, parts=self.tp.size)
-        data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
-        if std is not None:
-            fill_normal(data, spec, dim=shard_dim or 0, std=std, seed=self.seed)
+        data, spec = self._initial(name, shape, shard_dim=shard_dim, std=std, value=value, expert=expert)
         parameter = ShardedParameter(data)
         parameter.info = ParameterInfo(
             spec=spec,
             shard_dim=shard_dim,
             decay=decay,
-            partial_over_tp=in_sequence_region and self.sequence_parallel,
+            partial_over_tp=(in_sequence_region and self.sequence_parallel)
+            or (always_partial and self.tp.size > 1),
+            expert=expert,
             tied=tied,
             uses=uses,
         )
         parameter.main_grad = None
         parameter.grad_ready = None
         return parameter
+
+    def _initial(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        shard_dim: int | None,
+        std: float | None,
+        value: float,
+        expert: bool,
+    ) -> tuple[torch.Tensor, ShardSpec]:
+        """The local slice with its first values."""
+        spec = ShardSpec.whole(name, shape)
+        if shard_dim is not None:
+            group = self.expert_tp if expert else self.tp
+            spec = ShardSpec.split(name, shape, dim=shard_dim, index=group.rank, parts=group.size)
+        if expert:
+            assert shard_dim != 0, name
+            own = ShardSpec.split(name, shape, dim=0, index=self.ep.rank, parts=self.ep.size).slice[0]
+            spec = ShardSpec(name=name, global_shape=spec.global_shape, slice=(own, *spec.slice[1:]))
+        data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
+        if std is not None:
+            fill = fill_expert_normal if expert else fill_normal
+            fill(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed)
+        return data, spec

@@ -2,6 +2,7 @@
 
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
+Each expert of a mixture is a tensor of its own in this.
 
 Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index),
 and a rank uses its part. So the mask of an element is the same for every tp, pp, dp and microbatch size; replicated
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megalite.kernels.dropout import masked_dropout
 from megalite.topology.sharding import ShardSpec
 
 BLOCK = 64
@@ -34,12 +36,31 @@ def fill_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, 
         spec: its name, global shape and slice.
         dim: the dimension that blocks run along; the one that tensor parallelism splits, if any.
     """
+    _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
+
+
+def fill_expert_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int) -> None:
+    """`fill_normal` for a tensor whose dimension 0 runs over experts: each expert is drawn as a tensor of its own.
+
+    So a rank that holds one expert of many draws no other.
+
+    Args:
+        dim: of the whole tensor, not 0.
+    """
+    for row, expert in enumerate(range(*spec.slice[0])):
+        one = ShardSpec(name=spec.name, global_shape=spec.global_shape[1:], slice=spec.slice[1:])
+        _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", expert))
+
+
+def _fill_blocks(
+    tensor: torch.Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]
+) -> None:
     (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
     shape = list(spec.global_shape)
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         first, last = block * BLOCK, min((block + 1) * BLOCK, extent)
         shape[dim] = last - first
-        generator = np.random.Generator(np.random.Philox(key=_key(seed, spec.name, block, size=16)))
+        generator = np.random.Generator(np.random.Philox(key=_key(*key, block, size=16)))
         drawn = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(std))
         lower, upper = max(first, start), min(last, stop)
         part = drawn.narrow(dim, lower - first, upper - lower)
@@ -63,17 +84,16 @@ class DropoutStream:
 
 
 def dropout(
-    x: torch.Tensor, p: float, *, site: str, stream: DropoutStream, rows: tuple[int, int], length: int
+    x: torch.Tensor, p: float, *, site: str, stream: DropoutStream, rows: torch.Tensor, length: int
 ) -> torch.Tensor:
-    """Zero elements of x [s_local, b, h] with probability p and scale the rest by 1/(1-p).
+    """Zero elements of x [s_local, b, h] with probability p and scale the rest by 1/(1-p); keeps one byte an element.
 
     Args:
         site: name of the place in the network, e.g. `"layers.3.mlp"`.
-        rows: the half-open range of sequence positions held here; `length` is the full sequence's.
+        rows: where in the sequence of `length` tokens the rows of x are, int64 [s_local].
     """
-    start, stop = rows
     masks = [
-        stream.keep(site, sample, (length, x.shape[2]), p, x.device)[start:stop]
+        stream.keep(site, sample, (length, x.shape[2]), p, x.device).index_select(0, rows)
         for sample in range(x.shape[1])
     ]
-    return x * (torch.stack(masks, dim=1).to(x.dtype) / (1.0 - p))
+    return masked_dropout(x, torch.stack(masks, dim=1), p)

@@ -23,9 +23,12 @@ from megalite.topology.sharding import ShardSpec, Slice
 from megalite.training.replica import Replica
 
 SPLIT_ELEMENTS = 1 << 18
-"""Parameters of at least this many elements are written in parts, one by each data-parallel rank."""
+"""Parameters of at least this many elements are written in parts, one by each rank that holds them."""
 
-FREE_MODEL_FIELDS = {"hidden_dropout", "attention_dropout", "init_method_std"}
+FREE_MODEL_FIELDS = {
+    *("hidden_dropout", "attention_dropout", "init_method_std"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+}
 """Settings of the model that may differ between a checkpoint and the run that loads it."""
 
 
@@ -65,35 +68,38 @@ def _plan(replica: Replica, shard: OptimizerShard) -> Iterator[SavedTensor]:
     dtypes = (("", shard.bucket.data.dtype), *((state, shard.main_param.dtype) for state in _states(shard)))
     for state, dtype in dtypes:
         for index, placed in enumerate(shard.bucket.placed):
-            part = _written_part(replica, index, placed)
+            part = _written_part(replica, shard, index, placed)
             if part is not None:
                 group = "optimizer" if state else "weight"
                 yield SavedTensor(key_group=group, state=state, spec=part, dtype=dtype)  # type: ignore[arg-type]
 
 
-def _written_part(replica: Replica, index: int, placed: Placed) -> ShardSpec | None:
+def _written_part(replica: Replica, shard: OptimizerShard, index: int, placed: Placed) -> ShardSpec | None:
     """The part of this rank's shard of a parameter that it, and no other rank, writes; None: nothing."""
     info, topology = placed.parameter.info, replica.topology
-    if info.shard_dim is None and topology.tp.rank != 0:
+    if info.shard_dim is None and not info.expert and topology.tp.rank != 0:
         return None
     if info.tied and topology.embedding is not None and topology.embedding.rank != 0:
         return None
-    writers, writer = topology.dp_cp.size, topology.dp_cp.rank
-    rows = info.spec.shape[0]
-    if placed.parameter.numel() < SPLIT_ELEMENTS or rows < writers:
+    group = replica.strategy.groups.replicas(shard.bucket.kind)
+    writers, writer = group.size, group.rank
+    shape = info.spec.shape
+    # A rank may hold fewer experts than there are writers: then their rows are shared out.
+    dim = next((dim for dim, size in enumerate(shape) if size >= writers), None)
+    if placed.parameter.numel() < SPLIT_ELEMENTS or dim is None:
         return info.spec if index % writers == writer else None
-    return _rows(info.spec, writer * rows // writers, (writer + 1) * rows // writers)
+    return _cut(info.spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
 
 
-def _rows(spec: ShardSpec, start: int, stop: int) -> ShardSpec:
-    """Rows [start, stop) of the slice that `spec` describes."""
-    base = spec.slice[0][0]
-    bounds: Slice = ((base + start, base + stop), *spec.slice[1:])
+def _cut(spec: ShardSpec, dim: int, start: int, stop: int) -> ShardSpec:
+    """The part from `start` to `stop` along `dim` of the slice that `spec` describes."""
+    base = spec.slice[dim][0]
+    bounds: Slice = (*spec.slice[:dim], (base + start, base + stop), *spec.slice[dim + 1 :])
     return ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
 
 
 def _tensors(replica: Replica) -> Iterator[torch.Tensor]:
-    """The data of `_plan`, a bucket at a time. Every rank of a dp group takes part in every gather."""
+    """The data of `_plan`, a bucket at a time. All replicas of a bucket take part in its gathers."""
     for shard in replica.strategy.shards:
         yield from _own_parts(replica, shard, shard.bucket.data)
         states = {"main_param": shard.main_param.data, **replica.optimizer.state(shard.main_param)}
@@ -103,12 +109,12 @@ def _tensors(replica: Replica) -> Iterator[torch.Tensor]:
 
 def _own_parts(replica: Replica, shard: OptimizerShard, flat: torch.Tensor) -> Iterator[torch.Tensor]:
     for index, placed in enumerate(shard.bucket.placed):
-        part = _written_part(replica, index, placed)
+        part = _written_part(replica, shard, index, placed)
         if part is not None:
             info = placed.parameter.info
             whole = flat[placed.start : placed.stop].view(info.spec.shape)
-            first = part.slice[0][0] - info.spec.slice[0][0]
-            yield whole[first : first + part.shape[0]]
+            both = zip(part.slice, info.spec.slice, strict=True)
+            yield whole[tuple(slice(start - base, stop - base) for (start, stop), (base, _) in both)]
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
@@ -212,7 +218,7 @@ def _read_flat(
     """Elements [start, stop) of the flattened local slice; no more than the rows that hold them are read."""
     row = max(1, torch.Size(spec.shape[1:]).numel())
     first, last = start // row, -(-stop // row)
-    rows = checkpoint.read(key, _rows(spec, first, last).slice, device=torch.device("cpu"), dtype=dtype)
+    rows = checkpoint.read(key, _cut(spec, 0, first, last).slice, device=torch.device("cpu"), dtype=dtype)
     return rows.flatten()[start - first * row : stop - first * row]
 
 
@@ -246,13 +252,15 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
     Raises:
         CheckpointError: naming each field that differs with both values.
     """
-    saved = checkpoint.manifest.config.get("model", {})
+    # A setting that came after the checkpoint was written: it had its default's meaning.
+    saved = asdict(ModelConfig()) | checkpoint.manifest.config.get("model", {})
     ours = asdict(model)
     free = set(FREE_MODEL_FIELDS)
     if model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")  # a limit, not a shape
     if finetune:
-        free.add("rotary_base")  # how a context is extended
+        # how a context is extended
+        free |= {"rotary_base", "sliding_window"} | {name for name in ours if name.startswith("rope_")}
     names = [name for name in ours if name not in free]
     differ = [
         f"{name} {saved.get(name)} there, {ours[name]} here"
@@ -267,4 +275,7 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
 
 
 def _describe(layout: dict[str, object]) -> str:
-    return ", ".join(f"{axis} {layout[axis]}" for axis in ("tp", "pp", "dp") if axis in layout)
+    shown = {axis: layout[axis] for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout}
+    return ", ".join(
+        f"{axis} {size}" for axis, size in shown.items() if axis not in ("cp", "ep") or size != 1
+    )

@@ -25,6 +25,8 @@ def parameters() -> list[ShardedParameter]:
             MAKE.make(f"{layer}.split.bias", (6,), shard_dim=0, decay=False, value=0.5),
             MAKE.make(f"{layer}.whole", (4, 5), std=1.0),
             MAKE.make(f"{layer}.norm", (5,), decay=False, in_sequence_region=True, value=1.0),
+            MAKE.make(f"{layer}.router", (3, 5), std=1.0, always_partial=True),
+            MAKE.make(f"{layer}.experts", (3, 4, 5), shard_dim=1, std=1.0, expert=True),
         ]
     return [MAKE.make("word", (10, 5), shard_dim=0, std=1.0, tied=True), *made]
 
@@ -34,12 +36,16 @@ def names(bucket: Bucket) -> list[str]:
 
 
 def buckets(bucket_size: int = 10**6, align: int = 64) -> list[Bucket]:
-    return make_buckets(parameters(), bucket_size=bucket_size, align=align, grad_dtype=torch.float32)
+    return make_buckets(
+        parameters(), bucket_size=bucket_size, align=lambda kind: align, grad_dtype=torch.float32
+    )
 
 
 def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
     assert sorted(map(names, buckets())) == [
+        ["1.experts", "0.experts"],
         ["1.norm", "0.norm"],
+        ["1.router", "0.router"],
         ["1.split", "0.split"],
         ["1.split.bias", "0.split.bias"],
         ["1.whole", "0.whole"],
@@ -48,7 +54,7 @@ def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
     for bucket in buckets():
         for placed in bucket.placed:
             info = placed.parameter.info
-            kind = (info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied)
+            kind = (info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert)
             assert tuple(bucket.kind) == kind
 
 
@@ -62,7 +68,9 @@ def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
 
 def test_every_parameter_is_in_one_bucket_once_however_often_it_is_listed() -> None:
     given = parameters()
-    made = make_buckets([*given, given[0], given[3]], bucket_size=30, align=64, grad_dtype=torch.float32)
+    made = make_buckets(
+        [*given, given[0], given[3]], bucket_size=30, align=lambda kind: 64, grad_dtype=torch.float32
+    )
     placed = [name for bucket in made for name in names(bucket)]
     assert sorted(placed) == sorted(parameter.info.spec.name for parameter in given)
 
@@ -78,6 +86,17 @@ def test_places_and_alignment(align: int) -> None:
             end = placed.stop
         assert 0 <= bucket.data.numel() - end < align
         assert not bucket.data[end:].any()
+
+
+def test_alignment_is_that_of_the_kind() -> None:
+    made = make_buckets(
+        parameters(),
+        bucket_size=10**6,
+        align=lambda kind: 96 if kind.expert else 64,
+        grad_dtype=torch.float32,
+    )
+    assert {bucket.data.numel() for bucket in made if bucket.kind.expert} == {192}  # 2 · 60 elements
+    assert all(bucket.data.numel() % 64 == 0 for bucket in made if not bucket.kind.expert)
 
 
 def test_values_and_gradients_are_views_of_the_buffers() -> None:
@@ -109,7 +128,9 @@ def test_full_after_the_last_gradient_of_each_parameter() -> None:
     """A parameter that is embedding and head at once gives two gradients, and only the second is its last."""
     word = MAKE.make("word", (4, 5), std=1.0, uses=2)
     other = MAKE.make("other", (4, 5), std=1.0)
-    (bucket,) = make_buckets([word, other], bucket_size=10**6, align=64, grad_dtype=torch.float32)
+    (bucket,) = make_buckets(
+        [word, other], bucket_size=10**6, align=lambda kind: 64, grad_dtype=torch.float32
+    )
     calls: list[str] = []
     grad = torch.ones(4, 5)
     word.accumulate(grad)

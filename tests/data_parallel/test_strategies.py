@@ -136,7 +136,7 @@ def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torc
     model = torch.nn.Sequential(*(Layer(name, make, EVENTS) for name in "abc"))
     made = DistributedOptimizer(
         {0: model[:2], 1: model[2:]},
-        groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None),
+        groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")),
         bucket_size=1,
         grad_dtype=torch.float32,
         overlap_grad_reduce=True,

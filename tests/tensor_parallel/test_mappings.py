@@ -10,6 +10,7 @@ from megalite.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    replicate_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megalite.topology.group import Group
@@ -24,8 +25,9 @@ MAPPINGS = {
     "scatter": scatter_to_sequence_parallel_region,
     "gather": gather_from_sequence_parallel_region,
     "reduce_scatter": reduce_scatter_to_sequence_parallel_region,
+    "replicate": replicate_from_sequence_parallel_region,
 }
-SPLIT_INPUT = {"gather"}
+SPLIT_INPUT = {"gather", "replicate"}
 SPLIT_OUTPUT = {"scatter", "reduce_scatter"}
 
 Lists = list[torch.Tensor]
@@ -82,6 +84,7 @@ DEFINITIONS: dict[str, tuple[Callable[[Lists], Lists], Callable[[Lists], Lists]]
     "scatter": (own_part, joined),
     "gather": (joined, summed_part),
     "reduce_scatter": (summed_part, joined),
+    "replicate": (joined, own_part),
 }
 
 

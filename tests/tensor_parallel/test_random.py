@@ -72,22 +72,28 @@ STREAM = DropoutStream(seed=3, sample_ids=(10, 11, 12, 13))
 
 
 def dropped(
-    rows: tuple[int, int] = (0, 12),
+    rows: list[int] | None = None,
     ids: tuple[int, ...] = (10, 11, 12, 13),
     *,
     site: str = "a",
     seed: int = 3,
     p: float = 0.3,
 ) -> torch.Tensor:
-    x = X[rows[0] : rows[1], : len(ids)]
-    return dropout(x, p, site=site, stream=DropoutStream(seed, ids), rows=rows, length=12)
+    rows = list(range(12)) if rows is None else rows
+    x = X[rows, : len(ids)]
+    return dropout(x, p, site=site, stream=DropoutStream(seed, ids), rows=torch.tensor(rows), length=12)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_rows_on_several_ranks_fall_as_on_one(parts: int) -> None:
     step = 12 // parts
-    pieces = [dropped((first, first + step)) for first in range(0, 12, step)]
+    pieces = [dropped(list(range(first, first + step))) for first in range(0, 12, step)]
     assert torch.equal(torch.cat(pieces), dropped())
+
+
+def test_rows_fall_by_their_position_in_whatever_order_they_are_held() -> None:
+    zigzag = [0, 1, 2, 9, 10, 11]
+    assert torch.equal(dropped(zigzag), dropped()[zigzag])
 
 
 def test_a_sample_falls_alike_in_every_microbatch() -> None:
@@ -129,7 +135,7 @@ def test_keep_mask_of_attention_probabilities() -> None:
 
 def test_the_gradient_passes_where_values_do() -> None:
     x = torch.ones(12, 4, 50, dtype=torch.float64, requires_grad=True)
-    y = dropout(x, 0.3, site="a", stream=STREAM, rows=(0, 12), length=12)
+    y = dropout(x, 0.3, site="a", stream=STREAM, rows=torch.arange(12), length=12)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach())

@@ -36,6 +36,22 @@ def test_only_finetuning_may_change_the_rotary_base() -> None:
         check_same_model(saved(ROPE), longer)
 
 
+def test_only_finetuning_may_stretch_the_positions() -> None:
+    longer = replace(ROPE, rope_scaling="llama3", rope_scaling_factor=4.0, sliding_window=32)
+    check_same_model(saved(ROPE), longer, finetune=True)
+    with pytest.raises(CheckpointError, match=r"rope_scaling none there, llama3 here"):
+        check_same_model(saved(ROPE), longer)
+
+
+def test_a_setting_that_an_older_checkpoint_does_not_know_had_its_default() -> None:
+    older = saved(ROPE)
+    for name in ("qk_norm", "sliding_window", "moe_layer_freq"):
+        del older.manifest.config["model"][name]
+    check_same_model(older, ROPE)
+    with pytest.raises(CheckpointError, match=r"qk_norm False there, True here"):
+        check_same_model(older, replace(ROPE, qk_norm=True))
+
+
 def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")

@@ -1,11 +1,13 @@
 """How many layers each virtual stage gets."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from operator import ge
 
 from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.unequal_layers import cut_unequal
 
 
 def partition_layers(
@@ -13,7 +15,7 @@ def partition_layers(
     num_stages: int,
     num_ranks: int,
     *,
-    layer_cost: float = 1.0,
+    layer_cost: float | Sequence[float] = 1.0,
     first_cost: float = 0.0,
     last_cost: float = 0.0,
 ) -> tuple[int, ...]:
@@ -21,14 +23,16 @@ def partition_layers(
 
     Only the last may have none, if it has a cost of its own: a heavy head is then a stage by itself.
 
-    The cost of a stage is layers x layer_cost, plus `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on
-    the last. Minimised, in this order: the largest total of a rank, which sets the pace of the steady state; the
-    largest stage, which sets the ramp; the sum of squared stage costs, the even cut; and equals lean to early stages.
+    The cost of a stage is the sum over its layers of `layer_cost` (one number, or one for each layer), plus
+    `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on the last. Minimised, in this order: the largest
+    total of a rank, which sets the pace of the steady state; the largest stage, which sets the ramp; the sum of
+    squared stage costs, the even cut; and equals lean to early stages.
 
-    The result is exact. Layers are alike, so only the counts matter. The bound on ranks is found by bisection over the
+    With layers alike the result is exact: only the counts matter. The bound on ranks is found by bisection over the
     values that it can take. Inside it each layer goes to the cheapest stage whose rank has room: over such nested
     capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
-    their largest and their squares.
+    their largest and their squares. With layers that differ and one stage a rank it is exact too (`cut_unequal`);
+    with more it is exact for small models and close to it for large ones.
 
     Raises:
         ConfigError: fewer layers than stages, stages that the ranks do not divide, or a negative cost.
@@ -44,21 +48,25 @@ def partition_layers(
             f"{num_stages // num_ranks}), and each needs a layer: use {num_stages} layers or more, or pp x vpp of at "
             f"most {num_layers}"
         )
-    if layer_cost <= 0 or first_cost < 0 or last_cost < 0:
+    costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
+    assert len(costs) == num_layers, (len(costs), num_layers)
+    if min(costs) <= 0 or first_cost < 0 or last_cost < 0:
         raise ConfigError(
-            f"costs of the layer cut are layer {layer_cost}, first {first_cost}, last {last_cost}; the layer's must "
+            f"costs of the layer cut are layer {min(costs)}, first {first_cost}, last {last_cost}; a layer's must "
             f"be above 0, e.g. 1.0, and the others 0 or more"
         )
     # In units of a layer; through the decimal form, so that costs that are equal on paper tie exactly.
-    unit = Fraction(repr(float(layer_cost)))
+    unit = Fraction(repr(float(costs[0])))
     extra = [Fraction(0)] * num_stages
     extra[0] += Fraction(repr(float(first_cost))) / unit
     extra[-1] += Fraction(repr(float(last_cost))) / unit
-    rank_extra = [sum(extra[rank::num_ranks], Fraction(0)) for rank in range(num_ranks)]
-
     least = [1] * num_stages
     if num_stages > 1 and extra[-1] > 0:
         least[-1] = 0
+    if len(set(costs)) > 1:
+        units = [Fraction(repr(float(cost))) / unit for cost in costs]
+        return cut_unequal(units, extra, num_ranks, least)
+    rank_extra = [sum(extra[rank::num_ranks], Fraction(0)) for rank in range(num_ranks)]
     floors = [sum(least[rank::num_ranks]) for rank in range(num_ranks)]
     rank_room = _smallest_room(num_layers, rank_extra, floors)
     return _fill(num_layers, extra, rank_room, least)

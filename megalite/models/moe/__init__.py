@@ -1,0 +1,1 @@
+"""Mixture of experts: router, capacity, dispatch between ranks, and the experts."""

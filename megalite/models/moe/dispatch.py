@@ -1,0 +1,220 @@
+"""Tokens to their experts, wherever those are, and the experts' outputs back.
+
+On the home rank the kept (token, expert) pairs are put in the order of experts. An all-to-all over ep takes each row to
+the rank of its expert; where experts are split over expert_tp, every rank of that group then gets the rows of all of
+its ranks. The way back mirrors this, and the home rank adds up each token's k outputs with the router's weights.
+
+All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalite.models.moe.router import Routing
+from megalite.topology.group import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the rows of one microbatch travel, as seen by this rank."""
+
+    pairs: torch.Tensor
+    """[m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent."""
+    sent: list[int]
+    """Rows for each rank of ep."""
+    received: list[int]
+    """Rows from each rank of ep."""
+    gathered: list[int]
+    """Rows that each rank of expert_tp has received; all of them come together before the experts."""
+    by_expert: torch.Tensor | None
+    """The order of those by expert; None: they come in it."""
+    counts: list[int]
+    """Rows of each local expert."""
+
+
+def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -> Route:
+    """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows.
+
+    Collectives: an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 / none. Waits
+    for the device: the host must know the numbers of rows.
+    """
+    chosen = routing.chosen.flatten()
+    if routing.kept is not None:
+        chosen = torch.where(routing.kept.flatten(), chosen, experts)  # dropped ones to the end
+    sorted_pairs = chosen.sort(stable=True)
+    ours = torch.bincount(chosen, minlength=experts + 1)[:experts]
+    per_rank = [experts // ep.size] * ep.size
+    theirs = torch.empty_like(ours)
+    ep.all_to_all(theirs, ours, per_rank, per_rank)
+    table = torch.empty(expert_tp.size, experts, dtype=ours.dtype, device=ours.device)
+    expert_tp.all_gather(table.view(-1), theirs)
+    # Rows of (rank of expert_tp, rank of ep, local expert), in the order in which they come.
+    host_sent = ours.view(ep.size, -1).sum(dim=1).tolist()
+    table = table.view(expert_tp.size, ep.size, -1).cpu()
+    by_expert = None
+    if expert_tp.size * ep.size > 1:
+        labels = torch.arange(table.shape[2]).repeat(expert_tp.size * ep.size)
+        by_expert = labels.repeat_interleave(table.flatten()).to(ours.device).argsort(stable=True)
+    return Route(
+        pairs=sorted_pairs.indices[: sum(host_sent)],
+        sent=host_sent,
+        received=table[expert_tp.rank].sum(dim=1).tolist(),
+        gathered=table.sum(dim=(1, 2)).tolist(),
+        by_expert=by_expert,
+        counts=table.sum(dim=(0, 1)).tolist(),
+    )
+
+
+def send_to_experts(x: torch.Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group) -> torch.Tensor:
+    """Tokens [n, h] -> the rows of this rank's experts [Σ counts, h], by expert.
+
+    Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
+    all-to-all over ep.
+    """
+    rows = _TakeTokens.apply(x, route.pairs, topk)
+    rows = rows if ep.size == 1 else _AllToAll.apply(rows, route.received, route.sent, ep)
+    rows = rows if expert_tp.size == 1 else _GatherRows.apply(rows, route.gathered, expert_tp)
+    return rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, False)
+
+
+def return_to_tokens(
+    rows: torch.Tensor, route: Route, weights: torch.Tensor, *, ep: Group, expert_tp: Group
+) -> torch.Tensor:
+    """Outputs of this rank's experts [Σ counts, h] (partial sums over expert_tp) -> Σ_k weight·output of tokens [n, h].
+
+    Args:
+        weights: [n, k]; dropped pairs count as zero.
+
+    Collectives: reduce-scatter of unequal parts over expert_tp, all-to-all over ep / all-to-all over ep, all-gather
+    over expert_tp.
+    """
+    rows = rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, True)
+    rows = rows if expert_tp.size == 1 else _ReduceScatterRows.apply(rows, route.gathered, expert_tp)
+    rows = rows if ep.size == 1 else _AllToAll.apply(rows, route.sent, route.received, ep)
+    return _Combine.apply(rows, weights, route.pairs)
+
+
+class _TakeTokens(torch.autograd.Function):
+    """Row i is the token of pair i; a token's gradient is the sum over its k pairs, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pairs: torch.Tensor, topk: int) -> torch.Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.tokens, ctx.topk = x.shape[0], topk
+        return x[pairs // topk]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (pairs,) = ctx.saved_tensors
+        whole = grad.new_zeros(ctx.tokens * ctx.topk, grad.shape[1])
+        whole[pairs] = grad
+        return whole.view(ctx.tokens, ctx.topk, -1).sum(dim=1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """out[t] = Σ_j weights[t, j] · (row of pair t·k + j, or 0), summed in the weights' precision."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, pairs)
+        tokens, topk = weights.shape
+        whole = rows.new_zeros(tokens * topk, rows.shape[1])
+        whole[pairs] = rows
+        whole = whole.view(tokens, topk, -1)
+        out = whole[:, 0] * weights[:, :1]
+        for choice in range(1, topk):
+            out.addcmul_(whole[:, choice].to(out.dtype), weights[:, choice : choice + 1])
+        return out.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, weights, pairs = ctx.saved_tensors
+        grad_of_pair = grad[pairs // weights.shape[1]].to(weights.dtype)
+        grad_rows = (grad_of_pair * weights.flatten()[pairs, None]).to(rows.dtype)
+        grad_weights = torch.zeros_like(weights)
+        grad_weights.view(-1)[pairs] = (grad_of_pair * rows).sum(dim=1)
+        return grad_rows, grad_weights, None
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in `order`, or back from it; either is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.back = back
+        return _reordered(rows, order, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return _reordered(grad, order, not ctx.back), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of a group; the gradient takes the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: Group
+    ) -> torch.Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _exchanged(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows in rank order, `parts[r]` of them from rank r; gradients of one row are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
+        ctx.parts, ctx.group = parts, group
+        return _gathered(rows, parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _reduce_scattered(grad, ctx.parts, ctx.group), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    """Each rank gets the sum over ranks of its `parts[r]` rows; the inverse pair of `_GatherRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
+        ctx.parts, ctx.group = parts, group
+        return _reduce_scattered(rows, parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(grad, ctx.parts, ctx.group), None, None
+
+
+def _reordered(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
+    if not back:
+        return rows[order]
+    output = torch.empty_like(rows)
+    output[order] = rows
+    return output
+
+
+def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+    output = rows.new_empty(sum(received), rows.shape[1])
+    group.all_to_all(output, rows.contiguous(), received, sent)
+    return output
+
+
+def _gathered(rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
+    # Parts are unequal, which an all-gather does not take: a copy to each rank moves the same bytes.
+    copies = rows.repeat(group.size, 1)
+    return _exchanged(copies, parts, [rows.shape[0]] * group.size, group)
+
+
+def _reduce_scattered(rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
+    own = parts[group.rank]
+    received = _exchanged(rows, [own] * group.size, parts, group)
+    return received.view(group.size, own, rows.shape[1]).sum(dim=0)

@@ -1,0 +1,94 @@
+"""The experts of one layer that this rank holds, computed together."""
+
+import math
+from typing import Any
+
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.kernels.activations import ACTIVATIONS
+from megalite.kernels.grouped_gemm import accumulate_grouped_weight_grad, grouped_matmul
+from megalite.models.recompute import Recompute
+from megalite.models.recompute_saved import not_saving
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+
+
+class Experts(torch.nn.Module):
+    """down_e(activation(up_e(x))) for the rows of each local expert e. No biases.
+
+    `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp.
+
+    Args:
+        recompute: with `mlp_act` the activation's output is not kept; None where the experts as a whole run again.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, *, make: ParameterFactory, recompute: Recompute | None
+    ) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        count, f, h = config.num_experts, config.expert_ffn_size, config.hidden_size
+        stacked = (count, 2, f) if config.is_gated else (count, f)
+        self.activation = ACTIVATIONS[config.activation]
+        self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
+        self.up = make.make(
+            f"{name}.up.weight",
+            (*stacked, h),
+            shard_dim=len(stacked) - 1,
+            std=config.init_method_std,
+            expert=True,
+        )
+        self.down = make.make(
+            f"{name}.down.weight",
+            (count, h, f),
+            shard_dim=2,
+            std=config.init_method_std / math.sqrt(2 * config.num_layers),
+            expert=True,
+        )
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
+        inner = grouped_linear(rows, self.up, counts)
+        active = self.activation(inner)
+        if not self.recompute_activation:
+            return grouped_linear(active, self.down, counts)
+        with not_saving(active, self.activation, inner):
+            return grouped_linear(active, self.down, counts)
+
+
+def grouped_linear(x: torch.Tensor, weight: ShardedParameter, counts: list[int]) -> torch.Tensor:
+    """y = x·W_eᵀ for the rows of each expert e: x [n, i], weight [E/ep, ..., i] -> [n, o].
+
+    Where `weight.main_grad` is set the weight gradient is added to it during the backward, which reports once for each
+    microbatch, also where no row has come; else it is returned to autograd.
+
+    Collectives: none.
+    """
+    return _GroupedLinear.apply(x, weight, counts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.counts = weight, counts
+        return grouped_matmul(x, _matrices(weight).transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        grad_y = grad_y.contiguous()
+        grad_x = grouped_matmul(grad_y, _matrices(weight), counts)
+        if weight.main_grad is None:
+            grad_weight = torch.zeros_like(weight)
+            accumulate_grouped_weight_grad(_matrices(grad_weight), grad_y, x, counts)
+            return grad_x, grad_weight, None
+        accumulate_grouped_weight_grad(_matrices(weight.main_grad), grad_y, x, counts)
+        if weight.grad_ready is not None:
+            weight.grad_ready()
+        return grad_x, None, None
+
+
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    """[E, o, i] of [E, 2, f, i], or of what is that already."""
+    return weight.flatten(1, -2)

@@ -1,0 +1,138 @@
+"""Which experts a token goes to, with what weight, and the losses that keep the router in balance."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.models.auxiliary import LOAD_BALANCING_LOSS, Z_LOSS
+from megalite.models.context import ForwardContext
+from megalite.models.moe.capacity import within_capacity
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where this rank's tokens [s_local, b] go."""
+
+    weights: torch.Tensor
+    """[s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)."""
+    chosen: torch.Tensor
+    """[s_local, b, k]: the experts."""
+    kept: torch.Tensor | None
+    """[s_local, b, k]: false where the expert is full; None: no expert can be."""
+
+
+class Router(torch.nn.Module):
+    """logits = x·Wᵀ in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
+
+    Of equal logits the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
+    each sequence, so that neither microbatch nor layout changes it: with f_e the share of the sequence's k·s choices
+    that fell on expert e, and P_e the mean over its tokens of the softmax over all experts, it is E·Σ_e f_e·P_e. The
+    z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective has their means over all
+    sequences and all tokens of the global batch, masked or not, dropped or not.
+
+    The weight [E, h] is whole on every rank; its gradient is in parts over tp, since each tp rank has its own tokens.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, make: ParameterFactory) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.experts, self.topk = config.num_experts, config.moe_router_topk
+        self.pre_softmax, self.scaling = config.moe_router_pre_softmax, config.moe_router_topk_scaling_factor
+        self.aux_coeff, self.z_coeff = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+        self.capacity_factor = config.moe_expert_capacity_factor
+        self.drop_last = config.moe_token_drop_policy == "position"
+        self.sequence = make.tp_cp
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = make.make(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> Routing:
+        """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
+
+        Collectives: with a load-balancing loss an all-reduce of b·E counts over tp·cp; with a capacity an all-gather
+        of s_local·(2·b·k + 1) numbers over it / none.
+        """
+        logits = _RouterLinear.apply(x, self.weight)
+        # A stable sort puts the lower index first among equals; topk would not say which.
+        chosen = (
+            logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk].contiguous()
+        )
+        probabilities = logits.softmax(dim=-1) if self.pre_softmax or self.aux_coeff else None
+        weights = self._weights(logits, probabilities, chosen)
+        weights = self._attach_losses(weights, logits, probabilities, chosen, context)
+        kept = None
+        if self.capacity_factor is not None and not context.generating:
+            kept = within_capacity(
+                weights.detach(),
+                chosen,
+                positions,
+                capacity=math.ceil(self.capacity_factor * context.seq_length * self.topk / self.experts),
+                drop_last=self.drop_last,
+                sequence=self.sequence,
+            )
+        return Routing(weights=weights, chosen=chosen, kept=kept)
+
+    def _weights(
+        self, logits: torch.Tensor, probabilities: torch.Tensor | None, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        if self.pre_softmax:
+            assert probabilities is not None
+            weights = probabilities.gather(-1, chosen)
+        else:
+            weights = logits.gather(-1, chosen).softmax(dim=-1)
+        return weights if self.scaling == 1.0 else weights * self.scaling
+
+    def _attach_losses(
+        self,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        probabilities: torch.Tensor | None,
+        chosen: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """This rank's part of both losses: its own tokens' probabilities against the whole sequence's counts."""
+        auxiliary = context.auxiliary
+        if auxiliary is None:
+            return weights
+        if self.aux_coeff:
+            assert probabilities is not None
+            choices = chosen.transpose(0, 1).flatten(1)
+            counts = probabilities.new_zeros(choices.shape[0], self.experts)
+            counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=counts.dtype))
+            self.sequence.all_reduce(counts)
+            # E·Σ_e f_e·P_e with f = counts/(k·s) and P = Σ probabilities/s
+            factor = self.experts / (self.topk * context.seq_length**2)
+            loss = (probabilities.sum(dim=0) * counts).sum() * factor
+            weight = self.aux_coeff * auxiliary.per_sequence
+            weights = auxiliary.attach(weights, LOAD_BALANCING_LOSS, loss * weight)
+        if self.z_coeff:
+            loss = logits.logsumexp(dim=-1).square().sum()
+            weights = auxiliary.attach(weights, Z_LOSS, loss * (self.z_coeff * auxiliary.per_token))
+        return weights
+
+
+class _RouterLinear(torch.autograd.Function):
+    """x·Wᵀ with both cast to fp32 (fp64 stays); keeps x as it came, and adds the weight's gradient unrounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        compute = torch.promote_types(x.dtype, torch.float32)
+        return x.to(compute) @ weight.to(compute).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        rows, x_rows = grad.flatten(0, -2), x.to(grad.dtype).flatten(0, -2)
+        if weight.main_grad is None:
+            return grad_x, (rows.t() @ x_rows).to(weight.dtype)
+        accumulate_weight_grad(weight.main_grad, rows, x_rows)
+        if weight.grad_ready is not None:
+            weight.grad_ready()
+        return grad_x, None

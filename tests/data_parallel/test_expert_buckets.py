@@ -1,0 +1,133 @@
+"""Gradients of experts are summed over the ranks that hold the same experts, and each element counts once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.data_parallel.all_reduce import AllReduce
+from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
+from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, StrategyGroups
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import (
+    LLAMA,
+    Runner,
+    assemble,
+    assert_same_numbers,
+    build,
+    local_parts,
+    tiny_config,
+    trajectory,
+    whole,
+)
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "num_layers": 3,
+    "num_experts": 4,
+    "moe_first_dense_layers": 1,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+Z1 = {"dp_strategy": "distributed-optimizer"}
+SP = {"sequence_parallel": True}
+
+
+def group(name: str, size: int, rank: int) -> Group:
+    return Group(name, tuple(range(size)), rank)
+
+
+class Stage(torch.nn.Module):
+    """A dense matrix and experts."""
+
+    def __init__(self, ep: Group) -> None:
+        super().__init__()
+        make = ParameterFactory(
+            tp=group("tp", 2, 1), ep=ep, seed=1, dtype=torch.float32, device=torch.device("cpu")
+        )
+        self.dense = make.make("dense", (10, 10), shard_dim=0, std=1.0)
+        self.router = make.make("router", (4, 10), std=1.0, always_partial=True)
+        self.up = make.make("experts", (4, 6, 10), shard_dim=1, std=1.0, expert=True)
+
+
+def strategy_of(kind: type[DataParallelStrategy], dp: Group, expert_dp: Group) -> DataParallelStrategy:
+    groups = StrategyGroups(dp=dp, tp=group("tp", 2, 1), embedding=None, expert_dp=expert_dp)
+    more = {"overlap_param_gather": False} if kind is DistributedOptimizer else {}
+    common: dict[str, Any] = {"bucket_size": 10**6, "grad_dtype": torch.float32, "overlap_grad_reduce": True}
+    return kind({0: Stage(group("ep", 2, 0))}, groups=groups, **common, **more)
+
+
+def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:
+    return {shard.bucket.placed[0].parameter.info.spec.name: shard for shard in strategy.shards}
+
+
+@pytest.mark.parametrize("dp_rank", range(6))
+def test_shards_follow_the_groups_of_their_bucket(dp_rank: int) -> None:
+    """Dense ones are cut over dp, experts over expert-dp, whichever rank this is of the other."""
+    for expert_rank in range(3):
+        strategy = strategy_of(
+            DistributedOptimizer, group("dp", 6, dp_rank), group("expert-dp", 3, expert_rank)
+        )
+        shards = by_name(strategy)
+        assert sorted(shards) == ["dense", "experts", "router"]
+        for name, parts, rank in (("dense", 6, dp_rank), ("experts", 3, expert_rank)):
+            shard = shards[name]
+            size = shard.bucket.data.numel()
+            assert size % (ALIGNMENT * parts) == 0
+            assert (shard.start, shard.stop) == (rank * size // parts, (rank + 1) * size // parts)
+            assert shard.counts_in_norm
+        assert not shards["router"].counts_in_norm, "the first tp rank counts its copy"
+
+
+def test_with_all_reduce_one_replica_counts() -> None:
+    for dp_rank in range(2):
+        for expert_rank in range(2):
+            strategy = strategy_of(AllReduce, group("dp", 2, dp_rank), group("expert-dp", 2, expert_rank))
+            shards = by_name(strategy)
+            assert shards["dense"].counts_in_norm == (dp_rank == 0)
+            assert shards["experts"].counts_in_norm == (expert_rank == 0)
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"dp": 2, "ep": 2}),
+    (4, {"dp": 4, "ep": 2, **Z1}),
+    (4, {"dp": 4, "ep": 2, "etp": 2, **Z1}),
+    (2, {"tp": 2, "etp": 1}),
+    (2, {"tp": 2, "etp": 1, **Z1, **SP}),
+    (4, {"tp": 2, "dp": 2, "etp": 1, "ep": 2, **Z1, **SP}),
+    (4, {"tp": 2, "dp": 2, "ep": 2, "ddp_bucket_size": 100}),
+    (4, {"pp": 2, "dp": 2, "ep": 2, **Z1}),
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    return whole([trajectory(RankContext(0, {}), 1, MOE)])
+
+
+@pytest.mark.parametrize(("world", "settings"), LAYOUTS, ids=str)
+def test_steps_equal_those_of_one_rank(world: int, settings: dict[str, Any], one_rank: Any) -> None:
+    """Losses, norms, gradients and updated weights."""
+    assert_same_numbers(whole(run_ranks(world, trajectory, world, {**MOE, **settings})), one_rank)
+
+
+def norms(context: RankContext, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    runner = Runner(build(context, tiny_config(world, clip_grad=0.0, **MOE, **settings)))
+    norm = runner.step().grad_norm
+    return {"norm": norm, "grads": local_parts(runner.replica, "grad")}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dp": 4, "ep": 2, **Z1}, {"dp": 2, "tp": 2, "etp": 1, "ep": 2}], ids=str
+)
+def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:
+    found = run_ranks(4, norms, 4, settings)
+    full = assemble([rank["grads"] for rank in found])
+    expected = np.sqrt(sum((grad**2).sum() for grad in full.values()))
+    for rank in found:
+        assert rank["norm"] == pytest.approx(expected, rel=1e-12)

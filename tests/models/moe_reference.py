@@ -1,0 +1,91 @@
+"""The mixture of experts said plainly: every expert computed for every token, in loops, on one rank."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megalite.config.model import ModelConfig
+
+Weights = dict[str, torch.Tensor]
+"""By the name after `layers.i.moe.`."""
+
+
+@dataclass
+class Expected:
+    """What the layer should give for whole sequences x [s, b, h]."""
+
+    y: torch.Tensor
+    balance: torch.Tensor
+    """E·Σ f_e·P_e, summed over the sequences."""
+    z: torch.Tensor
+    """logsumexp², summed over the tokens."""
+    kept: torch.Tensor
+    """[s, b, E]: 1 where the expert takes the token."""
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    """x [..., f], or [..., 2, f] with the gate first."""
+    if name == "swiglu":
+        return F.silu(x[..., 0, :]) * x[..., 1, :]
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def network(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
+    """up [f, h] or [2, f, h], down [h, f]."""
+    return (
+        activation(torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up), name)
+        @ down.t()
+    )
+
+
+def choose(logits: torch.Tensor, k: int) -> list[int]:
+    """The k largest, the lower index first among equals."""
+    values = logits.tolist()
+    return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:k]
+
+
+def expected(x: torch.Tensor, weights: Weights, config: ModelConfig) -> Expected:
+    s, b, _ = x.shape
+    experts, k = config.num_experts, config.moe_router_topk
+    assert experts is not None
+    logits = x @ weights["router.weight"].t()
+    probabilities = logits.softmax(-1)
+    scale = torch.zeros(s, b, experts, dtype=x.dtype)
+    chosen = torch.zeros(s, b, experts, dtype=x.dtype)
+    for t in range(s):
+        for i in range(b):
+            picks = choose(logits[t, i].detach(), k)
+            source = (
+                probabilities[t, i, picks]
+                if config.moe_router_pre_softmax
+                else logits[t, i, picks].softmax(0)
+            )
+            row = torch.zeros(experts, dtype=x.dtype)
+            row = row.index_put((torch.tensor(picks),), source * config.moe_router_topk_scaling_factor)
+            scale = scale.index_put((torch.tensor(t), torch.tensor(i)), row)
+            chosen[t, i, picks] = 1.0
+    kept = chosen.clone()
+    if config.moe_expert_capacity_factor is not None:
+        capacity = math.ceil(config.moe_expert_capacity_factor * s * k / experts)
+        for i in range(b):
+            for expert in range(experts):
+                takers = [t for t in range(s) if chosen[t, i, expert]]
+                if config.moe_token_drop_policy == "probs":
+                    takers.sort(key=lambda t: (-scale[t, i, expert].item(), t))
+                for t in takers[capacity:]:
+                    kept[t, i, expert] = 0.0
+    y = torch.zeros_like(x)
+    for expert in range(experts):
+        ups, downs = weights["experts.up.weight"][expert], weights["experts.down.weight"][expert]
+        y = y + (scale * kept)[..., expert : expert + 1] * network(x, ups, downs, config.activation)
+    if "shared.up.weight" in weights:
+        y = y + network(x, weights["shared.up.weight"], weights["shared.down.weight"], config.activation)
+    share = chosen.sum(0) / (k * s)
+    balance = experts * (share * probabilities.mean(0)).sum()
+    return Expected(y=y, balance=balance, z=logits.logsumexp(-1).square().sum(), kept=kept)

@@ -1,0 +1,241 @@
+"""The mixture-of-experts layer on one rank against a plain loop over experts, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.models.context import ForwardContext
+from megalite.models.moe.layer import MoELayer
+from megalite.models.recompute import Recompute
+from megalite.models.shapes import layer_shapes
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
+from tests.models.moe_reference import Expected, Weights, draw, expected
+
+S, B, H, F = 8, 2, 8, 12
+AUX, Z = 0.3, 0.2
+NAME = "layers.0.moe"
+GATED = {"activation": "swiglu"}
+SHARED = {"moe_shared_expert_intermediate_size": 4}
+TIGHT = {"moe_expert_capacity_factor": 0.75}
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    base = {
+        "num_layers": 2,
+        "hidden_size": H,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": F,
+        "num_experts": 4,
+        "init_method_std": 0.5,
+        "add_bias_linear": False,
+    }
+    return ModelConfig(**{**base, **changes})
+
+
+def build(
+    config: ModelConfig, *, recompute: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
+) -> MoELayer:
+    make = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
+    plan = Recompute(granularity="selective" if recompute else "none", modules=frozenset(recompute))
+    return MoELayer(NAME, config, make=make, recompute=plan)
+
+
+def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:
+    positions = torch.arange(s)
+    return ForwardContext(seq_length=s, positions=positions, position_ids=positions, auxiliary=auxiliary)
+
+
+def losses(scale: float = 1.0) -> AuxiliaryLosses:
+    return AuxiliaryLosses(1 / B, 1 / (S * B), scale, torch.device("cpu"))
+
+
+def leaves(layer: MoELayer) -> Weights:
+    """The layer's weights as plain tensors by short name."""
+    return {
+        parameter.info.spec.name.removeprefix(f"{NAME}."): parameter.detach().clone().requires_grad_()
+        for parameter in layer.parameters()
+    }
+
+
+def grads(layer: MoELayer) -> Weights:
+    return {p.info.spec.name.removeprefix(f"{NAME}."): p.grad for p in layer.parameters()}
+
+
+def close(ours: torch.Tensor | None, theirs: torch.Tensor | None, what: str) -> None:
+    assert ours is not None and theirs is not None, what
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def compare(layer: MoELayer, config: ModelConfig, x: torch.Tensor, *, scale: float = 1.0) -> Expected:
+    """Output, gradients and losses of a layer for x [s, b, h]."""
+    auxiliary, upstream = losses(scale), draw(9, *x.shape)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = layer(ours, context_of(auxiliary))
+    (y * upstream * scale).sum().backward()
+    weights = leaves(layer)
+    want = expected(theirs, weights, config)
+    balance = want.balance * config.moe_aux_loss_coeff / B
+    z = want.z * config.moe_z_loss_coeff / (S * B)
+    (scale * ((want.y * upstream).sum() + balance + z)).backward()
+    close(y, want.y, "y")
+    close(ours.grad, theirs.grad, "x")
+    found = grads(layer)
+    assert sorted(found) == sorted(weights)
+    for name, weight in weights.items():
+        close(found[name], torch.zeros_like(weight) if weight.grad is None else weight.grad, name)
+    close(auxiliary.totals["load_balancing_loss"], balance.detach(), "load balancing")
+    close(auxiliary.totals["z_loss"], z.detach(), "z")
+    return want
+
+
+CASES = [
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT},
+    {},
+    {**GATED, **SHARED},
+    {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    {"moe_router_topk": 3, **GATED, "moe_ffn_hidden_size": 5},
+    {"moe_router_topk": 4, "activation": "gelu_tanh", "num_experts": 4},
+    {**TIGHT},
+    {**TIGHT, "moe_token_drop_policy": "position", **SHARED},
+    {
+        "moe_router_topk": 3,
+        "moe_router_pre_softmax": True,
+        "moe_expert_capacity_factor": 0.5,
+        "num_experts": 8,
+    },
+]
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_equals_a_loop_over_experts(changes: dict[str, Any]) -> None:
+    config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **changes)
+    want = compare(build(config), config, draw(1, S, B, H))
+    pairs = S * B * config.moe_router_topk
+    assert (want.kept.sum() < pairs) == (config.moe_expert_capacity_factor is not None)
+
+
+@pytest.mark.parametrize("losses_of", [{"moe_aux_loss_coeff": AUX}, {"moe_z_loss_coeff": Z}])
+def test_each_loss_alone_and_scaled(losses_of: dict[str, float]) -> None:
+    config = config_of(**losses_of)
+    compare(build(config), config, draw(1, S, B, H), scale=8.0)
+
+
+def test_the_two_policies_drop_different_tokens() -> None:
+    kept = [
+        expected(draw(1, S, B, H), leaves(build(config)), config).kept
+        for config in (config_of(**TIGHT), config_of(**TIGHT, moe_token_drop_policy="position"))
+    ]
+    assert kept[0].sum() == kept[1].sum() and not torch.equal(*kept)
+
+
+def test_experts_that_no_token_chooses() -> None:
+    """Two of four experts have no rows: no gradient, and every weight reports once all the same."""
+    config = config_of(moe_aux_loss_coeff=AUX, **GATED)
+    layer, x = build(config), draw(1, S, B, H).abs()
+    layer.router.weight.data.copy_(-torch.arange(4.0)[:, None].expand(4, H))
+    want = compare(layer, config, x)
+    assert want.kept.sum((0, 1)).tolist() == [S * B, S * B, 0, 0]
+    reports: dict[str, int] = {}
+    for parameter in layer.parameters():
+        name = parameter.info.spec.name
+        expect, parameter.grad = parameter.grad, None
+        parameter.main_grad = torch.full_like(parameter, 0.5)
+        parameter.grad_ready = lambda name=name: reports.__setitem__(name, reports.get(name, 0) + 1)
+        parameter.expect = expect
+    y = layer(x, context_of(losses()))
+    (y * draw(9, *x.shape)).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is None and parameter.main_grad is not None
+        close(parameter.main_grad - 0.5, parameter.expect, parameter.info.spec.name)
+    assert reports == {
+        f"{NAME}.{name}": 1 for name in ("router.weight", "experts.up.weight", "experts.down.weight")
+    }
+
+
+def test_equal_logits_go_to_the_lower_index() -> None:
+    config = config_of()
+    layer = build(config)
+    layer.router.weight.data[:] = layer.router.weight.data[:1]
+    routing = layer.router(draw(1, S, B, H), torch.arange(S), context_of())
+    assert torch.equal(routing.chosen, torch.tensor([0, 1]).expand(S, B, 2))
+    assert torch.equal(routing.weights, torch.full((S, B, 2), 0.5, dtype=torch.float64))
+
+
+def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
+    """Also where the rows are not in the order of the sequence."""
+    config = config_of(moe_router_topk=1, moe_expert_capacity_factor=1.0)
+    layer = build(config)
+    layer.router.weight.data[:] = layer.router.weight.data[:1]
+    positions = torch.tensor([5, 4, 0, 1, 7, 6, 2, 3])
+    kept = layer.router(draw(1, S, B, H), positions, context_of()).kept
+    assert torch.equal(kept[:, :, 0], (positions < 2)[:, None].expand(S, B))
+
+
+def test_in_evaluation_nothing_is_attached() -> None:
+    config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z)
+    layer, x = build(config), draw(1, S, B, H)
+    with torch.no_grad():
+        assert torch.equal(layer(x, context_of()), layer(x, context_of(losses())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("modules", [("moe",), ("mlp_act",), ("moe", "layernorm")])
+def test_recompute_changes_no_bit(modules: tuple[str, ...], dtype: torch.dtype) -> None:
+    config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **TIGHT, **GATED, **SHARED)
+    outcomes = []
+    for recompute in ((), modules):
+        layer, auxiliary = build(config, recompute=recompute, dtype=dtype), losses()
+        x = draw(1, S, B, H).to(dtype).requires_grad_()
+        (layer(x, context_of(auxiliary)) * draw(9, S, B, H).to(dtype)).sum().backward()
+        outcomes.append([x.grad, *(p.grad for p in layer.parameters()), *auxiliary.totals.values()])
+    for one, other in zip(*outcomes, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_recompute_keeps_less() -> None:
+    def kept(modules: tuple[str, ...]) -> int:
+        layer = build(config_of(**GATED, **SHARED), recompute=modules)
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(draw(1, S, B, H).requires_grad_(), context_of())
+        assert y.requires_grad
+        return sum(storages.values())
+
+    none, act, whole = kept(()), kept(("mlp_act",)), kept(("moe",))
+    # Activations of the experts [2·s·b, f] and of the shared one [s·b, 4]; the whole layer keeps its input alone.
+    assert none - act == 8 * S * B * (2 * F + 4)
+    assert whole == 8 * S * B * H
+
+
+def test_bf16_routes_in_fp32() -> None:
+    """Weights and losses are those of fp32 for the same rounded numbers."""
+    config = config_of(moe_z_loss_coeff=Z)
+    half = build(config, dtype=torch.bfloat16)
+    x = draw(1, S, B, H).bfloat16()
+    routing = half.router(x, torch.arange(S), context_of())
+    logits = x.float() @ half.router.weight.float().t()
+    best = logits.topk(2).values.softmax(-1)
+    assert routing.weights.dtype == torch.float32
+    torch.testing.assert_close(routing.weights, best, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("changes", [{}, {**GATED, **SHARED}, {**GATED, "add_bias_linear": True, **SHARED}])
+def test_parameters_are_those_of_the_table(changes: dict[str, Any]) -> None:
+    config = config_of(**changes)
+    table = {row.name: row for row in layer_shapes(config, 0) if ".moe." in row.name}
+    found = {p.info.spec.name: p.info for p in build(config).parameters()}
+    assert sorted(found) == sorted(table)
+    for name, info in found.items():
+        row = table[name]
+        assert (info.spec.global_shape, info.shard_dim) == (row.shape, row.shard_dim), name
+        assert (info.decay, info.expert) == (row.decay, row.expert), name
