@@ -1,4 +1,4 @@
-"""Causal self-attention, multi-head or grouped-query."""
+"""Causal self-attention, multi-head or grouped-query, on a whole sequence or one split over cp."""
 
 import math
 
@@ -6,36 +6,65 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
+from megalite.context_parallel.gathered import gather_sequence
+from megalite.context_parallel.ring import ring_attention
+from megalite.context_parallel.tiles import Visibility
+from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import causal_attention
 from megalite.kernels.rope import apply_rope
+from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.cache import KeyValueCache
-from megalite.models.context import ForwardContext
+from megalite.models.context import CAUSAL, ForwardContext
+from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
 
 
 class Attention(torch.nn.Module):
-    """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value."""
+    """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value.
+
+    With the sequence split over cp either keys and values go round the ranks (`p2p`), or each rank exchanges its part
+    of the sequence for a part of the heads around the core (`a2a`).
+    """
 
     def __init__(
-        self, name: str, config: ModelConfig, *, make: ParameterFactory, recompute_core: bool
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        make: ParameterFactory,
+        recompute: Recompute,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
         self.name = name
-        self.recompute_core = recompute_core
+        self.recompute_core = recompute.selects("core_attn")
         self.dropout = config.attention_dropout
         self.head_size = config.head_size
         self.queries = config.num_attention_heads // config.query_groups
         self.groups = config.query_groups // make.tp.size
+        self.cp = make.cp
+        self.exchange_heads = cp_comm_type == "a2a" and make.cp.size > 1
+        # The ranks that the core sees the sequence split over, and its first query head among all.
+        self.core_cp = Group.solo("cp") if self.exchange_heads else make.cp
         self.first_head = make.tp.rank * self.groups * self.queries
+        if self.exchange_heads:
+            self.first_head += make.cp.rank * (self.groups // make.cp.size) * self.queries
         rows = config.query_groups * (self.queries + 2) * self.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             (rows, config.hidden_size),
             std=config.init_method_std,
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear or config.add_qkv_bias,
             make=make,
         )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            # Each tp rank norms heads of its own, so its gradient is a part of the whole.
+            self.q_norm = Norm(f"{name}.q_norm", config, make=make, size=config.head_size, per_head=True)
+            self.k_norm = Norm(f"{name}.k_norm", config, make=make, size=config.head_size, per_head=True)
         self.out = RowParallelLinear(
             f"{name}.out",
             (config.hidden_size, config.num_attention_heads * self.head_size),
@@ -47,14 +76,18 @@ class Attention(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
+        """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
+
+        Collectives: those of the two linear layers, and over cp those of the ring or two all-to-alls, each way.
+        """
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
-        q, k, v = qkv.split((self.queries, 1, 1), dim=3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if context.rope is not None:
-            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        q, k, v = self._positioned(*self._split(qkv), context)
+        if self.exchange_heads:
+            grouped = q.unflatten(2, (self.groups, self.queries))
+            packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
+            q, k, v = self._split(sequence_to_heads(packed, cp=self.cp, seq_length=context.seq_length))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(self.name, k, v)
@@ -62,30 +95,87 @@ class Attention(torch.nn.Module):
             mixed = checkpoint(self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = self._core(q, k, v, context)
-        return self.out(mixed.permute(2, 0, 1, 3).reshape(s, b, -1))
+        mixed = mixed.permute(2, 0, 1, 3)
+        if self.exchange_heads:
+            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
+        return self.out(mixed.reshape(s, b, -1))
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
+        q, k, v = qkv.split((self.queries, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv beside them
+            k, v = k.contiguous(), v.contiguous()
+        return q, k, v
+
+    def _positioned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys normed and turned by their true positions, as the family has it."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.rope is not None:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+            if self.q_norm is None:  # nothing else keeps qkv: a view would
+                v = v.contiguous()
+        return q, k, v
 
     def _core(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """[b, heads/tp, s, d] queries against keys and values -> [b, heads/tp, s, d]."""
-        causal = q.shape[2] == k.shape[2]
-        if self.dropout == 0.0 or context.stream is None:
-            return causal_attention(q, k, v, causal=causal)
-        stream = context.stream
+        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
+        visibility = context.visibility
+        if q.shape[2] != k.shape[2]:  # the next token against a cache, in which a window is the last keys
+            last = visibility.window or k.shape[2]
+            return causal_attention(q, k[:, :, -last:], v[:, :, -last:], causal=False)
+        if self.dropout > 0.0 and context.stream is not None:
+            return self._core_with_dropout(q, k, v, context)
+        if visibility == CAUSAL and self.core_cp.size == 1:
+            return causal_attention(q, k, v)
+        length = q.shape[2] * self.core_cp.size
+        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=visibility)
 
-        def keep_mask(probabilities: torch.Tensor) -> torch.Tensor:
-            b, heads, s, t = probabilities.shape
-            masks = [
+    def _core_with_dropout(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Unfused: the probabilities exist, of this rank's queries and all keys."""
+        assert context.stream is not None
+        length = context.seq_length
+        columns = torch.arange(length, device=q.device)
+        rows = columns if self.core_cp.size == 1 else context.positions
+        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
+        keep = torch.stack(
+            [
                 torch.stack(
                     [
-                        stream.keep(
-                            f"{self.name}.{self.first_head + head}", i, (s, t), self.dropout, q.device
-                        )
-                        for head in range(heads)
+                        context.stream.keep(
+                            f"{self.name}.{self.first_head + head}",
+                            sample,
+                            (length, length),
+                            self.dropout,
+                            q.device,
+                        )[rows]
+                        for head in range(q.shape[1])
                     ]
                 )
-                for i in range(b)
+                for sample in range(q.shape[0])
             ]
-            return torch.stack(masks).to(probabilities.dtype) / (1.0 - self.dropout)
+        )
+        visible = _visible(rows, columns, context.visibility)
+        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout)
 
-        return causal_attention(q, k, v, causal=causal, keep_mask=keep_mask)
+
+def _visible(rows: torch.Tensor, columns: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """The dense form of `visibility`: [b or 1, 1, rows, columns], true where the query sees the key."""
+    distance = rows.unsqueeze(1) - columns
+    visible = distance >= 0
+    if visibility.window is not None:
+        visible &= distance < visibility.window
+    if visibility.document_starts is None:
+        return visible[None, None]
+    samples = []
+    for starts in visibility.document_starts:
+        first = torch.tensor(starts, device=rows.device)
+        of_row, of_column = (torch.searchsorted(first, places, right=True) for places in (rows, columns))
+        samples.append(visible & (of_row.unsqueeze(1) == of_column))
+    return torch.stack(samples).unsqueeze(1)

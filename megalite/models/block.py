@@ -1,5 +1,7 @@
 """One transformer block, pre-norm."""
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -8,43 +10,82 @@ from megalite.models.attention import Attention
 from megalite.models.cache import KeyValueCache
 from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP
+from megalite.models.moe.layer import MoELayer
 from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute
+from megalite.models.recompute_saved import not_saving
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
 class Block(torch.nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))): an MLP, or experts.
 
     Args:
         index: the layer's number in the whole model; names and dropout keys carry it.
-        recompute: none, selective (the attention core runs again in the backward) or full (the block does).
+        recompute: what the backward runs again inside the block; full recompute is around it (`run_layers`).
+        cp_comm_type: how attention sees a sequence that is split over cp.
     """
 
-    def __init__(self, index: int, config: ModelConfig, *, make: ParameterFactory, recompute: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        *,
+        make: ParameterFactory,
+        recompute: Recompute,
+        cp_comm_type: str = "p2p",
+    ) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.name = name
         self.dropout = config.hidden_dropout
         self.tp, self.sequence_parallel = make.tp, make.sequence_parallel
-        self.recompute = recompute == "full"
+        self.recompute_norms = recompute.selects("layernorm")
+        self.recompute_mlp = recompute.selects("mlp")
         self.attention_norm = Norm(f"{name}.attention_norm", config, make=make)
         self.attention = Attention(
-            f"{name}.attention", config, make=make, recompute_core=recompute == "selective"
+            f"{name}.attention", config, make=make, recompute=recompute, cp_comm_type=cp_comm_type
         )
         self.mlp_norm = Norm(f"{name}.mlp_norm", config, make=make)
-        self.mlp = MLP(f"{name}.mlp", config, make=make)
+        self.mlp: MLP | None = None
+        self.moe: MoELayer | None = None
+        if config.is_moe_layer(index):
+            self.moe = MoELayer(f"{name}.moe", config, make=make, recompute=recompute)
+        else:
+            inside = None if self.recompute_mlp else recompute
+            self.mlp = MLP(f"{name}.mlp", config, make=make, recompute=inside)
 
     def forward(
         self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h], split over s with sequence parallelism."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, context, None, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, context, cache)
+        """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
 
-    def _forward(self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None) -> torch.Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), context, cache), "attention", context)
-        return x + self._drop(self.mlp(self.mlp_norm(x)), "mlp", context)
+        def attention(normed: torch.Tensor) -> torch.Tensor:
+            return self.attention(normed, context, cache)
+
+        def feed_forward(normed: torch.Tensor) -> torch.Tensor:
+            return self._feed_forward(normed, context)
+
+        x = x + self._drop(self._on_normed(x, self.attention_norm, attention), "attention", context)
+        return x + self._drop(self._on_normed(x, self.mlp_norm, feed_forward), "mlp", context)
+
+    def _on_normed(
+        self, x: torch.Tensor, norm: Norm, branch: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """branch(norm(x)); where norms are recomputed the branch keeps nothing of its input."""
+        normed = norm(x)
+        if not self.recompute_norms:
+            return branch(normed)
+        with not_saving(normed, norm, x):
+            return branch(normed)
+
+    def _feed_forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if self.moe is not None:
+            return self.moe(x, context)
+        assert self.mlp is not None
+        if self.recompute_mlp and torch.is_grad_enabled():
+            return checkpoint(self.mlp, x, use_reentrant=False, preserve_rng_state=False)
+        return self.mlp(x)
 
     def _drop(self, x: torch.Tensor, branch: str, context: ForwardContext) -> torch.Tensor:
         return context.hidden_dropout(

@@ -1,18 +1,28 @@
 """`GPTStage`: the part of a GPT that one virtual pipeline stage holds. With one stage it is the whole model."""
 
+import math
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.rope import rope_tables
+from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.rope import rope_frequencies, rope_tables
+from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.block import Block
 from megalite.models.cache import KeyValueCache
-from megalite.models.context import ForwardContext
+from megalite.models.context import ForwardContext, document_position_ids
+from megalite.models.layers import run_layers
 from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
 from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
+from megalite.topology.group import Group
+from megalite.topology.sequence import sequence_spans
 
 
 class Embedding(torch.nn.Module):
@@ -22,6 +32,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         h = config.hidden_size
         self.dropout = config.hidden_dropout
+        self.scale = math.sqrt(h) if config.scale_embeddings else 1.0
         self.tp, self.sequence_parallel = make.tp, make.sequence_parallel
         self.word = VocabParallelEmbedding(
             "embedding.word",
@@ -37,11 +48,14 @@ class Embedding(torch.nn.Module):
             shape = (config.max_position_embeddings, h)
             self.position = make.make("embedding.position.weight", shape, std=config.init_method_std)
 
-    def forward(self, tokens: torch.Tensor, context: ForwardContext, first_position: int = 0) -> torch.Tensor:
-        """Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+    def forward(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Tokens [b, s/cp] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
         x = self.word(tokens)
+        if self.scale != 1.0:
+            x = x * self.scale
         if self.position is not None:
-            rows = self.position[first_position : first_position + tokens.shape[1]].unsqueeze(1)
+            ids = context.position_ids
+            rows = F.embedding(ids if ids.dim() == 2 else ids.unsqueeze(1), self.position)
             if self.sequence_parallel:
                 rows = scatter_to_sequence_parallel_region(rows, tp=self.tp)
             x = x + rows
@@ -79,9 +93,11 @@ class GPTStage(torch.nn.Module):
     """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
 
     Args:
-        make: where and how parameters are made; also carries the tp group.
+        make: where and how parameters are made; also carries the groups.
         has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies.
-        recompute: activation recompute of the blocks.
+        seq_length: tokens of a whole sequence.
+        recompute: which activations the backward computes again.
+        cp_comm_type: how attention sees a sequence that is split over cp: `p2p` or `a2a`.
     """
 
     def __init__(
@@ -94,16 +110,14 @@ class GPTStage(torch.nn.Module):
         has_head: bool,
         make: ParameterFactory,
         seq_length: int,
-        recompute: str = "none",
+        recompute: Recompute | None = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
         self.config = config
         self.seq_length = seq_length
-        self.dtype = make.dtype
-        self.device = make.device
-        self.sequence_parallel = make.sequence_parallel
-        self.tp = make.tp
-        self.seed = make.seed
+        self.make = make
+        self.recompute = recompute or Recompute()
         self.embedding: Embedding | None = None
         if has_embedding:
             tied, shared_here = config.tie_embeddings, config.tie_embeddings and has_head
@@ -111,14 +125,28 @@ class GPTStage(torch.nn.Module):
             self.embedding = Embedding(config, make=make, tied=tied and not shared_here, uses=uses)
         self.layers = torch.nn.ModuleDict(
             {
-                str(index): Block(index, config, make=make, recompute=recompute)
+                str(index): Block(
+                    index, config, make=make, recompute=self.recompute, cp_comm_type=cp_comm_type
+                )
                 for index in range(first_layer, last_layer)
             }
         )
         self.head: Head | None = None
         if has_head:
             self.head = Head(config, make=make, weight=self._head_weight(make))
+        spans = sequence_spans(seq_length, cp_rank=make.cp.rank, cp_size=make.cp.size)
+        self._positions = torch.cat([torch.arange(*span, device=make.device) for span in spans])
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def tp(self) -> Group:
+        """The tensor-parallel group."""
+        return self.make.tp
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters and activations are."""
+        return self.make.device
 
     def _head_weight(self, make: ParameterFactory) -> ShardedParameter:
         shape = (self.config.padded_vocab_size, self.config.hidden_size)
@@ -130,25 +158,75 @@ class GPTStage(torch.nn.Module):
         return make.make("embedding.word.weight", shape, shard_dim=0, std=std, tied=True)
 
     def context(
-        self, sample_ids: tuple[int, ...] = (), *, first_position: int = 0, length: int | None = None
+        self,
+        sample_ids: tuple[int, ...] = (),
+        *,
+        attention_documents: tuple[tuple[int, ...], ...] | None = None,
+        position_documents: tuple[tuple[int, ...], ...] | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ) -> ForwardContext:
-        """The context of a microbatch; its samples' global indices key the dropout masks in training mode."""
-        length = length or self.seq_length
-        stream = DropoutStream(self.seed, sample_ids) if self.training else None
-        return ForwardContext(seq_length=length, stream=stream, rope=self._rope_rows(first_position, length))
+        """The context of a microbatch of training or evaluation.
 
-    def _rope_rows(self, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.config.position_embedding_type != "rope":
+        Args:
+            sample_ids: its samples' global indices; they key the dropout masks in training mode.
+            attention_documents: per sample the first positions of its documents, if tokens see their own alone.
+            position_documents: the same, if positions count from there.
+            auxiliary: where layers add to the objective.
+        """
+        ids = self._positions
+        if position_documents is not None:
+            ids = document_position_ids(ids, position_documents)
+        return ForwardContext(
+            seq_length=self.seq_length,
+            positions=self._positions,
+            position_ids=ids,
+            stream=DropoutStream(self.make.seed, sample_ids) if self.training else None,
+            rope=self._rope_rows(ids, self.seq_length),
+            visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
+            auxiliary=auxiliary,
+        )
+
+    def generation_context(self, *, first_position: int, length: int) -> ForwardContext:
+        """The context of `length` new tokens after `first_position` others, without dropout; cp must be 1."""
+        positions = torch.arange(first_position, first_position + length, device=self.device)
+        return ForwardContext(
+            seq_length=length,
+            positions=positions,
+            position_ids=positions,
+            rope=self._rope_rows(positions, first_position + length),
+            visibility=Visibility(window=self._window(first_position + length)),
+            generating=True,
+        )
+
+    def _window(self, length: int) -> int | None:
+        """The sliding window if it hides anything of that many tokens."""
+        window = self.config.sliding_window
+        return window if window is not None and window < length else None
+
+    def _rope_rows(self, position_ids: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin of position ids [s] or [s, b], all below `stop`: [s, b or 1, 1, d/2]."""
+        config = self.config
+        if config.position_embedding_type != "rope":
             return None
-        if self._rope is None or self._rope[0].shape[0] < first + length:
-            positions = torch.arange(max(first + length, self.seq_length), device=self.device)
-            dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-            self._rope = rope_tables(positions, self.config.head_size, self.config.rotary_base, dtype)
-        return self._rope[0][first : first + length], self._rope[1][first : first + length]
+        if self._rope is None or self._rope[0].shape[0] < stop:
+            frequencies = rope_frequencies(
+                config.head_size,
+                config.rotary_base,
+                scaling=config.rope_scaling,
+                factor=config.rope_scaling_factor,
+                low_freq_factor=config.rope_low_freq_factor,
+                high_freq_factor=config.rope_high_freq_factor,
+                original_max_positions=config.rope_original_max_positions,
+            )
+            dtype = torch.float64 if self.make.dtype == torch.float64 else torch.float32
+            positions = torch.arange(max(stop, self.seq_length), device=self.device)
+            self._rope = rope_tables(positions, frequencies.to(self.device), dtype)
+        cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
+        return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:
-        """Shape of what travels between stages: [s, b, h], or [s/tp, b, h] with sequence parallelism."""
-        s = self.seq_length // (self.tp.size if self.sequence_parallel else 1)
+        """Shape of what travels between stages: [s/cp, b, h], or [s/(cp·tp), b, h] with sequence parallelism."""
+        s = self._positions.numel() // (self.tp.size if self.make.sequence_parallel else 1)
         return (s, micro_batch_size, self.config.hidden_size)
 
     def forward(
@@ -158,16 +236,15 @@ class GPTStage(torch.nn.Module):
         *,
         labels: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
-        first_position: int = 0,
     ) -> torch.Tensor:
-        """Tokens [b, s] on the first stage, else [s, b, h] -> [s, b, h], or on the last stage the losses [b, s].
+        """Tokens [b, s/cp] on the first stage, else [s/cp, b, h] -> [s/cp, b, h], or on the last the losses [b, s/cp].
 
-        On the last stage without labels: logits [s, b, V/tp].
+        On the last stage without labels: logits [s/cp, b, V/tp].
         """
         if self.embedding is not None:
-            x = self.embedding(x, context, first_position)
-        for layer in self.layers.values():
-            x = layer(x, context, cache)
+            x = self.embedding(x, context)
+        blocks = cast("list[Block]", list(self.layers.values()))
+        x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute)
         if self.head is None:
             return x
         return self.head(x) if labels is None else self.head.loss(x, labels)

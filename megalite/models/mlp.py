@@ -5,23 +5,38 @@ import math
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.activations import gelu, swiglu
+from megalite.kernels.activations import ACTIVATIONS
+from megalite.models.recompute import Recompute
+from megalite.models.recompute_saved import not_saving
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
 class MLP(torch.nn.Module):
-    """down(activation(up(x))). With swiglu `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs."""
+    """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs.
 
-    def __init__(self, name: str, config: ModelConfig, *, make: ParameterFactory) -> None:
+    Args:
+        recompute: with `mlp_act` the activation's output is not kept; None where the MLP as a whole runs again.
+        ffn_size: width f; default the dense MLP's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        make: ParameterFactory,
+        recompute: Recompute | None = None,
+        ffn_size: int | None = None,
+    ) -> None:
         super().__init__()
-        gated = config.activation == "swiglu"
-        f, h = config.ffn_size, config.hidden_size
-        self.activation = config.activation
+        f, h = ffn_size or config.ffn_size, config.hidden_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = ColumnParallelLinear(
             f"{name}.up",
-            (2, f, h) if gated else (f, h),
-            shard_dim=1 if gated else 0,
+            (2, f, h) if config.is_gated else (f, h),
+            shard_dim=1 if config.is_gated else 0,
             std=config.init_method_std,
             bias=config.add_bias_linear,
             make=make,
@@ -36,6 +51,9 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
-        x = self.up(x)
-        x = swiglu(x) if self.activation == "swiglu" else gelu(x, tanh=self.activation == "gelu_tanh")
-        return self.down(x)
+        inner = self.up(x)
+        active = self.activation(inner)
+        if not self.recompute_activation:
+            return self.down(active)
+        with not_saving(active, self.activation, inner):
+            return self.down(active)

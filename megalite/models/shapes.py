@@ -48,9 +48,11 @@ def _bias(name: str, shape: tuple[int, ...], shard_dim: int | None) -> Parameter
     return ParameterShape(name=name, shape=shape, shard_dim=shard_dim, decay=False, init="zeros")
 
 
-def _norm(model: ModelConfig, name: str) -> list[ParameterShape]:
-    shape = (model.hidden_size,)
-    weight = ParameterShape(name=f"{name}.weight", shape=shape, shard_dim=None, decay=False, init="ones")
+def _norm(model: ModelConfig, name: str, size: int | None = None) -> list[ParameterShape]:
+    """Norm over `size` channels; default h."""
+    shape = (size or model.hidden_size,)
+    init: Init = "zeros" if model.norm_zero_centered else "ones"
+    weight = ParameterShape(name=f"{name}.weight", shape=shape, shard_dim=None, decay=False, init=init)
     return [weight] + ([_bias(f"{name}.bias", shape, None)] if model.normalization == "LayerNorm" else [])
 
 
@@ -60,18 +62,21 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     # gives each rank whole groups.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
     shapes = [_matrix(f"{prefix}.qkv.weight", (rows, h), 0)]
-    if model.add_bias_linear:
+    if model.add_bias_linear or model.add_qkv_bias:
         shapes.append(_bias(f"{prefix}.qkv.bias", (rows,), 0))
+    if model.qk_norm:
+        # One weight for all heads: each tensor-parallel rank has a copy, and the gradient of its own heads.
+        shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
     shapes.append(_matrix(f"{prefix}.out.weight", (h, model.num_attention_heads * d), 1, "residual"))
     if model.add_bias_linear:
         shapes.append(_bias(f"{prefix}.out.bias", (h,), None))
     return shapes
 
 
-def _mlp(model: ModelConfig, prefix: str) -> list[ParameterShape]:
-    h, f = model.hidden_size, model.ffn_size
+def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
+    h = model.hidden_size
     # Gate and up projection are stacked on a dimension of their own: a cut of [2f, h] would give rank 0 only gates.
-    stacked = (2, f) if model.activation == "swiglu" else (f,)
+    stacked = (2, f) if model.is_gated else (f,)
     split = len(stacked) - 1
     shapes = [_matrix(f"{prefix}.up.weight", (*stacked, h), split)]
     if model.add_bias_linear:
@@ -84,19 +89,24 @@ def _mlp(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     assert model.num_experts is not None
-    h, f, experts = model.hidden_size, model.ffn_size, model.num_experts
-    stacked = (experts, 2, f) if model.activation == "swiglu" else (experts, f)
+    h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
+    stacked = (experts, 2, f) if model.is_gated else (experts, f)
+    shared = model.moe_shared_expert_intermediate_size
     return [
         _matrix(f"{prefix}.router.weight", (experts, h), None),
         _matrix(f"{prefix}.experts.up.weight", (*stacked, h), len(stacked) - 1, expert=True),
         _matrix(f"{prefix}.experts.down.weight", (experts, h, f), 2, "residual", expert=True),
+        *([] if shared is None else _mlp(model, f"{prefix}.shared", shared)),
     ]
 
 
 def layer_shapes(model: ModelConfig, layer_index: int) -> list[ParameterShape]:
     """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass."""
     prefix = f"layers.{layer_index}"
-    feed_forward = _moe(model, f"{prefix}.moe") if model.num_experts else _mlp(model, f"{prefix}.mlp")
+    if model.is_moe_layer(layer_index):
+        feed_forward = _moe(model, f"{prefix}.moe")
+    else:
+        feed_forward = _mlp(model, f"{prefix}.mlp", model.ffn_size)
     return [
         *_norm(model, f"{prefix}.attention_norm"),
         *_attention(model, f"{prefix}.attention"),
@@ -154,15 +164,13 @@ def stage_shapes(
 
 def parameter_count(model: ModelConfig) -> int:
     """Elements of all parameters, with the vocabulary padded and a tied embedding counted once."""
-    per_layer = sum(shape.size for shape in layer_shapes(model, 0))
-    ends = embedding_shapes(model) + head_shapes(model)
-    return model.num_layers * per_layer + sum(shape.size for shape in ends)
+    return sum(shape.size for shape in stage_shapes(model, 0, model.num_layers, True, True))
 
 
-def _layer_matmul_weights(model: ModelConfig) -> int:
+def _layer_matmul_weights(model: ModelConfig, layer_index: int) -> int:
     """Elements of a layer's matrices that one token multiplies: with experts, top-k of them."""
     total = 0
-    for shape in layer_shapes(model, 0):
+    for shape in layer_shapes(model, layer_index):
         if shape.expert:
             assert model.num_experts is not None
             total += shape.size // model.num_experts * model.moe_router_topk
@@ -171,14 +179,21 @@ def _layer_matmul_weights(model: ModelConfig) -> int:
     return total
 
 
-def layer_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
-    """FLOPs of one layer's forward for one token of a sequence of `seq_length`.
+def layer_forward_flops(
+    model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm"
+) -> int:
+    """FLOPs of layer `layer_index`'s forward for one token of a sequence of `seq_length`.
 
     2 for each weight of its matrices, and 4·s·(heads·d) for attention's two products over all s positions; the
-    megatron convention counts the half that the causal mask leaves. Norms, activations and softmax are not counted.
+    megatron convention counts the half that the causal mask leaves. A sliding window w < s makes that 4·w·(heads·d),
+    or with the causal mask the w - w²/2s keys that a token sees on average. Norms, activations and softmax are not
+    counted.
     """
-    attention = 4 * seq_length * model.num_attention_heads * model.head_size
-    return 2 * _layer_matmul_weights(model) + (attention // 2 if convention == "megatron" else attention)
+    keys = min(seq_length, model.sliding_window or seq_length)
+    attention = 4 * keys * model.num_attention_heads * model.head_size
+    if convention == "megatron":
+        attention = attention * (2 * seq_length - keys) // (2 * seq_length)
+    return 2 * _layer_matmul_weights(model, layer_index) + attention
 
 
 def head_forward_flops(model: ModelConfig) -> int:
@@ -194,5 +209,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention 
     shape that is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
     megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
     """
-    layers = model.num_layers * layer_forward_flops(model, seq_length, convention)
+    layers = sum(
+        layer_forward_flops(model, index, seq_length, convention) for index in range(model.num_layers)
+    )
     return 3 * (layers + head_forward_flops(model))

@@ -1,10 +1,12 @@
 """How much of a step the pipeline idles, with each stage's own FLOPs as its cost."""
 
 from megalite.config.run import RunConfig
+from megalite.models.shapes import layer_forward_flops, layer_shapes
 from megalite.pipeline.ir.generators import build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.planner.activations import recompute_units
 from megalite.planner.stages import StagePlan, stage_forward_flops
 
 SIMULATED_ACTIONS = 12_000
@@ -28,7 +30,9 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
 
 
 def bubble_fraction(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> float:
-    """Idle share of the busiest pipeline rank in one step; a backward counts as two forwards, messages as nothing.
+    """Idle share of the busiest pipeline rank in one step; messages count as nothing.
+
+    A backward counts as two forwards and what it recomputes.
 
     A step of very many microbatches is extended from two shorter ones, a group apart: past the ramp-up a schedule is
     periodic, and each further group takes as long as the one before.
@@ -46,11 +50,38 @@ def bubble_fraction(config: RunConfig, stages: tuple[StagePlan, ...], num_microb
 def _times(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, float]:
     """(makespan, busy time of the busiest rank) of a step, in FLOPs of one token's worth of work."""
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
-    # Full recompute runs the forward again inside the backward.
-    backward = 3.0 if config.training.recompute_granularity == "full" else 2.0
-    costs = Costs(forward=forward, backward=tuple(backward * cost for cost in forward))
+    backward = tuple(
+        2.0 * cost + _recompute_flops(config, plan) for cost, plan in zip(forward, stages, strict=True)
+    )
+    costs = Costs(forward=forward, backward=backward)
     timeline = simulate(lower(schedule_of(config, num_microbatches)), costs)
     return timeline.makespan, max(timeline.busy)
+
+
+def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
+    """FLOPs of one token's forward that a stage runs again in the backward; norms and activations count as nothing."""
+    model, training = config.model, config.training
+    if training.recompute_granularity == "full":
+        again = (index for unit in recompute_units(config, plan) for index in unit)
+        return sum(layer_forward_flops(model, index, training.seq_length) for index in again)
+    if training.recompute_granularity == "none":
+        return 0
+    modules = set(training.recompute_modules)
+    return sum(_module_flops(config, index, modules) for index in range(plan.first_layer, plan.last_layer))
+
+
+def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
+    """FLOPs of one token's forward through those modules of a layer that have matrix products."""
+    model, seq_length = config.model, config.training.seq_length
+    core = 4 * seq_length * model.num_attention_heads * model.head_size
+    projections = sum(
+        2 * shape.size
+        for shape in layer_shapes(model, layer_index)
+        if shape.decay and ".attention." in shape.name
+    )
+    feed_forward = layer_forward_flops(model, layer_index, seq_length) - core - projections
+    again = core if "core_attn" in modules else 0
+    return again + (feed_forward if ("moe" if model.is_moe_layer(layer_index) else "mlp") in modules else 0)
 
 
 def _fewer(num_microbatches: int, actions_each: int, group: int) -> int:

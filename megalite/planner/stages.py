@@ -41,7 +41,9 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
         model.num_layers,
         num_stages,
         p.pp,
-        layer_cost=layer_forward_flops(model, config.training.seq_length),
+        layer_cost=[
+            layer_forward_flops(model, index, config.training.seq_length) for index in range(model.num_layers)
+        ],
         last_cost=head_forward_flops(model),
     )
     plans, first = [], 0
@@ -73,5 +75,8 @@ def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[Parameter
 
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
     """FLOPs of one token's forward through the stage."""
-    layer = layer_forward_flops(config.model, config.training.seq_length)
-    return plan.num_layers * layer + (head_forward_flops(config.model) if plan.has_head else 0)
+    model, seq_length = config.model, config.training.seq_length
+    layers = sum(
+        layer_forward_flops(model, index, seq_length) for index in range(plan.first_layer, plan.last_layer)
+    )
+    return layers + (head_forward_flops(model) if plan.has_head else 0)

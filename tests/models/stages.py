@@ -8,6 +8,7 @@ from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.models.gpt import GPTStage
+from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 
@@ -54,8 +55,11 @@ def build(
     sequence_parallel: bool = False,
 ) -> GPTStage:
     first, last = cut or (0, model.num_layers)
+    tp = tp or Group.solo("tp")
     make = ParameterFactory(
-        tp=tp or Group.solo("tp"),
+        tp=tp,
+        tp_cp=tp,
+        expert_tp=tp,
         seed=5,
         dtype=torch.float64,
         device=torch.device("cpu"),
@@ -69,7 +73,7 @@ def build(
         has_head=last == model.num_layers,
         make=make,
         seq_length=S,
-        recompute=recompute,
+        recompute=Recompute(granularity=recompute),
     )
 
 

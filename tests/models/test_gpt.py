@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.attention import causal_attention
+from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.gpt import GPTStage
 from tests.models.plain_gpt import Plain, losses
 from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
@@ -132,7 +132,9 @@ def test_the_unfused_attention_is_the_fused_one(monkeypatch: pytest.MonkeyPatch,
     losses_fused, grads_fused = gradients(fused)
 
     def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-        return causal_attention(q, k, v, causal=causal, keep_mask=torch.ones_like)
+        assert causal
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return unfused_attention(q, k, v, visible=visible, keep=None, p=0.0)
 
     monkeypatch.setattr("megalite.models.attention.causal_attention", unfused)
     plain = build(FAMILIES[family])

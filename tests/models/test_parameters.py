@@ -12,7 +12,7 @@ from megalite.models.shapes import ParameterShape, stage_shapes
 from megalite.topology.group import Group
 from tests.models.stages import GPT, S, build, named, varied
 
-DENSE = [name for name in preset_names() if not name.startswith("mixtral")]
+PRESETS = preset_names()
 
 
 def tiny_preset(name: str) -> ModelConfig:
@@ -29,11 +29,13 @@ def tiny_preset(name: str) -> ModelConfig:
         ffn_hidden_size=None if model.ffn_hidden_size is None else 48,
         vocab_size=500,
         max_position_embeddings=16,
+        moe_ffn_hidden_size=None if model.moe_ffn_hidden_size is None else 24,
+        moe_shared_expert_intermediate_size=None if model.moe_shared_expert_intermediate_size is None else 40,
     )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("preset", DENSE)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_are_those_of_the_table(preset: str, tp: int) -> None:
     model = tiny_preset(preset)
     group = Group.solo("tp") if tp == 1 else Group("tp", (0, 1), 1)
@@ -51,7 +53,7 @@ def test_parameters_are_those_of_the_table(preset: str, tp: int) -> None:
             assert list(parameters[row.name].shape) == local, row.name
 
 
-@pytest.mark.parametrize("preset", DENSE)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_initial_values_are_those_of_the_table(preset: str) -> None:
     model = varied(tiny_preset(preset), hidden_size=64, ffn_hidden_size=128)
     parameters = named(build(model))

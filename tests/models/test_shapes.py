@@ -1,5 +1,6 @@
 """The table of parameters: names, shapes, shards, counts and FLOPs."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -78,6 +79,46 @@ def test_swiglu_bias_is_stacked_like_its_weight() -> None:
     assert (bias.shape, bias.shard_dim, bias.decay) == ((2, 64), 1, False)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
+def test_every_gate_is_stacked_on_its_up_projection(activation: str) -> None:
+    model = ModelConfig(hidden_size=24, activation=activation, ffn_hidden_size=64)
+    up = next(shape for shape in layer_shapes(model, 0) if shape.name == "layers.0.mlp.up.weight")
+    assert (up.shape, up.shard_dim) == ((2, 64, 24), 1)
+
+
+def test_bias_of_query_key_and_value_alone() -> None:
+    model = dataclasses.replace(LLAMA, add_qkv_bias=True)
+    biases = [row for row in rows(layer_shapes(model, 0)) if row[0].endswith("bias")]
+    assert biases == [("layers.0.attention.qkv.bias", (48,), 0, False, "zeros")]
+    assert parameter_count(model) == parameter_count(LLAMA) + 3 * 48
+
+
+@pytest.mark.parametrize(
+    ("normalization", "kinds"), [("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])]
+)
+def test_norms_of_queries_and_keys(normalization: str, kinds: list[str]) -> None:
+    """Of the size of one head, whole on every tensor-parallel rank."""
+    model = dataclasses.replace(LLAMA, qk_norm=True, normalization=normalization)
+    names = [row[0] for row in rows(layer_shapes(model, 0))]
+    own = [row for row in rows(layer_shapes(model, 0)) if "q_norm" in row[0] or "k_norm" in row[0]]
+    assert own == [
+        (f"layers.0.attention.{norm}.{kind}", (6,), None, False, "ones" if kind == "weight" else "zeros")
+        for norm in ("q_norm", "k_norm")
+        for kind in kinds
+    ]
+    first = names.index(own[0][0])
+    assert names[first - 1] == "layers.0.attention.qkv.weight"
+    assert names[first + len(own)] == "layers.0.attention.out.weight"
+    # Vectors are no matrices: they change no FLOPs.
+    assert flops_per_token(model, 10) == flops_per_token(LLAMA, 10)
+
+
+def test_zero_centered_norms_start_at_zero() -> None:
+    model = dataclasses.replace(LLAMA, norm_zero_centered=True, qk_norm=True)
+    norms = [row for row in rows(stage_shapes(model, 0, 1, True, True)) if "norm" in row[0]]
+    assert len(norms) == 5 and {row[-1] for row in norms} == {"zeros"}
+
+
 @pytest.mark.parametrize(
     ("activation", "up", "shard_dim"), [("gelu", (4, 32, 8), 1), ("swiglu", (4, 2, 64, 8), 2)]
 )
@@ -148,15 +189,30 @@ def test_flops_of_the_published_formula(layers: int, h: int, s: int, vocab: int)
 def test_flops_of_parts() -> None:
     s = 10
     # qkv 48·8, out 8·24, up and gate 2·20·8, down 8·20 weights; two products of s keys with 4 heads of 6.
-    assert layer_forward_flops(LLAMA, s) == 2 * (48 * 8 + 8 * 24 + 2 * 20 * 8 + 8 * 20) + 4 * s * 24
+    assert layer_forward_flops(LLAMA, 0, s) == 2 * (48 * 8 + 8 * 24 + 2 * 20 * 8 + 8 * 20) + 4 * s * 24
     assert head_forward_flops(LLAMA) == 2 * 128 * 8
-    assert flops_per_token(LLAMA, s) == 3 * (3 * layer_forward_flops(LLAMA, s) + head_forward_flops(LLAMA))
+    assert flops_per_token(LLAMA, s) == 3 * (3 * layer_forward_flops(LLAMA, 0, s) + head_forward_flops(LLAMA))
+
+
+def test_a_sliding_window_leaves_fewer_products() -> None:
+    h, s, window = 8, 10, 4
+    wide, narrow = (
+        ModelConfig(hidden_size=h, num_attention_heads=2, sliding_window=w) for w in (None, window)
+    )
+    assert layer_forward_flops(wide, 0, s) - layer_forward_flops(narrow, 0, s) == 4 * (s - window) * h
+    seen = [min(position + 1, window) for position in range(s)]
+    # The convention leaves out the diagonal's half: s/2 keys on average rather than (s + 1)/2.
+    causal = 4 * h * (sum(seen) - window / 2) / s
+    assert layer_forward_flops(narrow, 0, s, "megatron") == 2 * 12 * h * h + int(causal)
+    assert layer_forward_flops(
+        ModelConfig(hidden_size=h, num_attention_heads=2, sliding_window=s), 0, s, "megatron"
+    ) == layer_forward_flops(wide, 0, s, "megatron")
 
 
 def test_a_token_pays_for_its_experts_alone() -> None:
     def flops(experts: int, topk: int) -> int:
         model = ModelConfig(hidden_size=8, num_attention_heads=2, num_experts=experts, moe_router_topk=topk)
-        return layer_forward_flops(model, 4)
+        return layer_forward_flops(model, 0, 4)
 
     router, expert = 2 * 8, 2 * 2 * 8 * 32
     assert flops(8, 2) - flops(4, 2) == 4 * router

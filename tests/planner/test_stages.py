@@ -8,6 +8,8 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 from megalite.planner.stages import plan_stages, shapes_of_rank, stage_forward_flops
 
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
@@ -37,7 +39,7 @@ def test_a_heavy_head_gets_fewer_layers() -> None:
     assert [plan.num_layers for plan in plan_stages(light)] == [4, 4]
     first, last = plan_stages(heavy)
     assert first.num_layers > last.num_layers
-    layer, head = layer_forward_flops(heavy.model, 32), head_forward_flops(heavy.model)
+    layer, head = layer_forward_flops(heavy.model, 0, 32), head_forward_flops(heavy.model)
     assert stage_forward_flops(heavy, first) == first.num_layers * layer
     assert stage_forward_flops(heavy, last) == last.num_layers * layer + head
     # No other cut has a faster slowest stage.
@@ -89,6 +91,54 @@ def test_long_steps_are_extended_exactly(
     whole = bubble.bubble_fraction(config, stages, microbatches)
     monkeypatch.setattr(bubble, "SIMULATED_ACTIONS", 1)
     assert bubble.bubble_fraction(config, stages, microbatches) == pytest.approx(whole, rel=1e-9)
+
+
+LAYER, CORE, MLP = 2 * 12 * 64**2 + 4 * 32 * 64, 4 * 32 * 64, 2 * 8 * 64**2
+
+
+@pytest.mark.parametrize(
+    ("flags", "again"),
+    [
+        ("", (0, 0)),
+        ("--recompute-granularity full", (3 * LAYER, 2 * LAYER)),
+        ("--recompute-granularity full --recompute-num-layers 2", (3 * LAYER, 2 * LAYER)),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            (2 * LAYER, 2 * LAYER),
+        ),
+        ("--recompute-granularity selective", (3 * CORE, 2 * CORE)),
+        ("--recompute-granularity selective --recompute-modules mlp_act layernorm", (0, 0)),
+        (
+            "--recompute-granularity selective --recompute-modules mlp core_attn",
+            (3 * (MLP + CORE), 2 * (MLP + CORE)),
+        ),
+    ],
+)
+def test_a_backward_costs_two_forwards_and_what_it_recomputes(
+    flags: str, again: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(f"{GPT} --num-layers 5 --pp 2 --pipeline-layers 3,2 --global-batch-size 4 {flags}", 2)
+    simulated = []
+
+    def noting(program: Program, costs: Costs) -> Timeline:
+        simulated.append(costs)
+        return simulate(program, costs)
+
+    monkeypatch.setattr(bubble, "simulate", noting)
+    bubble.bubble_fraction(config, plan_stages(config), 4)
+    (costs,) = simulated
+    assert costs.forward == (3 * LAYER, 2 * LAYER + 2 * 128 * 64)
+    assert costs.backward == tuple(2 * cost + more for cost, more in zip(costs.forward, again, strict=True))
+
+
+def test_experts_are_recomputed_where_there_are_any() -> None:
+    flags = f"{GPT} --num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear --recompute-granularity selective"
+    for module, layer in (("moe", 0), ("mlp", 1)):
+        config = config_of(f"{flags} --recompute-modules {module}", 1)
+        rows = [bubble._module_flops(config, index, {module}) for index in range(2)]
+        expected = [0, 0]
+        expected[layer] = layer_forward_flops(config.model, layer, 32) - 2 * 4 * 64**2 - CORE
+        assert rows == expected
 
 
 def test_microbatches_that_the_schedule_refuses() -> None:

@@ -1,0 +1,183 @@
+"""Bytes of activations that one rank keeps for the backward, however much of them is computed again.
+
+Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), term by term, so that other
+widths, gates, grouped queries, experts and absent dropout count right: with GPT's shape and dropout the sum is the
+paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Left out is what has no factor of width: a norm's statistics, token numbers.
+A test measures the model's own tensors against this.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.run import RunConfig
+from megalite.planner.stages import StagePlan
+
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One tensor of a layer."""
+
+    bytes: float
+    """For each token of this rank's part of the sequence, s/cp."""
+    freed_by: frozenset[str] = frozenset()
+    """Modules of selective recompute any of which makes it again instead."""
+
+
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of an element and of a number that is kept exact; parts that sequence parallelism splits a tensor in."""
+    e, p = ELEMENT_BYTES[config.training.precision], config.parallel
+    return e, max(4, e), p.tp if p.sequence_parallel else 1
+
+
+def _attention(config: RunConfig) -> Iterator[_Kept]:
+    model, p = config.model, config.parallel
+    e, exact, whole = _sizes(config)
+    queries = model.num_attention_heads * model.head_size
+    keys_and_values = 2 * model.query_groups * model.head_size
+    exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
+    core = frozenset({"core_attn"})
+    yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
+    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
+    yield _Kept(e * (queries + keys_and_values) / p.tp)
+    if model.qk_norm:
+        # These norms keep their input: the projection's output, in which the values lie as well.
+        again = keys_and_values if exchanged else keys_and_values // 2
+        yield _Kept(e * (queries + again) / p.tp)
+    if model.attention_dropout:
+        # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
+        yield _Kept((2 * e + 1) * model.num_attention_heads * config.training.seq_length / p.tp, core)
+        if p.cp > 1 and not exchanged:
+            yield _Kept(e * keys_and_values * p.cp / p.tp, core)
+    else:
+        yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
+        if exchanged:
+            yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home
+    yield _Kept(e * queries / p.tp)
+    if model.hidden_dropout:
+        yield _Kept(model.hidden_size / whole)
+
+
+def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
+    model, p = config.model, config.parallel
+    e, _, whole = _sizes(config)
+    yield _Kept(e * model.hidden_size / whole)
+    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
+    if model.is_moe_layer(layer_index):
+        yield from _experts(config)
+    else:
+        yield from _inner(config, model.ffn_size / p.tp, "mlp")
+    if model.hidden_dropout:
+        yield _Kept(model.hidden_size / whole)
+
+
+def _inner(config: RunConfig, width: float, module: str) -> Iterator[_Kept]:
+    """Input and output of a nonlinearity of `width` local elements a token."""
+    e = ELEMENT_BYTES[config.training.precision]
+    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset({module}))
+    yield _Kept(e * width, frozenset({module, "mlp_act"}))
+
+
+def _experts(config: RunConfig) -> Iterator[_Kept]:
+    """What a MoE layer keeps beside its input if every expert gets the same number of tokens."""
+    model, p = config.model, config.parallel
+    e, exact, _ = _sizes(config)
+    moe = frozenset({"moe"})
+    assert model.num_experts is not None
+    factor = model.moe_expert_capacity_factor
+    choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
+    rows = choices * (1.0 if factor is None else min(1.0, factor))
+    yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
+    tables = bool(model.moe_router_pre_softmax or model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
+    yield _Kept(exact * tables * model.num_experts / p.tp, moe)
+    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe)  # the rows that experts work on
+    if p.ep * p.expert_tp > 1:
+        yield _Kept(_INDEX_BYTES * rows * p.expert_tp, moe)
+    yield from _inner(config, model.expert_ffn_size * rows, "moe")
+    yield _Kept(e * model.hidden_size * rows, moe)  # their outputs, for the gradient of the router's weights
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe")
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.training.seq_length // config.parallel.cp * config.training.micro_batch_size
+
+
+def _layer_tensors(config: RunConfig, layer_index: int) -> list[_Kept]:
+    return [*_attention(config), *_feed_forward(config, layer_index)]
+
+
+def _unit_input_bytes(config: RunConfig) -> int:
+    """All that full recompute keeps of a unit."""
+    e, _, whole = _sizes(config)
+    return _tokens(config) * config.model.hidden_size * e // whole
+
+
+def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granularity: str | None = None) -> int:
+    """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
+
+    Args:
+        config: validated.
+        layer_index: counted over the whole model: a layer may have experts.
+        granularity: recompute_granularity to assume instead of the config's.
+    """
+    granularity = granularity or config.training.recompute_granularity
+    if granularity == "full":
+        return _unit_input_bytes(config)
+    modules = set(config.training.recompute_modules) if granularity == "selective" else set()
+    kept = sum(kept.bytes for kept in _layer_tensors(config, layer_index) if not kept.freed_by & modules)
+    return round(_tokens(config) * kept)
+
+
+def recompute_units(config: RunConfig, plan: StagePlan) -> list[range]:
+    """The layers of a stage that full recompute runs again, by unit; none without full recompute."""
+    training = config.training
+    first, last = plan.first_layer, plan.last_layer
+    if training.recompute_granularity != "full":
+        return []
+    if training.recompute_method == "block":
+        return [range(i, i + 1) for i in range(first, min(first + training.recompute_num_layers, last))]
+    step = training.recompute_num_layers
+    return [range(i, min(i + step, last)) for i in range(first, last, step)]
+
+
+def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that a stage keeps for the backward of one microbatch, with embedding and head if it has them."""
+    model, training = config.model, config.training
+    units = recompute_units(config, plan)
+    kept_whole = range(plan.first_layer + sum(map(len, units)), plan.last_layer)
+    granularity = "none" if training.recompute_granularity == "full" else None
+    total = len(units) * _unit_input_bytes(config)
+    total += sum(layer_activation_bytes(config, index, granularity=granularity) for index in kept_whole)
+    e, exact, whole = _sizes(config)
+    if plan.has_embedding and model.hidden_dropout:
+        total += _tokens(config) * model.hidden_size // whole
+    if plan.has_head:
+        # Inputs of final norm and output projection; log-probabilities for the loss.
+        total += _tokens(config) * 2 * e * model.hidden_size // whole
+        total += _tokens(config) * exact * model.padded_vocab_size // config.parallel.tp
+    return total
+
+
+def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that recomputation brings back at most at once, beside what is kept all along.
+
+    With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
+    """
+    training, layers = config.training, range(plan.first_layer, plan.last_layer)
+    if training.recompute_granularity == "full":
+        units = (
+            sum(layer_activation_bytes(config, index, granularity="none") for index in unit)
+            for unit in recompute_units(config, plan)
+        )
+        return max((unit - _unit_input_bytes(config) for unit in units), default=0)
+    if training.recompute_granularity == "none":
+        return 0
+    freed = (
+        sum(kept.bytes for kept in _layer_tensors(config, index) if module in kept.freed_by)
+        for index in layers
+        for module in training.recompute_modules
+    )
+    return round(_tokens(config) * max(freed, default=0.0))

@@ -1,0 +1,321 @@
+"""Bytes that the collectives of a training step move, by group: the formulas of docs/parallelism.md, evaluated.
+
+A volume is what one rank has in its collectives: the tensor that an all-reduce sums, the whole tensor that an
+all-gather makes or a reduce-scatter takes, the input of an all-to-all, a message. Of each byte of it, ring algorithms
+over n ranks send 2·(n-1)/n for an all-reduce, (n-1)/n for the next three and 1 for a message (`wire_factor`).
+
+Letters: b micro batch size, s sequence length, h hidden size, e bytes of an activation, w of an fp32 (fp64) number,
+T = b·s/cp tokens of a rank, A = T·h·e the activations between two layers, whole.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megalite.config.run import RunConfig
+from megalite.models.shapes import ParameterShape, stage_shapes
+from megalite.planner.activations import ELEMENT_BYTES
+from megalite.planner.memory import local_size
+from megalite.planner.stages import StagePlan, plan_stages
+
+Volume = tuple[str, str, int]
+"""Group, operation, bytes."""
+
+ALIGNMENT = 64
+"""A gradient bucket is padded to this many elements for each rank that shares it."""
+
+
+def wire_factor(operation: str, size: int) -> float:
+    """What a rank sends for each byte of volume, with ring algorithms over `size` ranks."""
+    if operation == "send":
+        return 1.0
+    return (2.0 if operation == "all-reduce" else 1.0) * (size - 1) / size
+
+
+def step_volumes(
+    config: RunConfig, pipeline_rank: int, num_microbatches: int
+) -> Mapping[tuple[str, str], int]:
+    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out.
+
+    How many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over
+    the ranks of the expert grid, which is exact where no token is dropped.
+
+    Args:
+        config: validated, vocabulary known.
+        num_microbatches: of the step.
+    """
+    stages = plan_stages(config)
+    mine = [plan for plan in stages if plan.rank == pipeline_rank]
+    found: Counter[tuple[str, str]] = Counter()
+    for plan in mine:
+        for group, operation, size in _microbatch(config, plan, stages):
+            found[group, operation] += num_microbatches * size
+        for group, operation, size in _gradients(config, plan, stages):
+            found[group, operation] += size
+    model = config.model
+    terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
+    found["world", "all-reduce"] += 8 * (2 + terms)
+    if any(plan.has_head for plan in mine):
+        found["dp-cp", "all-reduce"] += 8  # unmasked tokens of the batch
+    sizes = group_sizes(config)
+    return {key: size for key, size in found.items() if size and sizes[key[0]] > 1}
+
+
+def group_sizes(config: RunConfig) -> dict[str, int]:
+    """Ranks in each kind of group that a step communicates over."""
+    p = config.parallel
+    assert p.dp is not None
+    return {
+        "tp": p.tp,
+        "cp": p.cp,
+        "tp-cp": p.tp * p.cp,
+        "dp-cp": p.dp * p.cp,
+        "ep": p.ep,
+        "expert-tp": p.expert_tp,
+        "expert-dp": p.tp * p.cp * p.dp // (p.expert_tp * p.ep),
+        "pp": p.pp,
+        "embedding": min(2, p.pp),
+        "world": p.tp * p.cp * p.dp * p.pp,
+    }
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The letters of this page, for one config."""
+
+    config: RunConfig
+
+    @property
+    def e(self) -> int:
+        return ELEMENT_BYTES[self.config.training.precision]
+
+    @property
+    def w(self) -> int:
+        return max(4, self.e)
+
+    @property
+    def tokens(self) -> int:
+        training = self.config.training
+        return training.micro_batch_size * training.seq_length // self.config.parallel.cp
+
+    @property
+    def activations(self) -> int:
+        return self.tokens * self.config.model.hidden_size * self.e
+
+
+def _microbatch(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterable[Volume]:
+    """Forward and backward of one microbatch through one stage."""
+    sizes = _Sizes(config)
+    if plan.has_embedding:
+        yield from _embedding(sizes)
+    layers = range(plan.first_layer, plan.last_layer)
+    for index in layers:
+        yield from _attention_forward(sizes)
+        yield from _feed_forward_forward(sizes, index)
+        yield from _attention_backward(sizes)
+        yield from _feed_forward_backward(sizes, index)
+    yield from _recomputed(sizes, layers)
+    if plan.has_head:
+        yield from _head(sizes)
+    message = sizes.activations // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    for neighbour in (plan.stage - 1, plan.stage + 1):
+        if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
+            yield "pp", "send", message
+
+
+def _enter(sizes: _Sizes) -> Iterable[Volume]:
+    """Forward into a column-parallel layer."""
+    if sizes.config.parallel.sequence_parallel:
+        yield "tp", "all-gather", sizes.activations
+
+
+def _leave(sizes: _Sizes) -> Iterable[Volume]:
+    """Forward out of a row-parallel layer or the embedding."""
+    split = sizes.config.parallel.sequence_parallel
+    yield "tp", "reduce-scatter" if split else "all-reduce", sizes.activations
+
+
+def _enter_backward(sizes: _Sizes) -> Iterable[Volume]:
+    """The input is gathered again for the weight's gradient, and its own gradient summed."""
+    yield from _enter(sizes)
+    yield from _leave(sizes)
+
+
+def _leave_backward(sizes: _Sizes) -> Iterable[Volume]:
+    yield from _enter(sizes)
+
+
+def _embedding(sizes: _Sizes) -> Iterable[Volume]:
+    yield from _leave(sizes)
+    yield from _leave_backward(sizes)
+    config = sizes.config
+    if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
+        samples = 1 if not config.data.reset_position_ids else config.training.micro_batch_size
+        rows = config.training.seq_length // config.parallel.cp * samples
+        yield "tp", "all-gather", rows * config.model.hidden_size * sizes.e
+
+
+def _head(sizes: _Sizes) -> Iterable[Volume]:
+    yield from _enter(sizes)
+    yield from _enter_backward(sizes)
+    # Cross-entropy: a logsumexp and the label's logit of each token.
+    yield "tp", "all-gather", sizes.config.parallel.tp * 2 * sizes.tokens * sizes.w
+
+
+def _attention_core(sizes: _Sizes, *, backward: bool) -> Iterable[Volume]:
+    """What passes between the ranks of a sequence."""
+    model, p = sizes.config.model, sizes.config.parallel
+    group_width = sizes.tokens * model.query_groups // p.tp * model.head_size * sizes.e
+    query_width = sizes.tokens * model.num_attention_heads // p.tp * model.head_size * sizes.e
+    if p.cp_comm_type == "a2a":
+        yield "cp", "all-to-all", query_width + 2 * group_width
+        yield "cp", "all-to-all", query_width
+    elif model.attention_dropout:
+        yield "cp", "reduce-scatter" if backward else "all-gather", 2 * group_width * p.cp
+    else:
+        yield "cp", "send", (p.cp - 1) * 2 * group_width
+        if backward:  # the gradients of keys and values follow, in fp32
+            yield "cp", "send", (p.cp - 1) * 2 * group_width // sizes.e * sizes.w
+
+
+def _attention_forward(sizes: _Sizes) -> Iterable[Volume]:
+    yield from _enter(sizes)
+    yield from _attention_core(sizes, backward=False)
+    yield from _leave(sizes)
+
+
+def _attention_backward(sizes: _Sizes) -> Iterable[Volume]:
+    yield from _leave_backward(sizes)
+    yield from _attention_core(sizes, backward=True)
+    yield from _enter_backward(sizes)
+
+
+def _feed_forward_forward(sizes: _Sizes, layer: int) -> Iterable[Volume]:
+    """In the order in which they happen."""
+    config = sizes.config
+    if not config.model.is_moe_layer(layer):
+        yield from _enter(sizes)
+        yield from _leave(sizes)
+        return
+    yield from _routing(sizes)
+    yield from _expert_rows(sizes)
+    if not config.parallel.sequence_parallel:
+        yield "tp", "all-gather", sizes.activations
+    if config.model.moe_shared_expert_intermediate_size:
+        yield from _enter(sizes)
+        yield from _leave(sizes)
+
+
+def _feed_forward_backward(sizes: _Sizes, layer: int) -> Iterable[Volume]:
+    config = sizes.config
+    moe = config.model.is_moe_layer(layer)
+    if not moe or config.model.moe_shared_expert_intermediate_size:
+        yield from _leave_backward(sizes)
+        yield from _enter_backward(sizes)
+    if moe:
+        yield from _expert_rows(sizes)
+        if not config.parallel.sequence_parallel:
+            yield "tp", "all-gather", sizes.activations
+
+
+def _routing(sizes: _Sizes) -> Iterable[Volume]:
+    """Counts and choices, before any token travels."""
+    model, p, training = sizes.config.model, sizes.config.parallel, sizes.config.training
+    assert model.num_experts is not None
+    if model.moe_aux_loss_coeff:
+        yield "tp-cp", "all-reduce", training.micro_batch_size * model.num_experts * sizes.w
+    if model.moe_expert_capacity_factor is not None:
+        numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
+        yield "tp-cp", "all-gather", training.seq_length * numbers * sizes.w
+    yield "ep", "all-to-all", 8 * model.num_experts
+    yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
+
+
+def _expert_rows(sizes: _Sizes) -> Iterable[Volume]:
+    """To the experts and back; the backward takes the same ways."""
+    model, p = sizes.config.model, sizes.config.parallel
+    rows = sizes.activations // p.tp * model.moe_router_topk
+    yield "ep", "all-to-all", rows
+    yield "expert-tp", "all-to-all", rows * p.expert_tp
+    yield "expert-tp", "all-to-all", rows * p.expert_tp
+    yield "ep", "all-to-all", rows
+
+
+def _recomputed(sizes: _Sizes, layers: range) -> Iterable[Volume]:
+    """Collectives of forwards that the backward runs again.
+
+    A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
+    tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is.
+    """
+    training = sizes.config.training
+    if training.recompute_granularity == "full":
+        whole = training.recompute_method == "uniform"
+        unit = training.recompute_num_layers if whole else 1
+        stop = layers.stop if whole else min(layers.start + training.recompute_num_layers, layers.stop)
+        for first in range(layers.start, stop, unit):
+            again: list[Volume] = []
+            for index in range(first, min(first + unit, stop)):
+                again += [*_attention_forward(sizes), *_feed_forward_forward(sizes, index)]
+            yield from again if sizes.config.model.hidden_dropout else _without_exit(again)
+    elif training.recompute_granularity == "selective":
+        for index in layers:
+            moe = sizes.config.model.is_moe_layer(index)
+            if "core_attn" in training.recompute_modules and sizes.config.parallel.cp_comm_type == "p2p":
+                yield from _attention_core(sizes, backward=False)
+            if ("moe" if moe else "mlp") in training.recompute_modules:
+                yield from _without_exit([*_feed_forward_forward(sizes, index)])
+
+
+def _without_exit(volumes: list[Volume]) -> list[Volume]:
+    return volumes[:-1] if volumes and volumes[-1][0] == "tp" else volumes
+
+
+def _gradients(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterable[Volume]:
+    """Sums of one stage's gradients, once a step, and the parameters that a distributed optimizer sends round."""
+    sizes, groups = _Sizes(config), group_sizes(config)
+    tied_apart = config.model.tie_embeddings and len(stages) > 1
+    shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+    kinds: dict[tuple[bool, ...], list[ParameterShape]] = {}
+    buckets: list[tuple[bool, bool, bool, int]] = []  # partial over tp, tied, expert, elements
+
+    def close(kind: tuple[bool, ...]) -> None:
+        dp = groups["expert-dp" if kind[3] else "dp-cp"]
+        elements = sum(local_size(shape, config) for shape in kinds.pop(kind))
+        unit = ALIGNMENT * dp
+        buckets.append((kind[2], kind[4], kind[3], -(-elements // unit) * unit))
+
+    for shape in reversed(shapes):
+        tied = tied_apart and shape.name == "embedding.word.weight"
+        kind: tuple[bool, ...] = (
+            shape.decay,
+            shape.shard_dim is not None,
+            _is_partial(shape, config),
+            shape.expert,
+            tied,
+        )
+        members = kinds.setdefault(kind, [])
+        members.append(shape)
+        if sum(local_size(member, config) for member in members) >= config.parallel.ddp_bucket_size:
+            close(kind)
+    for left in list(kinds):
+        close(left)
+    for partial, tied, expert, elements in buckets:
+        group = "expert-dp" if expert else "dp-cp"
+        if partial:
+            yield "tp", "all-reduce", elements * sizes.w
+        if tied:
+            yield "embedding", "all-reduce", elements * sizes.w
+        if config.parallel.dp_strategy == "distributed-optimizer":
+            yield group, "reduce-scatter", elements * sizes.w
+            yield group, "all-gather", elements * sizes.e
+        else:
+            yield group, "all-reduce", elements * sizes.w
+
+
+def _is_partial(shape: ParameterShape, config: RunConfig) -> bool:
+    """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
+    always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    if shape.name.endswith(always):
+        return config.parallel.tp > 1
+    in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))
+    return config.parallel.sequence_parallel and in_sequence_region

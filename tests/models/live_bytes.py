@@ -1,0 +1,117 @@
+"""Two measures of what a forward keeps for its backward.
+
+`SavedBytes` asks autograd: hooks see every tensor that an operation saves, and when it is let go. Hooks set inside
+(by a checkpoint, or by what leaves tensors out) hide theirs from it.
+`LiveBytes` asks the memory: every storage that an operation made and nothing has freed. It also sees what is held
+outside autograd's knowledge, but cannot tell a saved tensor from another.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Tally:
+    """Bytes of the storages held now, and the most there have been."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class _Held:
+    """A saved tensor; its death is the hold's end."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedBytes(_Tally):
+    """Bytes of the distinct storages that autograd holds, parameters and other tensors `besides` not counted."""
+
+    def __init__(self, besides: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
+        self._holds: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> _Held:
+        # Detached, or an operation that saves its own output would hold itself.
+        held = _Held(tensor if tensor.is_leaf else tensor.detach())
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._besides:
+            self._holds[address] = self._holds.get(address, 0) + 1
+            if self._holds[address] == 1:
+                self.add(size)
+            weakref.finalize(held, self._release, address, size)
+        return held
+
+    def _release(self, address: int, size: int) -> None:
+        self._holds[address] -= 1
+        if self._holds[address] == 0:
+            del self._holds[address]
+            self.add(-size)
+
+    def __enter__(self) -> "SavedBytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
+class LiveBytes(_Tally):
+    """Bytes of the storages made inside the `with` block that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._mode = _EachOperation(self)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or storage.nbytes() == 0:
+            return
+        size = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._known[key]
+            self.add(-size)
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.add(size)
+
+    def __enter__(self) -> "LiveBytes":
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
+class _EachOperation(TorchDispatchMode):
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self._live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What goes in and was not made inside is old: a view of it is no new memory.
+        before = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in before:
+                self._live.see(leaf)
+        return result

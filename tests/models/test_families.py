@@ -1,0 +1,243 @@
+"""Each family's logits are those of Hugging Face's transformers for the same random weights, in float64.
+
+transformers computes norms, rotary tables, softmaxes and routing in float32 whatever the model's type. To compare
+beyond that it is run with float32 made float64 (`all_float64`), and a dispatch mode proves that nothing was left.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.config.flags import parse_arguments
+from megalite.config.model import ModelConfig
+from megalite.models.gpt import GPTStage
+from tests.models.families import Weights, from_gpt2, from_llama
+from tests.models.stages import B, S, build, named, varied
+
+VOCAB = 37
+SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB}
+SMALL |= {"make_vocab_size_divisible_by": 8, "max_position_embeddings": 12}
+THEIR_SMALL = {
+    "num_hidden_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 12,
+    "intermediate_size": 20,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A preset in small, and the configuration of transformers that is the same model."""
+
+    preset: str
+    changes: dict[str, Any]
+    """To the preset, besides SMALL."""
+    kind: str
+    """transformers' model: `Llama` for LlamaForCausalLM."""
+    theirs: dict[str, Any]
+    mapping: Callable[..., Weights] = from_llama
+
+    @property
+    def model(self) -> ModelConfig:
+        config = parse_arguments(["--preset", self.preset]).config
+        return varied(config.model, **{**SMALL, **self.changes})
+
+
+def rope(base: float, kind: str = "default", **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": base, "rope_type": kind, **more}}
+
+
+GPT2: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 16, "n_positions": 12, "vocab_size": VOCAB}
+GPT2 |= {"attn_implementation": "eager", "bos_token_id": None, "eos_token_id": None}
+GROUPED = {"num_query_groups": 2, "ffn_hidden_size": 20}
+# With heads of 16, a base of 50 and 30 original positions: one frequency is kept, three are mixed, four slowed in full.
+LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES = {
+    "gpt2": Family("gpt2-124m", {}, "GPT2", {**GPT2, "activation_function": "gelu_new"}, from_gpt2),
+    "gpt3": Family(
+        "gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}, from_gpt2
+    ),
+    "llama2": Family(
+        "llama2-7b",
+        {"num_query_groups": 4, "ffn_hidden_size": 20},
+        "Llama",
+        {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, **rope(1e4)},
+    ),
+    "llama3": Family(
+        "llama3-8b", GROUPED, "Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, **rope(5e5)}
+    ),
+    "llama3.1": Family(
+        "llama3.1-8b",
+        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_original_max_positions": 30},
+        "Llama",
+        {
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "head_dim": 16,
+            "max_position_embeddings": 40,
+            **rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
+        },
+    ),
+    "mistral": Family(
+        "mistral-7b",
+        {**GROUPED, "sliding_window": 4},
+        "Mistral",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 4, **rope(1e4)},
+    ),
+    "qwen2": Family(
+        "qwen2-7b", GROUPED, "Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}
+    ),
+    "qwen3": Family(
+        "qwen3-8b",
+        {**GROUPED, "kv_channels": 6},
+        "Qwen3",
+        {"num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-6, **rope(1e6)},
+    ),
+    "mixtral": Family(
+        "mixtral-8x7b",
+        {**GROUPED, "num_experts": 5},
+        "Mixtral",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "experts_implementation": "eager",
+            **rope(1e6),
+        },
+    ),
+    "gemma": Family(
+        "gemma-7b",
+        {**GROUPED, "kv_channels": 6},
+        "Gemma",
+        {"num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-6, **rope(1e4)},
+    ),
+}
+
+
+FLOAT64 = torch.float64
+
+
+class OnlyFloat64(TorchDispatchMode):
+    """Fails at the first operation that makes a floating-point tensor of another type."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                assert tensor.dtype == FLOAT64, f"{func} made a {tensor.dtype}"
+        return out
+
+
+@contextlib.contextmanager
+def all_float64() -> Iterator[None]:
+    """Every spelling of float32 that transformers uses at run time means float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.MonkeyPatch.context() as patch, OnlyFloat64():
+            patch.setattr(torch, "float32", torch.float64)
+            patch.setattr(torch, "float", torch.float64)
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def their_model(family: Family) -> Any:
+    """The model of transformers with weights large enough that every part of it shows in the logits."""
+    # From where it lives: an import from the top of the package reads every model that there is.
+    folder = f"transformers.models.{family.kind.lower()}"
+    config_class = getattr(
+        importlib.import_module(f"{folder}.configuration_{family.kind.lower()}"), f"{family.kind}Config"
+    )
+    name = "GPT2LMHeadModel" if family.kind == "GPT2" else f"{family.kind}ForCausalLM"
+    model_class = getattr(importlib.import_module(f"{folder}.modeling_{family.kind.lower()}"), name)
+    settings = family.theirs if family.kind == "GPT2" else {**THEIR_SMALL, **family.theirs}
+    with all_float64():
+        found = model_class(config_class(**settings)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+            parameter.add_(0.2 * noise) if parameter.dim() == 1 else parameter.copy_(0.3 * noise)
+    return found
+
+
+def load(stage: GPTStage, weights: Weights) -> None:
+    """Every parameter from a weight of the same name and shape, and none left over."""
+    parameters = named(stage)
+    assert sorted(parameters) == sorted(weights)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == weights[name].shape, name
+            parameter.copy_(weights[name])
+
+
+def both_logits(family: Family, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and theirs [b, s, vocab_size]."""
+    them, us = their_model(family), build(model)
+    load(us, family.mapping(them.state_dict(), model))
+    us.eval()
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = us(tokens, us.context())
+        with all_float64():
+            theirs = them(tokens, use_cache=False).logits
+    assert ours.dtype == theirs.dtype == torch.float64
+    return ours.transpose(0, 1)[..., :VOCAB], theirs
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    family = FAMILIES[name]
+    assert error(*both_logits(family, family.model)) < 1e-9
+
+
+def test_the_proof_of_float64_sees_float32() -> None:
+    family = FAMILIES["llama2"]
+    them, tokens = their_model(family), torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"made a torch\.float32"), OnlyFloat64():
+        them(tokens, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"activation": "gelu"}),
+        ("gpt3", {"norm_epsilon": 1e-3}),
+        ("llama3", {"rotary_base": 1e4}),
+        ("llama3.1", {"rope_scaling": "none"}),
+        ("llama3.1", {"rope_scaling": "linear"}),
+        ("llama3.1", {"rope_high_freq_factor": 5.0}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 5}),
+        ("mixtral", {"moe_router_topk": 1}),
+        ("mixtral", {"moe_router_pre_softmax": True}),
+        ("gemma", {"scale_embeddings": False}),
+        ("gemma", {"norm_zero_centered": False}),
+        ("gemma", {"activation": "geglu"}),
+    ],
+)
+def test_each_setting_shows_in_the_logits(name: str, changes: dict[str, Any]) -> None:
+    """With one setting wrong the logits differ by far more than the tolerance: the comparison sees it."""
+    family = FAMILIES[name]
+    assert error(*both_logits(family, varied(family.model, **changes))) > 1e-6

@@ -1,0 +1,119 @@
+"""The formulas of communication against what the groups really move in a step, in twelve layouts."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megalite.planner.communication import group_sizes, step_volumes, wire_factor
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.traffic import counted
+
+SP = {"sequence_parallel": True}
+Z1 = {"dp_strategy": "distributed-optimizer"}
+MOE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2, "ddp_bucket_size": 3000},
+    "dp4 zero-1 bf16": {"dp": 4, **Z1, "precision": "bf16"},
+    "tp2": {"tp": 2, "hidden_dropout": 0.1},
+    "tp4 sp": {"tp": 4, **SP},
+    "tp2 sp full recompute": {"tp": 2, **SP, **LLAMA, "recompute_granularity": "full"},
+    "tp2 full recompute of two layers, dropout": {
+        "tp": 2,
+        "hidden_dropout": 0.1,
+        "recompute_granularity": "full",
+        "recompute_num_layers": 2,
+    },
+    "tp2 pp2 vpp2 dp2": {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, **SP, **Z1},
+    "pp4 tied": {"pp": 4, "pipeline_schedule": "gpipe"},
+    "cp2 ring": {"cp": 2, **LLAMA, "qk_norm": True},
+    "cp4 ring bf16, core recomputed": {"cp": 4, "precision": "bf16", "recompute_granularity": "selective"},
+    "cp2 tp2 sp all-to-all": {"cp": 2, "tp": 2, **SP, "cp_comm_type": "a2a"},
+    "cp2 with attention dropout": {"cp": 2, "attention_dropout": 0.1},
+    "ep2": {"dp": 2, "ep": 2, **MOE},
+    "ep2 etp1 tp2 sp cp2": {"dp": 1, "tp": 2, "cp": 2, "ep": 2, "etp": 1, **SP, **MOE, **Z1},
+    "etp2 tp2, experts recomputed, shared, capacity": {
+        "dp": 2,
+        "tp": 2,
+        "ep": 2,
+        "etp": 2,
+        **MOE,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_expert_capacity_factor": 1.9,
+        "moe_first_dense_layers": 1,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp", "moe"],
+    },
+}
+DROPPING = "etp2 tp2, experts recomputed, shared, capacity"
+
+
+def _world(settings: dict[str, Any]) -> int:
+    product = 1
+    for axis in ("tp", "cp", "dp", "pp"):
+        product *= settings.get(axis, 1)
+    return product
+
+
+def volumes_of_a_step(context: RankContext, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Counted in the second step: parameters of the first are gathered under it, as they always are."""
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    runner.step()
+    with counted() as found:
+        runner.step()
+        runner.replica.strategy.wait_for_parameters()
+    return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found)}
+
+
+def expected(world: int, settings: dict[str, Any], pipeline_rank: int) -> dict[tuple[str, str], int]:
+    config = tiny_config(world, **settings)
+    t = config.training
+    assert t.global_batch_size is not None and config.parallel.dp is not None
+    count = t.global_batch_size // (t.micro_batch_size * config.parallel.dp)
+    return dict(step_volumes(config, pipeline_rank, count))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != DROPPING])
+def test_a_step_moves_what_the_formulas_say(name: str) -> None:
+    settings = LAYOUTS[name]
+    world = _world(settings)
+    ranks = run_ranks(world, volumes_of_a_step, world, settings)
+    rows = ("ep", "all-to-all"), ("expert-tp", "all-to-all")
+    total: Counter[tuple[str, str]] = Counter()
+    total_expected: Counter[tuple[str, str]] = Counter()
+    for rank in ranks:
+        formula = expected(world, settings, rank["pp"])
+        assert formula.keys() == rank["volumes"].keys()
+        for key, size in formula.items():
+            if key not in rows:
+                assert rank["volumes"][key] == size, key
+        total.update(rank["volumes"])
+        total_expected.update(formula)
+    # Rows of experts come as the tokens have chosen; over all ranks together their number is known.
+    assert total == total_expected
+
+
+def test_dropped_tokens_are_not_sent() -> None:
+    settings = LAYOUTS[DROPPING]
+    ranks = run_ranks(4, volumes_of_a_step, 4, settings)
+    formula = expected(4, settings, 0)
+    for rank in ranks:
+        assert formula.keys() == rank["volumes"].keys()
+        for key, size in formula.items():
+            if key[1] != "all-to-all":
+                assert rank["volumes"][key] == size, key
+    for key in formula:
+        if key[1] == "all-to-all":
+            assert sum(rank["volumes"][key] for rank in ranks) <= 4 * formula[key]
+
+
+def test_what_goes_over_the_wire() -> None:
+    assert wire_factor("all-reduce", 4) == 1.5
+    assert wire_factor("all-gather", 4) == wire_factor("all-to-all", 4) == 0.75
+    assert wire_factor("send", 4) == 1.0
+
+
+def test_groups_of_one_rank_move_nothing() -> None:
+    assert step_volumes(tiny_config(1), 0, 8) == {}
+    assert set(group_sizes(tiny_config(1)).values()) == {1}
