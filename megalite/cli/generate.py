@@ -114,6 +114,8 @@ def _model(checkpoint: Checkpoint, tp: Group, device: torch.device) -> GPTStage:
             f"{tp.size} ranks cannot share {config.query_groups} key/value heads and {config.padded_vocab_size} rows "
             "of vocabulary evenly; start one rank, without torchrun"
         )
+    if config.num_experts and tp.size > 1:
+        raise ConfigError(f"{tp.size} ranks cannot share the experts; start one rank, without torchrun")
     precision = Precision.of(training["precision"])
     model = GPTStage(
         config,

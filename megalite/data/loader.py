@@ -12,7 +12,7 @@ from megalite.data.sample_source import SampleSource
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of one data-parallel rank reads; `b` = micro_batch_size, `s` = seq_length."""
+    """What one forward pass of one rank reads; `b` = micro_batch_size, `s` = the positions that it holds."""
 
     tokens: torch.Tensor
     """Inputs, int64 `[b, s]`."""
@@ -22,6 +22,8 @@ class Microbatch:
     """1 where the prediction counts, else 0, float32 `[b, s]`."""
     sample_ids: tuple[int, ...]
     """Global number of each sample: the same in every layout, so dropout streams are keyed by it."""
+    document_starts: tuple[tuple[int, ...], ...] | None = None
+    """Of each sample the positions in the whole sequence at which a document starts, 0 first; None: not looked for."""
 
 
 def sample_ids(
@@ -45,6 +47,8 @@ class BatchLoader:
         eod_mask_loss: leave positions whose input is eod_token out of the loss: what follows them is another document.
         dp_rank, dp_size: which share is loaded here.
         micro_batch_size: samples of one microbatch.
+        spans: half-open ranges of positions that this rank holds, one after the other; default: the whole sequence.
+        find_documents: say where documents start; a document ends with eod_token.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class BatchLoader:
         dp_rank: int,
         dp_size: int,
         micro_batch_size: int,
+        spans: tuple[tuple[int, int], ...] | None = None,
+        find_documents: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-        if eod_mask_loss and eod_token is None:
+        if (eod_mask_loss or find_documents) and eod_token is None:
+            name = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask or reset_position_ids"
             raise ConfigError(
-                "eod_mask_loss is set but the end-of-document token is unknown; give the tokenizer that made the "
-                "data (--tokenizer-model), or leave --eod-mask-loss out"
+                f"{name} is set but the end-of-document token is unknown; give the tokenizer that made the data "
+                "(--tokenizer-model), or leave it out"
             )
         self.dataset = dataset
         self.seq_length = seq_length
@@ -71,6 +78,8 @@ class BatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.micro_batch_size = micro_batch_size
+        self.spans = spans or ((0, seq_length),)
+        self.find_documents = find_documents
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[tuple[int, int], Future[list[Microbatch]]] | None = None
 
@@ -123,12 +132,23 @@ class BatchLoader:
         )
         samples = torch.from_numpy(np.stack([self.dataset.sample(k) for k in ids]))
         assert samples.shape[1] == self.seq_length + 1, (samples.shape, self.seq_length)
-        tokens = samples[:, :-1].contiguous()
+        tokens = torch.cat([samples[:, start:stop] for start, stop in self.spans], dim=1)
+        labels = torch.cat([samples[:, start + 1 : stop + 1] for start, stop in self.spans], dim=1)
         if self.eod_mask_loss and self.eod_token is not None:
             loss_mask = torch.ne(tokens, self.eod_token).to(torch.float32)
         else:
             loss_mask = torch.ones_like(tokens, dtype=torch.float32)
-        return Microbatch(tokens, samples[:, 1:].contiguous(), loss_mask, ids)
+        starts = None
+        if self.find_documents:
+            starts = tuple(_document_starts(sample, self.eod_token) for sample in samples[:, :-1])
+        return Microbatch(tokens, labels, loss_mask, ids, starts)
+
+
+def _document_starts(tokens: torch.Tensor, eod_token: int | None) -> tuple[int, ...]:
+    """0 and every position after an end of document, which belongs to the document that it ends."""
+    assert eod_token is not None
+    after = torch.eq(tokens[:-1], eod_token).nonzero().flatten() + 1
+    return (0, *after.tolist())
 
 
 def _discard(future: Future[list[Microbatch]]) -> None:

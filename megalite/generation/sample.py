@@ -66,8 +66,8 @@ def generate(model: GPTStage, prompt: Sequence[int], sampling: Sampling, *, eod:
     for _ in range(sampling.max_new_tokens):
         tokens = torch.tensor([new], dtype=torch.int64, device=model.device)
         first = cache.length
-        context = model.context(first_position=first, length=len(new))
-        logits = model(tokens, context, cache=cache, first_position=first)[-1, 0]
+        context = model.generation_context(first_position=first, length=len(new))
+        logits = model(tokens, context, cache=cache)[-1, 0]
         token = _choose(_whole_vocabulary(model, logits), sampling, generator)
         if token == eod:
             return

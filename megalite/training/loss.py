@@ -1,8 +1,9 @@
-"""The objective, and the only division in it.
+"""The objective, and the only divisions in it.
 
-It is the mean over all unmasked tokens of the global batch. The denominator is known before the first forward;
+Its main term is the mean over all unmasked tokens of the global batch. The denominator is known before the first forward;
 microbatch losses are sums over tokens divided by it; gradients and logged losses are then plain sums over
-microbatches and over data-parallel ranks. So no layout, mask or microbatch size can change what is optimized.
+microbatches and over data- and context-parallel ranks. So no layout, mask or microbatch size can change what is
+optimized. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.data.loader import Microbatch
+from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.topology.group import Group
 
 
@@ -28,3 +30,12 @@ def token_denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: 
 def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """One microbatch's term of the objective: Σ loss·mask / denominator, for losses and mask [b, s]."""
     return (losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)
+
+
+def auxiliary_losses(
+    *, batch_size: int, seq_length: int, scale: float, device: torch.device
+) -> AuxiliaryLosses:
+    """Where layers add their own terms in a step: means over the sequences or the tokens of the global batch."""
+    return AuxiliaryLosses(
+        per_sequence=1.0 / batch_size, per_token=1.0 / (batch_size * seq_length), scale=scale, device=device
+    )

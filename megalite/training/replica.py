@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
 from megalite.data_parallel.strategy import DataParallelStrategy, StrategyGroups
 from megalite.models.gpt import GPTStage
+from megalite.models.recompute import Recompute
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.loss_scaler import LossScaler
 from megalite.planner.stages import StagePlan, plan_stages
@@ -35,9 +35,15 @@ class Replica:
     scaler: LossScaler
 
     @property
+    def finds_documents(self) -> bool:
+        """Layers need to know where documents start."""
+        return self.config.data.reset_attention_mask or self.config.data.reset_position_ids
+
+    @property
     def reads_data(self) -> bool:
-        """This rank needs tokens or labels."""
-        return any(stage.embedding is not None or stage.head is not None for stage in self.stages.values())
+        """This rank needs tokens, labels or the documents' starts."""
+        ends = any(stage.embedding is not None or stage.head is not None for stage in self.stages.values())
+        return ends or self.finds_documents
 
 
 def build_stages(
@@ -50,6 +56,16 @@ def build_stages(
         dtype=precision.compute,
         device=topology.device,
         sequence_parallel=config.parallel.sequence_parallel,
+        cp=topology.cp,
+        tp_cp=topology.tp_cp,
+        ep=topology.ep,
+        expert_tp=topology.expert_tp,
+    )
+    recompute = Recompute(
+        granularity=config.training.recompute_granularity,
+        modules=frozenset(config.training.recompute_modules),
+        method=config.training.recompute_method,
+        num_layers=config.training.recompute_num_layers,
     )
     return {
         part.stage: GPTStage(
@@ -60,7 +76,8 @@ def build_stages(
             has_head=part.has_head,
             make=make,
             seq_length=config.training.seq_length,
-            recompute=config.training.recompute_granularity,
+            recompute=recompute,
+            cp_comm_type=config.parallel.cp_comm_type,
         )
         for part in plan
         if part.rank == topology.pp.rank
@@ -72,7 +89,12 @@ def _build_strategy(
 ) -> DataParallelStrategy:
     parallel = config.parallel
     common = {
-        "groups": StrategyGroups(dp=topology.dp_cp, tp=topology.tp, embedding=topology.embedding),
+        "groups": StrategyGroups(
+            dp=topology.dp_cp,
+            expert_dp=topology.expert_dp,
+            tp=topology.tp,
+            embedding=topology.embedding,
+        ),
         "bucket_size": parallel.ddp_bucket_size,
         "grad_dtype": precision.main,
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
@@ -84,12 +106,7 @@ def _build_strategy(
 
 
 def build_replica(config: RunConfig, topology: Topology) -> Replica:
-    """Everything of this rank for a validated config whose vocab_size is set.
-
-    Raises:
-        ConfigError: something that can be described and sized but not trained yet.
-    """
-    refuse_untrainable(config)
+    """Everything of this rank for a validated config whose vocab_size is set."""
     plan = plan_stages(config)
     programs = Programs(config)
     precision = Precision.of(config.training.precision)
@@ -111,21 +128,3 @@ def build_replica(config: RunConfig, topology: Topology) -> Replica:
         optimizer=optimizer,
         scaler=LossScaler(config.training),
     )
-
-
-def refuse_untrainable(config: RunConfig) -> None:
-    """Layouts and models that the dry run sizes but that have no training code in this version.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    if config.parallel.cp > 1:
-        raise ConfigError(
-            f"cp is {config.parallel.cp}: this version lays out and sizes context parallelism (--dry-run) but does "
-            "not train with it; use --cp 1"
-        )
-    if config.model.num_experts:
-        raise ConfigError(
-            f"num_experts is {config.model.num_experts}: this version lays out and sizes mixture-of-experts models "
-            "(--dry-run) but does not train them; use a dense preset, e.g. --preset llama3-8b"
-        )

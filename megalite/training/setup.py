@@ -15,8 +15,8 @@ from megalite.data.sample_source import SampleSource
 from megalite.data.sources import build_datasets
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data.tokenizers.build import build_tokenizer
-from megalite.topology.topology import Topology
-from megalite.training.replica import Replica, refuse_untrainable
+from megalite.topology.sequence import sequence_spans
+from megalite.training.replica import Replica
 from megalite.training.sinks import JsonLines, MetricSink, TensorBoard, tensorboard_installed
 
 
@@ -48,7 +48,6 @@ def resolve(
             f"--vocab-size {tokenizer.vocab_size} or leave it out"
         )
     config = validate(config, world_size, explicit)
-    refuse_untrainable(config)
     saves = config.checkpoint.save_interval is not None or config.training.exit_interval is not None
     if config.checkpoint.save is None and saves and config.logging.run_dir is not None:
         config = replace(config, save=str(Path(config.logging.run_dir) / "checkpoints"))
@@ -61,19 +60,20 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     Raises:
         ConfigError: the same on every rank, whichever of them found the fault.
     """
-    config, topology = replica.config, replica.topology
+    topology = replica.topology
     error: ConfigError | None = None
     loaders = Loaders(train=None, valid=None)
     if replica.reads_data:
         try:
-            loaders = _open(config, topology, tokenizer)
+            loaders = _open(replica, tokenizer)
         except ConfigError as found:
             error = found
     topology.world.agree(error, topology.device)
     return loaders
 
 
-def _open(config: RunConfig, topology: Topology, tokenizer: Tokenizer | None) -> Loaders:
+def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
+    config, topology = replica.config, replica.topology
     assert config.model.vocab_size is not None
     evaluates = config.training.eval_interval is not None
     datasets = build_datasets(
@@ -102,6 +102,10 @@ def _open(config: RunConfig, topology: Topology, tokenizer: Tokenizer | None) ->
             dp_rank=topology.dp.rank,
             dp_size=topology.dp.size,
             micro_batch_size=config.training.micro_batch_size,
+            spans=sequence_spans(
+                config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size
+            ),
+            find_documents=replica.finds_documents,
         )
 
     return Loaders(

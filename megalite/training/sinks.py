@@ -67,6 +67,8 @@ def _plain(value: Any) -> Any:
 
 TENSORBOARD_TAGS = {
     "loss": "lm loss",
+    "load_balancing_loss": "load_balancing_loss",
+    "z_loss": "z_loss",
     "lr": "learning-rate",
     "grad_norm": "grad-norm",
     "loss_scale": "loss-scale",

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from megalite.data.loader import Microbatch, sample_ids
+from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep
-from megalite.training.loss import masked_loss, token_denominator
+from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
 from megalite.training.replica import Replica
 
 
@@ -22,7 +23,7 @@ class StepResult:
     """What one step did; the same on every rank."""
 
     loss: float
-    """The objective: mean over all unmasked tokens of the global batch."""
+    """Cross-entropy: mean over all unmasked tokens of the global batch."""
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float
@@ -30,6 +31,8 @@ class StepResult:
     """Scale that this step's loss was multiplied with."""
     skipped: bool
     """fp16 overflow: no parameter changed."""
+    auxiliary: dict[str, float]
+    """Terms that layers added to the objective, each with its coefficient, by name; not part of `loss`."""
 
 
 class Stepper:
@@ -41,6 +44,11 @@ class Stepper:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._forward: ForwardStep = self._no_batch
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
+        model = replica.config.model
+        coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
+        self._auxiliary_names = tuple(
+            name for name, coefficient in coefficients.items() if model.num_experts and coefficient
+        )
 
     @staticmethod
     def _no_batch(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -66,10 +74,17 @@ class Stepper:
             stage.train()
         scale = replica.scaler.scale
         replica.strategy.zero_grad()
-        losses = self._run(microbatches, before.samples, batch_size, scale=scale, evaluation=False)
+        auxiliary = auxiliary_losses(
+            batch_size=batch_size,
+            seq_length=replica.config.training.seq_length,
+            scale=scale,
+            device=replica.topology.device,
+        )
+        losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
         replica.strategy.finish_gradients()
 
-        loss, squared = self._totals(losses, replica.strategy.local_norm_squared())
+        terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
+        loss, squared, *added = self._totals(losses, replica.strategy.local_norm_squared(), *terms)
         loss, norm = loss / scale, math.sqrt(squared) / scale if squared >= 0.0 else math.nan
         lr = self._schedules.lr(after)
         finite = math.isfinite(norm) and math.isfinite(loss)
@@ -85,15 +100,21 @@ class Stepper:
             replica.optimizer.step(lr=lr, weight_decay=self._schedules.weight_decay(after))
             replica.strategy.publish_parameters()
         replica.scaler.update(overflow=overflow)
-        return StepResult(loss=loss, grad_norm=norm, lr=lr, loss_scale=scale, skipped=overflow)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            loss_scale=scale,
+            skipped=overflow,
+            auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
+        )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""
         for stage in self._replica.stages.values():
             stage.eval()
-        losses = self._run(microbatches, first_sample, batch_size, scale=1.0, evaluation=True)
-        zero = torch.zeros((), dtype=torch.float64, device=self._replica.topology.device)
-        return self._totals(losses, zero)[0]
+        losses = self._run(microbatches, first_sample, batch_size, scale=1.0, auxiliary=None)
+        return self._totals(losses)[0]
 
     def _run(
         self,
@@ -102,14 +123,15 @@ class Stepper:
         batch_size: int,
         *,
         scale: float,
-        evaluation: bool,
+        auxiliary: AuxiliaryLosses | None,
     ) -> list[torch.Tensor]:
+        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation."""
         replica = self._replica
-        topology, config = replica.topology, replica.config.training
+        topology, config, data = replica.topology, replica.config.training, replica.config.data
         device = topology.device
-        denominator = (
-            token_denominator(microbatches, dp=topology.dp_cp, device=device) if microbatches else None
-        )
+        denominator = None
+        if self._head_here:
+            denominator = token_denominator(microbatches, dp=topology.dp_cp, device=device)
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
             module = replica.stages[stage]
@@ -120,7 +142,13 @@ class Stepper:
                 dp_size=topology.dp.size,
                 micro_batch_size=config.micro_batch_size,
             )
-            context = module.context(ids)
+            starts = microbatches[microbatch].document_starts if replica.finds_documents else None
+            context = module.context(
+                ids,
+                attention_documents=starts if data.reset_attention_mask else None,
+                position_documents=starts if data.reset_position_ids else None,
+                auxiliary=auxiliary,
+            )
             if module.embedding is not None:
                 x = microbatches[microbatch].tokens.to(device, non_blocking=True)
             assert x is not None
@@ -134,11 +162,11 @@ class Stepper:
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward
         try:
-            return self._executor(count, evaluation).run()
+            return self._executor(count, evaluation=auxiliary is None).run()
         finally:
             self._forward = self._no_batch
 
-    def _executor(self, microbatches: int, evaluation: bool) -> Executor:
+    def _executor(self, microbatches: int, *, evaluation: bool) -> Executor:
         key = (microbatches, evaluation)
         if key not in self._executors:
             replica = self._replica
@@ -155,16 +183,17 @@ class Stepper:
             )
         return self._executors[key]
 
-    def _totals(self, losses: list[torch.Tensor], squared: torch.Tensor) -> tuple[float, float]:
-        """Sum over the world of the losses (each counted once) and of the norm's parts."""
+    def _totals(self, losses: list[torch.Tensor], *parts: torch.Tensor | None) -> list[float]:
+        """Sums over the world, in one all-reduce: of the losses, each counted once, and of each further number."""
         topology = self._replica.topology
-        totals = torch.zeros(2, dtype=torch.float64, device=topology.device)
-        if self._head_here and topology.tp.rank == 0 and topology.cp.rank == 0:
+        totals = torch.zeros(1 + len(parts), dtype=torch.float64, device=topology.device)
+        if self._head_here and topology.tp.rank == 0:
             totals[0] = torch.stack(losses).sum(dtype=torch.float64)
-        totals[1] = squared
+        for index, part in enumerate(parts, start=1):
+            if part is not None:
+                totals[index] = part
         topology.world.all_reduce(totals)
-        loss, norm_squared = totals.tolist()
-        return loss, norm_squared
+        return totals.tolist()
 
     def _scale_gradients(self, norm: float, scale: float) -> None:
         """Undo the loss scale and clip, in one pass or none."""

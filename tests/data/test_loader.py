@@ -80,6 +80,28 @@ def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
         loader(Counting(), eod_mask_loss=True)
 
 
+def test_spans_are_the_positions_of_a_rank() -> None:
+    """Tokens, labels and masks of positions 1 to 2 and 4 to 5; a label is the next token of the whole sequence."""
+    spans = ((1, 3), (4, 6))
+    (batch,) = loader(Counting(), spans=spans, eod_token=304, eod_mask_loss=True).load(3, 2)
+    assert batch.tokens.tolist() == [[301, 302, 304, 305], [401, 402, 404, 405]]
+    assert batch.labels.tolist() == [[302, 303, 305, 306], [402, 403, 405, 406]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1], [1, 1, 1, 1]]
+
+
+def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> None:
+    class Documents(Counting):
+        def sample(self, k: int) -> np.ndarray:
+            return np.array([[9, 1, 9, 9, 2, 3, 9], [1, 2, 3, 4, 5, 9, 1]][k])
+
+    (batch,) = loader(Documents(), eod_token=9, find_documents=True, spans=((0, 1), (5, 6))).load(0, 2)
+    assert batch.document_starts == ((0, 1, 3, 4), (0,))
+    (batch,) = loader(Documents(), eod_token=9).load(0, 2)
+    assert batch.document_starts is None
+    with pytest.raises(ConfigError, match="reset_attention_mask or reset_position_ids is set but the end"):
+        loader(Counting(), find_documents=True)
+
+
 @pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])
 def test_a_batch_that_does_not_divide(size: int, works: int) -> None:
     with pytest.raises(

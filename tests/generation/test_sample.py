@@ -40,7 +40,9 @@ def argmax_decoding(model: GPTStage, count: int) -> list[int]:
     tokens = list(PROMPT)
     for _ in range(count):
         with torch.no_grad():
-            logits = model(torch.tensor([tokens]), model.context(length=len(tokens)))
+            logits = model(
+                torch.tensor([tokens]), model.generation_context(first_position=0, length=len(tokens))
+            )
         tokens.append(int(logits[-1, 0, :93].argmax()))
     return tokens[len(PROMPT) :]
 
@@ -49,6 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": LLAMA,
     "gpt-dropout": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "mistral": {**LLAMA, "sliding_window": 6},
+    "qwen3": {**LLAMA, "qk_norm": True},
+    "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},
+    "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
 }
 
 
@@ -73,7 +79,7 @@ def generated(context: RankContext, tp: int, family: str) -> list[list[int]]:
     return [list(generate(model, PROMPT, sampling, eod=None)) for sampling in (greedy, drawn)]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "mistral", "qwen3"])
 def test_two_ranks_generate_what_one_does(family: str) -> None:
     alone = generated(RankContext(0, {}), 1, family)
     assert run_ranks(2, generated, 2, family) == [alone, alone]

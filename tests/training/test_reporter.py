@@ -50,7 +50,8 @@ class Setup:
 
     def step(self, number: int, seconds: float = 0.5, **changes: Any) -> None:
         self.now += seconds
-        values = {"loss": 2.0, "grad_norm": 1.5, "lr": 3e-4, "loss_scale": 1.0, "skipped": False, **changes}
+        values = {"loss": 2.0, "grad_norm": 1.5, "lr": 3e-4, "loss_scale": 1.0, "skipped": False}
+        values |= {"auxiliary": {}, **changes}
         self.reporter.step(StepResult(**values), after=Progress(number, 8 * number), batch_size=8)
 
 
@@ -70,6 +71,15 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{tflops:.4g} TFLOP/s a rank" in line
     assert f"MFU (PaLM) {100 * tflops / 0.001:.1f} %" in line
     assert re.search(r"\| mem \d+ MiB \|", line)
+
+
+def test_auxiliary_losses_are_reported_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch)
+    for number in (1, 2):
+        setup.step(number, auxiliary={"load_balancing_loss": 0.0125, "z_loss": 0.5})
+    (line,) = setup.lines
+    assert "loss 2.0000 | load balancing loss 0.0125 | z loss 0.5000 | lr" in line
+    assert setup.sink.found[0]["load_balancing_loss"] == 0.0125
 
 
 def test_the_interval_starts_anew_after_each_line(monkeypatch: pytest.MonkeyPatch) -> None:

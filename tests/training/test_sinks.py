@@ -75,12 +75,13 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     megatrons = {
         *("lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size"),
         *("iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"),
+        "load_balancing_loss",
     }
     assert megatrons <= set(found)
     assert set(found) == {tag + end for tag in TENSORBOARD_TAGS.values() for end in ("", " vs samples")}
     assert found["lm loss"] == [(1, 1.0), (2, 1.0)]
     assert found["lm loss vs samples"] == [(8, 1.0), (16, 1.0)]
-    assert found["learning-rate"] == [(1, 2.0), (2, 2.0)]
+    assert found["learning-rate"] == [(step, numbers["lr"]) for step in (1, 2)]
     assert found["iteration-time"] == [(1, 1.5), (2, 1.5)], "in seconds, as Megatron-LM logs it"
 
 
