@@ -5,14 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test check format bench docs parity-fuzz clean
 help:
 	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
 	@echo "make test    set up .venv and run the tests"
 	@echo "make check   formatting, lint, types, architecture"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
-	@echo "make docs    regenerate docs/config.md from the config classes"
+	@echo "make docs    regenerate docs/config.md and the drawings in docs/images"
+	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
 	@echo "make clean   remove .venv, runs/ and caches"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -43,6 +44,12 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/megalite config --markdown > docs/config.md
+	$(BIN)/python docs/images/draw.py
+
+SECONDS ?= 600
+SEED ?= 0
+parity-fuzz: $(STAMP)
+	$(BIN)/megalite parity --fuzz $(SECONDS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

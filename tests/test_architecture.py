@@ -208,7 +208,10 @@ def test_rows() -> None:
     assert row_of("megalite.pipeline.executor") == 3
     assert row_of("megalite.models.gpt") == 4
     assert row_of("megalite.checkpoint.load") == 5
-    assert row_of("pretrain_gpt") == 8
+    assert row_of("megalite.topology.sequence") == 1
+    assert row_of("megalite.context_parallel.ring") == 3
+    assert row_of("megalite.parity.pool") == 7
+    assert row_of("pretrain_gpt") == 9
 
 
 def test_cycle_is_found() -> None:
@@ -217,7 +220,7 @@ def test_cycle_is_found() -> None:
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-NEEDS_TORCH = ("megalite.data.loader", "megalite.cli.generate")
+NEEDS_TORCH = ("megalite.data.loader", "megalite.cli.generate", "megalite.cli.parity")
 TORCH_FREE_PACKAGES = ("megalite.planner", "megalite.data", "megalite.cli")
 """Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""
 

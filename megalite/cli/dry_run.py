@@ -21,6 +21,7 @@ from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
 from megalite.planner.bubble import bubble_fraction, schedule_of
+from megalite.planner.communication import group_sizes, step_volumes, wire_factor
 from megalite.planner.memory import (
     RankMemory,
     in_flight_at_peak,
@@ -55,7 +56,8 @@ def dry_run(invocation: Invocation) -> str:
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Everything `--dry-run` shows; the dict is what `--json` prints. docs/dry-run.md explains each key.
 
-    Keys: `world_size`, `layout` (axes, order, groups, ranks), `stages`, `memory`, `schedule`, `batch`, `model`, `config`.
+    Keys: `world_size`, `layout` (axes, order, groups, ranks), `stages`, `memory`, `communication`, `schedule`, `batch`,
+    `model`, `config`.
     Sizes are in bytes, layer ranges half open, FLOPs those of the model.
 
     Args:
@@ -80,6 +82,7 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
         "layout": _layout_report(config, layout),
         "stages": [_stage_report(config, plan) for plan in stages],
         "memory": _memory_report(memory, layout),
+        "communication": _communication_report(config, schedule.num_microbatches),
         "schedule": _schedule_report(config, stages, schedule),
         "batch": _batch_report(config),
         "model": _model_report(config),
@@ -174,6 +177,19 @@ def _memory_report(memory: list[RankMemory], layout: ParallelLayout) -> dict[str
         "fullest_rank": layout.rank(pp=fullest),
         "fullest_bytes": memory[fullest].total_bytes,
     }
+
+
+def _communication_report(config: RunConfig, num_microbatches: int) -> list[dict[str, Any]]:
+    """Per pipeline rank, group and operation the bytes of a step with the largest batch."""
+    sizes = group_sizes(config)
+    rows = []
+    for rank in range(config.parallel.pp):
+        volumes = step_volumes(config, rank, num_microbatches)
+        for (group, operation), volume in sorted(volumes.items()):
+            sent = round(volume * wire_factor(operation, sizes[group]))
+            row = {"pipeline_rank": rank, "group": group, "size": sizes[group], "operation": operation}
+            rows.append({**row, "volume_bytes": volume, "sent_bytes": sent})
+    return rows
 
 
 def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> dict[str, Any]:

@@ -15,6 +15,7 @@ def format_report(report: dict[str, Any]) -> str:
         _ranks(report["layout"]["ranks"]),
         _stages(report["stages"]),
         _memory(report["memory"]),
+        _communication(report["communication"], report["memory"]["fullest_pipeline_rank"]),
         _schedule(report["schedule"]),
         _batch(report["batch"]),
         _model(report["model"]),
@@ -118,6 +119,19 @@ def _memory(memory: dict[str, Any]) -> str:
         cells = "".join(f"{size(row[part + '_bytes']):>13}" for part in (*parts, "total"))
         lines.append(f"  pipeline rank {row['pipeline_rank']:<4}{cells}")
     lines.append(f"  fullest: rank {memory['fullest_rank']} with {size(memory['fullest_bytes'])}")
+    return "\n".join(lines)
+
+
+def _communication(rows: list[dict[str, Any]], pipeline_rank: int) -> str:
+    mine = [row for row in rows if row["pipeline_rank"] == pipeline_rank]
+    if not mine:
+        return ""
+    lines = [f"Communication of a rank of pipeline rank {pipeline_rank} in a step (see docs/parallelism.md)"]
+    for row in mine:
+        lines.append(
+            f"  {row['group']:<10} of {row['size']:<4} {row['operation']:<15} {size(row['volume_bytes']):>11}, "
+            f"{size(row['sent_bytes']):>11} sent"
+        )
     return "\n".join(lines)
 
 

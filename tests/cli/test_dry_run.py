@@ -68,6 +68,8 @@ def test_stable_keys() -> None:
         memory.pipeline_ranks[].parameter_bytes memory.pipeline_ranks[].gradient_bytes
         memory.pipeline_ranks[].optimizer_bytes memory.pipeline_ranks[].activation_bytes
         memory.pipeline_ranks[].workspace_bytes memory.pipeline_ranks[].total_bytes
+        communication communication[].pipeline_rank communication[].group communication[].size
+        communication[].operation communication[].volume_bytes communication[].sent_bytes
         schedule schedule.name schedule.virtual_stages schedule.microbatches schedule.all_microbatch_counts
         schedule.bubble_fraction schedule.peak_activations schedule.grid
         batch batch.micro_batch_size batch.dp batch.microbatches batch.global_batch_size batch.seq_length
@@ -82,6 +84,7 @@ def test_stable_keys() -> None:
     assert {leaf for leaf in leaves if f"`{leaf}`" not in docs and f".{leaf}`" not in docs} <= {
         "layout",
         "memory",
+        "communication",
         "schedule",
         "stages",
         "flops_per_token",

@@ -18,9 +18,11 @@ from unittest import mock
 
 from torch.distributed.run import get_args_parser
 
+from megalite.cli import parity
 from megalite.cli.main import COMMANDS
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
+from megalite.parity.shrink import shrink
 from tests.e2e.programs import REPOSITORY
 
 CHEAP_FLAGS = {"--dry-run", "--help", "--help-all", "--version"}
@@ -93,8 +95,8 @@ def check(command: Command) -> None:
     """
     program, *rest = command.words
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-        assert set(rest) <= set(targets), command
+        targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets), command
     elif program == "torchrun":
         launch = get_args_parser().parse_args(rest)
         assert launch.training_script == "pretrain_gpt.py", command
@@ -125,8 +127,16 @@ def _check_megalite(name: str, words: Sequence[str]) -> None:
         _check_training(words, ranks=1)
     elif name == "config":
         parse_arguments(list(words[1:]))
+    elif name == "parity":
+        _check_parity(words)
     else:
         _only_parse(name, words)
+
+
+def _check_parity(words: Sequence[str]) -> None:
+    """The layout is legal and the model can be made small for it."""
+    invocation = parse_arguments(["--dry-run", *parity._options(list(words)).rest])
+    shrink(invocation.config, world_size=invocation.world_size, explicit=invocation.explicit)
 
 
 class _Parsed(Exception):

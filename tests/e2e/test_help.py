@@ -50,6 +50,12 @@ LAYOUTS = {
     "llama2-7b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 1024 --bf16 --sequence-parallel",
     "llama3-8b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer",
     "llama3-70b": "--tp 8 --pp 8 --vpp 5 --world-size 512 --global-batch-size 1024 --bf16 --sequence-parallel",
+    "llama3.1-8b": "--tp 4 --cp 4 --world-size 64 --global-batch-size 64 --bf16 --sequence-parallel",
+    "mistral-7b": "--tp 4 --cp 2 --world-size 64 --global-batch-size 512 --bf16 --sequence-parallel",
+    "qwen2-7b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer",
+    "qwen3-8b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer",
+    "gemma-7b": "--tp 8 --world-size 64 --global-batch-size 512 --bf16 --sequence-parallel",
+    "deepseek-moe-16b": "--ep 8 --pp 4 --world-size 64 --global-batch-size 512 --bf16",
     "mixtral-8x7b": "--tp 2 --pp 4 --ep 8 --world-size 128 --global-batch-size 1024 --bf16",
 }
 
@@ -111,6 +117,7 @@ def test_dry_run_as_json() -> None:
         "layout",
         "stages",
         "memory",
+        "communication",
         "schedule",
         "batch",
         "model",

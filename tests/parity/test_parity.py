@@ -1,103 +1,121 @@
 """Promise 1: parallelism changes the speed, never the numbers.
 
-In float64 each layout of the list trains five steps on samples with uneven masks; loss, gradient norm, every gradient
-of every step and every weight after them must equal the one-rank run's to 1e-9 relative.
+In float64 each layout of the matrix trains three steps on samples with uneven documents; losses, gradient norms, every
+gradient of every step, every weight after them and an evaluation must equal the one-rank run's to 1e-9 relative.
 """
 
-import functools
-from typing import Any
+import math
 
-import numpy as np
 import pytest
 
-from tests.parity.layouts import FAMILIES, LAYOUTS
-from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Part, Runner, assemble, build, local_parts, tiny_config
+from megalite.parity.compare import require_same
+from megalite.parity.trajectory import rank_trajectory
+from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
+from tests.parity.factors import (
+    AXES,
+    FACTORS,
+    FAMILIES,
+    MAX_WORLD,
+    MOE,
+    Row,
+    Settings,
+    refusal,
+    settings_of,
+    world_of,
+)
+from tests.parity.reference import STEPS, TOLERANCE, reference
+from tests.support.ranks import run_ranks
+from tests.support.tiny import assert_same_numbers, tiny_config, trajectory, whole
 
-STEPS = 5
-TOLERANCE = 1e-9
+__all__ = ["assert_same_numbers", "trajectory", "whole"]
 
-Trajectory = dict[str, Any]
+AT_LEAST = 200
 
+ODD: dict[str, Settings] = {
+    "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True},
+    "cp8": {**FAMILIES["llama"], "cp": 8},
+    "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a"},
+    "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18},
+    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer"},
+    "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer"},
+    "pp3": {"num_layers": 7, "pp": 3},
+    "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
+    "pp7": {"num_layers": 7, "pp": 7},
+    "pp8": {**FAMILIES["llama"], "num_layers": 8, "pp": 8},
+    "pp2-vpp3": {"num_layers": 7, "pp": 2, "vpp": 3},
+    "pp2-vpp4": {**FAMILIES["llama"], "num_layers": 8, "pp": 2, "vpp": 4},
+    "uneven": {"num_layers": 7, "pp": 2, "vpp": 2, "pipeline_layers": [1, 3, 1, 2]},
+    "head-alone": {**FAMILIES["llama"], "tp": 2, "pp": 2, "pipeline_layers": [4, 0]},
+    "head-alone-vpp2": {"num_layers": 7, "pp": 2, "vpp": 2, "pipeline_layers": [3, 2, 2, 0], "dp": 2},
+    "mixtral-uneven": {
+        **FAMILIES["mixtral"],
+        "pp": 2,
+        "ep": 2,
+        "dp": 2,
+        "pipeline_layers": [3, 1],
+        "moe_aux_loss_coeff": 0.1,
+    },
+}
+"""Sizes that the factors leave out."""
 
-def trajectory(context: RankContext, world_size: int, settings: dict[str, Any]) -> Trajectory:
-    """Train on this rank; its slices of gradients after each step and of weights at the end."""
-    runner = Runner(build(context, tiny_config(world_size, **settings)))
-    results, grads = [], []
-    for _ in range(STEPS):
-        results.append(runner.step())
-        grads.append(local_parts(runner.replica, "grad"))
-    return {
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
-        "grads": grads,
-        "weights": local_parts(runner.replica, "weight"),
-        "evaluation": runner.evaluate(),
-    }
-
-
-@functools.cache
-def one_rank(family: str) -> Trajectory:
-    """The reference, full tensors."""
-    return whole([trajectory(RankContext(0, {}), 1, FAMILIES[family])])
-
-
-def whole(ranks: list[Trajectory]) -> Trajectory:
-    """Assemble full tensors; the scalars must be the same on every rank."""
-    for name in ("loss", "grad_norm", "evaluation"):
-        for rank in ranks[1:]:
-            assert rank[name] == ranks[0][name], f"{name} differs between ranks"
-    grads: list[list[dict[str, Part]]] = [[rank["grads"][step] for rank in ranks] for step in range(STEPS)]
-    return {
-        **{name: ranks[0][name] for name in ("loss", "grad_norm", "evaluation")},
-        "grads": [assemble(parts) for parts in grads],
-        "weights": assemble([rank["weights"] for rank in ranks]),
-    }
-
-
-def worst_difference(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> tuple[float, str]:
-    """Largest |difference| of any element relative to its tensor's largest magnitude, and the tensor's name."""
-    assert ours.keys() == reference.keys()
-    return max(
-        (np.abs(ours[name] - r).max() / max(np.abs(r).max(), 1e-30), name) for name, r in reference.items()
-    )
-
-
-def assert_same_numbers(ours: Trajectory, reference: Trajectory) -> None:
-    """Losses, norms, every gradient of every step and every weight after them, to `TOLERANCE`."""
-    for name in ("loss", "grad_norm", "evaluation"):
-        np.testing.assert_allclose(ours[name], reference[name], rtol=TOLERANCE, err_msg=name)
-    for step in range(STEPS):
-        difference, tensor = worst_difference(ours["grads"][step], reference["grads"][step])
-        assert difference <= TOLERANCE, f"gradient of {tensor} in step {step + 1}: {difference:.2e}"
-    difference, tensor = worst_difference(ours["weights"], reference["weights"])
-    assert difference <= TOLERANCE, f"{tensor} after {STEPS} steps: {difference:.2e}"
+ROWS = covering_rows(AT_LEAST)
 
 
-def _name(row: tuple[str, dict[str, Any]]) -> str:
-    family, settings = row
-    axes = "-".join(f"{axis}{settings[axis]}" for axis in ("tp", "pp", "vpp", "dp") if settings[axis] > 1)
-    extra = "-".join(str(value) for key, value in settings.items() if key not in ("tp", "pp", "vpp", "dp"))
-    return f"{family}-{axes}" + (f"-{extra}" if extra else "")
-
-
-def test_the_list_is_long_enough_and_has_no_repeats() -> None:
-    assert len(LAYOUTS) >= 60
-    names = [_name(row) for row in LAYOUTS]
-    assert len(set(names)) == len(names)
-
-
-def _world(settings: dict[str, Any]) -> int:
-    return settings["tp"] * settings["pp"] * settings["dp"]
+def name_of(row: Row) -> str:
+    """Family first, then whatever is not plain."""
+    said = [f"{factor}{value}" for factor, value in row.items() if value != next(iter(FACTORS[factor]))]
+    return "-".join([row["family"], *(part for part in said if not part.startswith("family"))])
 
 
 # By world size: the pool of ranks joins a new job whenever the size changes.
-ROWS = sorted(LAYOUTS, key=lambda row: _world(row[1]))
+LAYOUTS: dict[str, Settings] = dict(
+    sorted(
+        {**{name_of(row): settings_of(row) for row in ROWS}, **ODD}.items(),
+        key=lambda item: world_of(item[1]),
+    )
+)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=map(_name, ROWS))
-def test_layout_gives_the_numbers_of_one_rank(row: tuple[str, dict[str, Any]]) -> None:
-    family, settings = row
-    world = _world(settings)
-    ours = whole(run_ranks(world, trajectory, world, {**FAMILIES[family], **settings}))
-    assert_same_numbers(ours, one_rank(family))
+@pytest.mark.parametrize("name", LAYOUTS, ids=list(LAYOUTS))
+def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
+    settings = LAYOUTS[name]
+    world = world_of(settings)
+    ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))
+    require_same(ours, reference(settings), TOLERANCE)
+
+
+def _cannot_be(pair: Pair) -> bool:
+    """The pairs that no legal layout has, each for a reason."""
+    values = dict(pair)
+    dense = values.get("family", MOE[0]) not in MOE
+    of_experts = {
+        factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]
+    }
+    return (
+        math.prod(int(values.get(axis, "1")) for axis in AXES) > MAX_WORLD
+        or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks
+        or pair == (("tp", "1"), ("sp", "on"))
+        or pair == (("cp", "1"), ("cp_comm", "a2a"))
+        or pair == (("pp", "1"), ("vpp", "2"))
+        or (values.get("schedule") == "grouped" and "1" in (values.get("pp"), values.get("vpp")))
+        or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
+        or pair == (("recompute", "mlp"), ("family", "mixtral"))  # no layer has a dense MLP
+    )
+
+
+def test_every_two_values_that_go_together_are_together_in_some_row() -> None:
+    seen = {pair for row in ROWS for pair in pairs_of(row)}
+    missing = [pair for pair in PAIRS if pair not in seen and not _cannot_be(pair)]
+    assert missing == []
+    assert [pair for pair in seen if _cannot_be(pair)] == []
+
+
+def test_the_matrix_is_long_legal_and_has_no_repeats() -> None:
+    assert len(ROWS) >= AT_LEAST
+    assert len(LAYOUTS) == len(ROWS) + len(ODD)
+    assert {name: refusal(settings) for name, settings in LAYOUTS.items() if refusal(settings)} == {}
+
+
+def test_the_matrix_is_the_same_every_time() -> None:
+    covering_rows.cache_clear()
+    assert covering_rows(AT_LEAST) == ROWS

@@ -10,6 +10,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     (
         "megalite.topology.layout",
         "megalite.topology.sharding",
+        "megalite.topology.sequence",
         "megalite.models.shapes",
         "megalite.pipeline.ir",
         "megalite.checkpoint.manifest",
@@ -19,10 +20,14 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "megalite.checkpoint.commit",
     ),
     ("megalite.topology", "megalite.kernels", "megalite.data", "megalite.planner"),
-    ("megalite.tensor_parallel", "megalite.data_parallel", "megalite.optimizers", "megalite.pipeline"),
+    (
+        *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.data_parallel"),
+        *("megalite.optimizers", "megalite.pipeline"),
+    ),
     ("megalite.models",),
     ("megalite.checkpoint", "megalite.generation"),
     ("megalite.training",),
+    ("megalite.parity",),
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),
 )
@@ -37,7 +42,7 @@ ONLY = {
     "megalite.optimizers": {"megalite.optimizers", "megalite.config"},
     "megalite.models": {
         *("megalite.models", "megalite.config", "megalite.kernels"),
-        *("megalite.tensor_parallel", "megalite.topology"),
+        *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.topology"),
     },
 }
 """Packages that may import less than their row allows: a model knows no pipeline, optimizer or data."""

@@ -1,0 +1,115 @@
+"""Two trajectories side by side: every number that a layout must not change."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.parity.trajectory import Trajectory
+
+NEGLIGIBLE = {"gradient": 1e-5, "weight": 1e-3}
+"""A tensor all of whose elements are below this share of the largest element of any is measured by that share: what
+is zero but for rounding (the gradient of a bias that softmax cancels, and what Adam makes of it) has no digits to agree
+in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One comparison."""
+
+    what: str
+    """`loss`, `gradient norm`, `load balancing loss`, ..., `gradient`, `weight` or `evaluation loss`."""
+    step: int | None
+    """From 1; None after the last step."""
+    one_rank: float
+    """The number, or of tensors the largest magnitude in the worst of them."""
+    layout: float
+    difference: float
+    """Relative."""
+    tensor: str | None = None
+    """Name of the worst tensor."""
+
+
+class NumbersDifferError(AssertionError):
+    """A layout changed a number by more than the tolerance."""
+
+
+def relative_difference(ours: float, reference: float) -> float:
+    """|ours - reference| / |reference|; infinite unless both are finite."""
+    if not (math.isfinite(ours) and math.isfinite(reference)):
+        return math.inf
+    return abs(ours - reference) / max(abs(reference), 1e-30)
+
+
+def worst_tensor(
+    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, negligible: float
+) -> tuple[float, str, float, float]:
+    """(difference, name, largest magnitude in the reference, in ours) of the tensor that differs most.
+
+    The difference is the largest |ours - reference| of any element over the largest |reference| of its tensor, or over
+    `negligible` times the largest of all tensors if that is more.
+    """
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    sizes = {name: float(np.abs(tensor).max()) for name, tensor in reference.items()}
+    least = max(negligible * max(sizes.values()), 1e-30)
+
+    def difference(name: str) -> float:
+        worst = float(np.abs(ours[name] - reference[name]).max())
+        return worst / max(sizes[name], least) if math.isfinite(worst) else math.inf
+
+    found = {name: difference(name) for name in reference}
+    name = max(found, key=lambda name: found[name])
+    return found[name], name, sizes[name], float(np.abs(ours[name]).max())
+
+
+def compare(ours: Trajectory, reference: Trajectory) -> list[Line]:
+    """Losses, norms and every gradient of every step, then weights and evaluation."""
+    assert len(ours.steps) == len(reference.steps)
+    lines = []
+
+    def number(what: str, step: int | None, mine: float, theirs: float) -> None:
+        difference = relative_difference(mine, theirs)
+        lines.append(Line(what=what, step=step, one_rank=theirs, layout=mine, difference=difference))
+
+    def tensors(
+        what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+    ) -> None:
+        difference, name, size, own_size = worst_tensor(mine, theirs, negligible=NEGLIGIBLE[what])
+        lines.append(
+            Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name)
+        )
+
+    for index, (mine, theirs) in enumerate(zip(ours.steps, reference.steps, strict=True)):
+        step = index + 1
+        number("loss", step, mine.loss, theirs.loss)
+        assert mine.auxiliary.keys() == theirs.auxiliary.keys()
+        for name, value in theirs.auxiliary.items():
+            number(name.replace("_", " "), step, mine.auxiliary[name], value)
+        number("gradient norm", step, mine.grad_norm, theirs.grad_norm)
+        tensors("gradient", step, ours.gradients[index], reference.gradients[index])
+    tensors("weight", None, ours.weights, reference.weights)
+    number("evaluation loss", None, ours.evaluation, reference.evaluation)
+    return lines
+
+
+def worst_line(lines: list[Line]) -> Line:
+    """The line with the largest difference."""
+    return max(lines, key=lambda line: line.difference)
+
+
+def require_same(ours: Trajectory, reference: Trajectory, tolerance: float) -> None:
+    """Check every line.
+
+    Raises:
+        NumbersDifferError: naming the first number that differs by more than `tolerance`: what it comes from is nearest
+            to the fault.
+    """
+    for line in compare(ours, reference):
+        if not line.difference <= tolerance:
+            where = f" of {line.tensor}" if line.tensor else ""
+            when = f" in step {line.step}" if line.step else ""
+            raise NumbersDifferError(
+                f"{line.what}{where}{when}: {line.layout:.12g}, on one rank {line.one_rank:.12g}, relative difference "
+                f"{line.difference:.2e}"
+            )

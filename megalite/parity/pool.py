@@ -1,0 +1,178 @@
+"""`RankPool`: a persistent pool of gloo ranks on this machine, to run one function on all of them.
+
+To start a Python process with torch takes seconds, so the pool starts its workers once. The first n of them form a job
+of n ranks and keep it, with the process groups made in it, until another n is asked for. Workers are spawned: a fork
+of a process that has used OpenMP may hang.
+"""
+
+import datetime
+import multiprocessing
+import signal
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.config.run import RunConfig
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import ProcessGroups, Topology
+
+_START_SECONDS = 180.0
+_COLLECTIVE_SECONDS = 180.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not end; the message carries the traceback of the first one that did."""
+
+
+class RankContext:
+    """What a function that runs on a pool learns of its process."""
+
+    def __init__(self, rank: int, made: ProcessGroups | None = None) -> None:
+        self.rank = rank
+        self.made = {} if made is None else made
+
+    def topology(self, **axes: Any) -> Topology:
+        """The topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
+        layout = ParallelLayout(**axes)
+        return Topology.create(layout, rank=self.rank, device=torch.device("cpu"), made=self.made)
+
+    def topology_of(self, config: RunConfig) -> Topology:
+        """The topology of a validated config over the first ranks of the pool."""
+        p = config.parallel
+        return self.topology(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.expert_tp, order=p.rank_order)
+
+
+class RankPool:
+    """`size` spawned workers; use as a context manager, or call `stop`.
+
+    Args:
+        size: the largest number of ranks that one call can have.
+        strict: warnings are errors in the workers.
+    """
+
+    def __init__(self, size: int, *, strict: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.size = size
+        self.stopped = False
+        self._job, self._job_size = 0, 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, port, strict, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._collect(size, _START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(
+        self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
+    ) -> list[Any]:
+        """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
+
+        Args:
+            size: number of ranks, at most that of the pool.
+            fn: a function at module level (workers import it); `context` is a `RankContext`.
+            timeout: seconds without any rank finishing before the pool is stopped.
+
+        Raises:
+            RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective for
+                ever, so the pool is stopped.
+        """
+        assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
+        if size != self._job_size:
+            self._job, self._job_size = self._job + 1, size
+        try:
+            for pipe in self._pipes[:size]:
+                pipe.send((self._job, size, fn, args, kwargs))
+            return self._collect(size, timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _collect(self, size: int, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
+        while waiting:
+            ready = wait(list(waiting), timeout=timeout)
+            if not ready:
+                raise RankFailure(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, "the worker process died"
+                if not ok:
+                    raise RankFailure(f"rank {rank} of {size} failed first:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(size)]
+
+    def stop(self) -> None:
+        """End the workers, whatever they are at; nothing is left behind."""
+        self.stopped = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _work(rank: int, pool_size: int, port: int, strict: bool, pipe: Connection) -> None:
+    """The life of a worker: it ends when the parent closes the pipe, or dies with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent then stops us
+    torch.set_num_threads(1)
+    if strict:
+        warnings.simplefilter("error")
+    seconds = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, pool_size, is_master=rank == 0, timeout=seconds)
+    pipe.send((True, None))
+    made: ProcessGroups = {}
+    current = 0
+    while True:
+        try:
+            job, size, fn, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if job != current:  # another number of ranks than before
+                if current:
+                    dist.destroy_process_group()
+                made.clear()
+                current = job
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore(f"job{job}", store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=seconds,
+                )
+            answer = (True, fn(RankContext(rank, made), *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except Exception:  # an answer that cannot be sent is an error too
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,116 @@
+"""One comparison of a layout with one rank, as a table and as data."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalite.config.describe import sectioned
+from megalite.parity.compare import Line, compare, worst_line
+from megalite.parity.pool import RankFailure, RankPool
+from megalite.parity.shrink import Shrunk
+from megalite.parity.tensors import CopiesDifferError
+from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory, whole
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1.0, "fp16": 0.5}
+"""Default tolerance by precision. In fp64 any fault is far above it and rounding far below. In the others both runs
+round, in other places; measured on the presets: up to 3e-5 (fp32), 0.5 (bf16) and 0.1 (fp16), most of it in small
+biases, which Adam moves by whole steps whichever way a gradient near zero was rounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `megalite parity` says."""
+
+    shrunk: Shrunk
+    steps: int
+    tolerance: float
+    lines: list[Line]
+    """Empty if the layout did not run to its end, or its ranks do not agree among themselves."""
+    failure: str | None = None
+    """Why there are no lines."""
+
+    @property
+    def same(self) -> bool:
+        """Every number is within the tolerance."""
+        return self.failure is None and worst_line(self.lines).difference <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """The last line of the table."""
+        if self.failure is not None:
+            return f"DIFFERENT: {self.failure}"
+        worst = worst_line(self.lines)
+        place = f"{worst.what}{f' of {worst.tensor}' if worst.tensor else ''}"
+        place += f", step {worst.step}" if worst.step else ", after the steps"
+        if self.same:
+            return f"SAME: worst difference {worst.difference:.1e} ({place}), tolerance {self.tolerance:g}"
+        first = next(line for line in self.lines if not line.difference <= self.tolerance)
+        where = f" of {first.tensor}" if first.tensor else ""
+        when = f" in step {first.step}" if first.step else " after the steps"
+        return (
+            f"DIFFERENT: first the {first.what}{where}{when}, by {first.difference:.1e}; worst {worst.difference:.1e} "
+            f"({place}), tolerance {self.tolerance:g}"
+        )
+
+
+def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:
+    """Run one rank in this process and the layout on the pool, and compare.
+
+    Args:
+        tolerance: largest relative difference; default: that of the precision.
+    """
+    config = shrunk.config
+    tolerance = TOLERANCES[config.training.precision] if tolerance is None else tolerance
+    lines: list[Line] = []
+    failure = None
+    reference = one_rank_trajectory(config, steps)
+    try:
+        ranks = pool.run(shrunk.world_size, rank_trajectory, config, steps)
+        lines = compare(whole(ranks), reference)
+    except (RankFailure, CopiesDifferError) as error:
+        failure = str(error)
+    return Report(shrunk=shrunk, steps=steps, tolerance=tolerance, lines=lines, failure=failure)
+
+
+def format_report(report: Report) -> str:
+    """The table that `megalite parity` prints; docs/parity.md explains it."""
+    config = report.shrunk.config
+    p, t = config.parallel, config.training
+    count = report.shrunk.world_size
+    rows = [
+        f"{count} rank{'s' if count > 1 else ''} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}"
+        + (f", ep {p.ep}, etp {p.expert_tp}" if config.model.num_experts else "")
+        + f") against one rank; {t.precision}, {report.steps} steps of {t.global_batch_size} samples"
+    ]
+    changes = [f"{name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in report.shrunk.changes.items()]
+    rows += [f"shrunk: {', '.join(changes)}"] if changes else []
+    if report.lines:
+        rows += ["", f"{'':<32}{'one rank':>18}{'layout':>18}{'difference':>12}"]
+    step: int | None = 0
+    for line in report.lines:
+        label = "" if line.step == step else f"step {line.step}" if line.step else "after"
+        step = line.step
+        mark = "" if line.difference <= report.tolerance else "  <--"
+        numbers = f"{line.one_rank:>18.11g}{line.layout:>18.11g}{line.difference:>12.1e}"
+        rows.append(f"{label:<8}{line.what:<24}{numbers}  {line.tensor or ''}{mark}".rstrip())
+    return "\n".join([*rows, "", report.verdict])
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "same": report.same,
+        "verdict": report.verdict,
+        "world_size": report.shrunk.world_size,
+        "steps": report.steps,
+        "tolerance": report.tolerance,
+        "shrunk": {name: list(pair) for name, pair in report.shrunk.changes.items()},
+        "lines": [asdict(line) for line in report.lines],
+        "failure": report.failure,
+        "config": sectioned(report.shrunk.config),
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,114 @@
+"""`megalite parity`: what it prints, its exit status, and what it refuses."""
+
+import json
+import shlex
+
+import pytest
+
+from megalite.cli.main import main
+from megalite.cli.parity import _options
+from megalite.config.errors import ConfigError
+
+Captured = pytest.CaptureFixture[str]
+SMALL = "parity --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40"
+
+
+def run(line: str) -> int:
+    return main(line.split())
+
+
+@pytest.mark.timeout(600)
+def test_a_layout_that_is_the_same(capsys: Captured) -> None:
+    assert run(f"{SMALL} --tp 2 --dp 1 --steps 2 --bf16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 ranks = tp 2 x cp 1 x dp 1 x pp 1 (vpp 1) against one rank; fp64, 2 steps")
+    assert lines[1].startswith("shrunk: ") and "precision bf16 -> fp64" in lines[1]
+    table = [line.split() for line in lines[4:] if line]
+    assert [row[:3] for row in table[:3]] == [
+        ["step", "1", "loss"],
+        ["gradient", "norm", table[1][2]],
+        table[2][:3],
+    ]
+    assert table[2][0] == "gradient" and table[2][-1].startswith(("layers.", "embedding.", "final_norm"))
+    assert lines[-1].startswith("SAME: worst difference ") and lines[-1].endswith("tolerance 1e-09")
+
+
+@pytest.mark.timeout(600)
+def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
+    assert run(f"{SMALL} --pp 2 --dp 1 --tolerance 0 --json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"] is False and found["verdict"].startswith("DIFFERENT: first the ")
+    assert (found["world_size"], found["steps"], found["tolerance"]) == (2, 3, 0.0)
+    assert [line["what"] for line in found["lines"]] == [
+        *(["loss", "gradient norm", "gradient"] * 3),
+        *("weight", "evaluation loss"),
+    ]
+    assert max(line["difference"] for line in found["lines"]) < 1e-9
+    assert found["config"]["training"]["precision"] == "fp64"
+    assert found["shrunk"]["global_batch_size"][0] is None
+
+
+@pytest.mark.timeout(600)
+def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
+    assert run("parity --fuzz 0 --seed 3 --steps 1") == 0
+    first = capsys.readouterr().out
+    assert first.startswith("1 layouts in ") and first.endswith("with seed 3: 0 different from one rank\n")
+    assert run("parity --fuzz 0 --seed 3 --steps 1 --tolerance 0") == 1
+    line, verdict, count = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("  DIFFERENT: first the ")
+    assert count.endswith("1 different from one rank")
+    command, *arguments = shlex.split(line)
+    assert command == "megalite"
+    assert main(arguments) == 1  # the line repeats the failure
+    assert f"  {capsys.readouterr().out.splitlines()[-1]}" == verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps 0", "--steps takes a whole number of at least 1, such as 3, got 0"),
+        ("--steps", "--steps needs a value, e.g. --steps 3"),
+        ("--tolerance x", "--tolerance takes a number of at least 0, got x"),
+        ("--tp 3", "num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4"),
+        (
+            "--num-layers 8 --tp 4 --pp 4",
+            "the layout needs 16 ranks, more than the 8 that megalite parity starts by itself; use smaller sizes of "
+            "tp 4, pp 4, cp 1, or --world-size 16 if this machine can run so many processes",
+        ),
+        (
+            "--num-experts 16 --ep 16",
+            "the layout needs 16 ranks, more than the 8 that megalite parity starts by itself; use smaller sizes of "
+            "tp 1, pp 1, cp 1, ep 16, or --world-size 16 if this machine can run so many processes",
+        ),
+        ("--tp 2 --world-size 3", "--world-size 3 is not a multiple of tp·pp·cp = 2·1·1 = 2; use 2"),
+        (
+            "--fuzz 5 --tp 2",
+            "--fuzz chooses every setting itself and takes --seed N and --steps N alone, got --tp 2; to try one "
+            "layout leave --fuzz out",
+        ),
+        ("--widht 2", "unknown flag --widht (--help-all lists all)"),
+    ],
+)
+def test_bad_input(line: str, message: str, capsys: Captured) -> None:
+    assert run(f"parity {line}") == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"error: {message}\n")
+
+
+def test_a_batch_that_the_schedule_refuses_is_refused_here_too(capsys: Captured) -> None:
+    assert run(f"{SMALL.replace(' 2 ', ' 4 ', 1)} --pp 2 --vpp 2 --dp 1 --global-batch-size 3") == 2
+    assert "cannot take 3 microbatches" in capsys.readouterr().err
+
+
+def test_help(capsys: Captured) -> None:
+    assert run("parity --help") == 0
+    assert capsys.readouterr().out.startswith("usage: megalite parity ")
+    assert run("parity") == 0
+
+
+def test_own_options_are_taken_out_of_the_settings() -> None:
+    options = _options(["--tp", "2", "--steps=5", "--pipeline-layers", "1", "3", "--tolerance", "1e-6"])
+    assert (options.steps, options.tolerance, options.fuzz) == (5, 1e-6, None)
+    assert options.rest == ["--tp", "2", "--pipeline-layers", "1", "3"]
+    with pytest.raises(ConfigError, match="--fuzz takes a number"):
+        _options(["--fuzz", "inf"])

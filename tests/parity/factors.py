@@ -1,0 +1,176 @@
+"""The factors of the parity matrix: one table of what is varied, and what each value sets."""
+
+from typing import Any
+
+from megalite.config.batch import microbatch_counts
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.planner.bubble import schedule_of
+from megalite.topology.layout import ParallelLayout
+from tests.support.tiny import LLAMA, TINY
+
+Settings = dict[str, Any]
+
+MAX_WORLD = 8
+
+GPT: Settings = {"num_attention_heads": 8}
+"""Learned positions, LayerNorm, GELU, biases, tied embeddings."""
+
+EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
+
+FAMILIES: dict[str, Settings] = {
+    "gpt": GPT,
+    "llama": {
+        **LLAMA,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+    },
+    "mistral": {**LLAMA, "sliding_window": 5},
+    "qwen": {**LLAMA, "qk_norm": True, "add_qkv_bias": True, "kv_channels": 6, "tie_embeddings": True},
+    "gemma": {
+        **LLAMA,
+        "num_query_groups": 8,
+        "activation": "geglu_tanh",
+        "norm_zero_centered": True,
+        "scale_embeddings": True,
+        "tie_embeddings": True,
+    },
+    "mixtral": EXPERTS,
+    "deepseek": {
+        **EXPERTS,
+        "num_experts": 8,
+        "moe_router_topk": 3,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_first_dense_layers": 1,
+        "moe_router_topk_scaling_factor": 2.0,
+        "num_query_groups": 8,
+    },
+    "switch": {
+        **GPT,
+        "num_experts": 4,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_layer_freq": 2,
+        "moe_ffn_hidden_size": 32,
+        "tie_embeddings": False,
+    },
+}
+
+LOSSES: Settings = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+SELECTIVE: Settings = {"recompute_granularity": "selective"}
+FULL: Settings = {"recompute_granularity": "full"}
+Z1: Settings = {"dp_strategy": "distributed-optimizer"}
+DOCUMENTS: Settings = {"eod_mask_loss": True, "reset_attention_mask": True}
+
+FACTORS: dict[str, dict[str, Settings]] = {
+    "tp": {"1": {}, "2": {"tp": 2}, "4": {"tp": 4}},
+    "sp": {"off": {}, "on": {"sequence_parallel": True}},
+    "cp": {"1": {}, "2": {"cp": 2}, "4": {"cp": 4}},
+    "cp_comm": {"p2p": {}, "a2a": {"cp_comm_type": "a2a"}},
+    "ep": {"1": {}, "2": {"ep": 2}, "4": {"ep": 4}},
+    "etp": {"tp": {}, "1": {"etp": 1}, "2": {"etp": 2}},
+    "pp": {"1": {}, "2": {"pp": 2}, "4": {"pp": 4}},
+    "vpp": {"1": {}, "2": {"vpp": 2}},
+    "dp": {"1": {}, "2": {"dp": 2}, "4": {"dp": 4}},
+    "strategy": {
+        "all-reduce": {},
+        "late": {"overlap_grad_reduce": False},
+        "zero1": Z1,
+        "zero1-late": {**Z1, "overlap_param_gather": False},
+    },
+    "recompute": {
+        "none": {},
+        "attention": SELECTIVE,
+        "several": {**SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]},
+        "mlp": {**SELECTIVE, "recompute_modules": ["layernorm", "mlp"]},
+        "moe": {**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
+        "full": FULL,
+        "full-2": {**FULL, "recompute_num_layers": 2},
+        "block": {**FULL, "recompute_method": "block"},
+    },
+    "schedule": {
+        "auto": {},
+        "gpipe": {"pipeline_schedule": "gpipe"},
+        "grouped": {"microbatch_group_size_per_virtual_pipeline_stage": 4},
+    },
+    "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
+    "layers": {"4": {}, "7": {"num_layers": 7}, "8": {"num_layers": 8}},
+    "micro": {"1": {}, "2": {"micro_batch_size": 2}},
+    "batch": {"8": {}, "16": {"global_batch_size": 16}},
+    "mask": {
+        "none": {"eod_mask_loss": False},
+        "eod": {},
+        "packed": DOCUMENTS,
+        "documents": {**DOCUMENTS, "reset_position_ids": True},
+    },
+    "family": FAMILIES,
+    "dropout": {
+        "none": {},
+        "hidden": {"hidden_dropout": 0.1},
+        "both": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    },
+    "moe": {
+        "plain": {},
+        "losses": LOSSES,
+        "capacity": {**LOSSES, "moe_expert_capacity_factor": 1.0},
+        "capacity-position": {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
+    },
+}
+"""Factor -> value -> settings over `TINY`. The first value of each is the plain one."""
+
+AXES = ("tp", "cp", "pp", "dp")
+
+MOE = ("mixtral", "deepseek", "switch")
+
+COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
+    ("sp", "on"): ("tp", ("2", "4")),
+    ("cp_comm", "a2a"): ("cp", ("2", "4")),
+    ("vpp", "2"): ("pp", ("2", "4")),
+    ("schedule", "grouped"): ("vpp", ("2",)),
+    **{
+        (factor, value): ("family", MOE)
+        for factor in ("ep", "etp", "moe")
+        for value in list(FACTORS[factor])[1:]
+    },
+    ("recompute", "moe"): ("family", MOE),
+}
+"""Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the
+draw: what is legal, the validator decides."""
+
+Row = dict[str, str]
+"""Factor -> value."""
+
+
+def settings_of(row: Row) -> Settings:
+    """The settings of a row over `TINY`."""
+    return {name: value for factor in FACTORS for name, value in FACTORS[factor][row[factor]].items()}
+
+
+def world_of(settings: Settings) -> int:
+    """Ranks of a layout."""
+    world = 1
+    for axis in AXES:
+        world *= settings.get(axis, 1)
+    return world
+
+
+def refusal(settings: Settings) -> str | None:
+    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for."""
+    world = world_of(settings)
+    if world > MAX_WORLD:
+        return f"world {world}"
+    try:
+        config = validate(replace(RunConfig(), **{**TINY, **settings}), world, explicit=frozenset(settings))
+        p = config.parallel
+        assert p.dp is not None
+        ParallelLayout(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.expert_tp, order=p.rank_order)
+        for count in microbatch_counts(config):
+            schedule_of(config, count)
+    except ConfigError as error:
+        return str(error)
+    return None

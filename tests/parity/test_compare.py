@@ -1,0 +1,136 @@
+"""The comparison itself: what counts as a difference, and what it is called."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from megalite.parity.compare import (
+    NumbersDifferError,
+    compare,
+    relative_difference,
+    require_same,
+    worst_tensor,
+)
+from megalite.parity.report import Report, as_data, format_report
+from megalite.parity.shrink import shrink
+from megalite.parity.tensors import CopiesDifferError, assemble
+from megalite.parity.trajectory import RankTrajectory, Scalars, Trajectory, plain, whole
+from tests.parity.factors import FAMILIES
+from tests.support.tiny import tiny_config
+
+
+def trajectory(**changes: float) -> Trajectory:
+    """Two steps of made-up numbers, some of them changed."""
+    values = {
+        "loss": 4.0,
+        "norm": 2.0,
+        "balance": 0.5,
+        "a": 1.0,
+        "zero": 1e-17,
+        "weight": 0.3,
+        "evaluation": 3.0,
+    }
+    v = {**values, **changes}
+    first = Scalars(loss=4.5, grad_norm=2.5, auxiliary={"load_balancing_loss": 0.5})
+    second = Scalars(loss=v["loss"], grad_norm=v["norm"], auxiliary={"load_balancing_loss": v["balance"]})
+    gradient = {"a": np.array([v["a"], -2.0]), "zero": np.array([v["zero"]])}
+    return Trajectory(
+        steps=[first, second],
+        gradients=[{"a": np.array([1.0, -2.0]), "zero": np.array([0.0])}, gradient],
+        weights={"a": np.array([v["weight"], 0.5])},
+        evaluation=v["evaluation"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": 4.0004}, "loss in step 2: 4.0004, on one rank 4, relative difference 1.00e-04"),
+        ({"norm": 2.1}, "gradient norm in step 2"),
+        ({"balance": 0.6}, "load balancing loss in step 2"),
+        ({"a": 1.1}, "gradient of a in step 2: 2, on one rank 2, relative difference 5.00e-02"),
+        ({"zero": 1e-3}, "gradient of zero in step 2"),
+        ({"weight": 0.4}, "weight of a: 0.5, on one rank 0.5, relative difference 2.00e-01"),
+        ({"evaluation": 3.1}, "evaluation loss: 3.1, on one rank 3"),
+        ({"a": float("nan")}, "gradient of a in step 2: nan"),
+        ({"norm": float("inf")}, "gradient norm in step 2: inf"),
+        ({"loss": 4.0004, "weight": 9.0}, "loss in step 2"),
+    ],
+)
+def test_the_first_difference_is_named(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(NumbersDifferError) as caught:
+        require_same(trajectory(**changes), trajectory(), 1e-9)
+    assert str(caught.value).startswith(message)
+
+
+def test_rounding_is_no_difference() -> None:
+    require_same(trajectory(loss=4.0 * (1 + 1e-15), zero=-3e-17, weight=0.3 + 1e-13), trajectory(), 1e-9)
+
+
+def test_differences_are_relative() -> None:
+    assert relative_difference(1e-6, 2e-6) == pytest.approx(0.5)
+    ours = {"large": np.array([100.0, 1.0]), "small": np.array([1e-2])}
+    reference = {"large": np.array([100.0, 2.0]), "small": np.array([1.001e-2])}
+    difference, name, *_ = worst_tensor(ours, reference, negligible=1e-5)
+    assert (difference, name) == (pytest.approx(1e-2), "large")
+    difference, name, *_ = worst_tensor({**ours, "large": reference["large"]}, reference, negligible=1e-5)
+    assert (difference, name) == (pytest.approx(1e-3, rel=1e-2), "small")
+
+
+def part(values: list[float], start: int) -> dict[str, tuple]:
+    return {"w": ((4,), ((start, start + len(values)),), np.array(values))}
+
+
+def test_slices_make_the_whole_and_copies_must_agree() -> None:
+    ranks = [part([1.0, 2.0], 0), part([3.0, 4.0], 2), part([2.0, 3.0], 1)]
+    assert assemble(ranks)["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(CopiesDifferError, match=r"copies of w on several ranks differ by up to 1\.00e"):
+        assemble([*ranks, part([1.0, 3.0], 0)])
+    with pytest.raises(AssertionError, match="part of w is on no rank"):
+        assemble(ranks[:1])
+
+
+def test_scalars_must_agree_between_ranks() -> None:
+    step = Scalars(loss=1.0, grad_norm=1.0, auxiliary={})
+    rank = RankTrajectory(
+        steps=[step], gradients=[part([1.0] * 4, 0)], weights=part([1.0] * 4, 0), evaluation=1.0
+    )
+    assert whole([rank, rank]).steps == [step]
+    with pytest.raises(CopiesDifferError, match="rank 1"):
+        whole([rank, dataclasses.replace(rank, evaluation=1.0 + 1e-15)])
+
+
+def test_a_report_says_what_is_wrong() -> None:
+    found = shrink(tiny_config(1))
+    lines = compare(trajectory(a=1.1, weight=0.4), trajectory())
+    report = Report(shrunk=found, steps=2, tolerance=1e-9, lines=lines)
+    text = format_report(report)
+    marked = [line.split()[0] for line in text.splitlines() if line.endswith("<--")]
+    assert marked == ["gradient", "after"]
+    assert report.verdict.startswith(
+        "DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01"
+    )
+    assert json.loads(json.dumps(as_data(report)))["same"] is False
+    assert not Report(shrunk=found, steps=2, tolerance=1e-9, lines=[], failure="rank 1 of 2 failed").same
+
+
+def test_the_reference_is_plain() -> None:
+    row = {
+        **FAMILIES["mixtral"],
+        "tp": 2,
+        "cp": 2,
+        "ep": 2,
+        "etp": 1,
+        "pp": 2,
+        "vpp": 2,
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "dp_strategy": "distributed-optimizer",
+    }
+    config = plain(tiny_config(8, **row))
+    p = config.parallel
+    assert (p.tp, p.cp, p.ep, p.etp, p.pp, p.vpp, p.dp) == (1,) * 7
+    assert not p.sequence_parallel and config.training.recompute_granularity == "none"
+    assert config.training.micro_batch_size == config.training.global_batch_size == 8
