@@ -4,8 +4,8 @@
     python benchmarks/train_step.py [--output benchmarks/results/FILE.json]
 
 On CPU: a GPT of 4 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192 in fp32, micro-batch 4, global batch 16
-with AdamW and clipping, on 1 rank and on dp2, tp2, pp2 (1f1b) and pp2·vpp2 (interleaved), one thread a rank; and a
-plain PyTorch training loop of the same model on one rank and under DDP on two. Layouts take turns, round after round,
+with AdamW and clipping, on 1 rank and on dp2, tp2, pp2 (1f1b), pp2·vpp2 (interleaved) and cp2 (ring and all-to-all),
+one thread a rank; the same with experts of as many FLOPs a token, on 1 rank, dp2 and ep2; and a plain PyTorch training loop of the same model on one rank and under DDP on two. Layouts take turns, round after round,
 so that a busy neighbour slows all of them; medians over rounds are reported, each as a ratio to the GEMM rate
 measured in the same rounds (one thread a rank).
 
@@ -15,6 +15,7 @@ optimizer: tokens/s and MFU.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -37,12 +38,19 @@ CPU_MODEL = {
     "micro_batch_size": 4,
     "global_batch_size": 16,
 }
-CPU_LAYOUTS: dict[str, dict[str, int]] = {
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "moe_aux_loss_coeff": 0.01}
+"""As many FLOPs a token as the dense model: two of eight experts of half its MLP's width."""
+CPU_LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "dp2": {"dp": 2},
     "tp2": {"tp": 2},
     "pp2 (1f1b)": {"pp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "cp2 (ring)": {"cp": 2},
+    "cp2 (all-to-all)": {"cp": 2, "cp_comm_type": "a2a"},
+    "8 experts, 1 rank": EXPERTS,
+    "8 experts, dp2": {**EXPERTS, "dp": 2},
+    "8 experts, dp2 ep2": {**EXPERTS, "dp": 2, "ep": 2},
 }
 
 
@@ -61,7 +69,7 @@ def gemm_rate(seconds: float = 1.0) -> float:
     return statistics.median(rates)
 
 
-def settings(steps: int, model: dict[str, Any], layout: dict[str, int]) -> list[str]:
+def settings(steps: int, model: dict[str, Any], layout: dict[str, Any]) -> list[str]:
     """Flags of a run on made-up tokens."""
     flags = ["--mock-data", "--train-iters", str(steps), "--lr", "1e-4", "--log-interval", "1000"]
     for name, value in {**model, **layout}.items():
@@ -106,7 +114,7 @@ def bench_cpu(rounds: int, steps: int) -> dict[str, Any]:
     for number in range(rounds):
         gemm.append(gemm_rate())
         for name, layout in CPU_LAYOUTS.items():
-            ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+            ranks = math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
             records = run_megalite(settings(steps + skip, CPU_MODEL, layout), ranks, skip)
             tokens.setdefault(name, []).append(statistics.median(r["tokens_per_second"] for r in records))
             tflops.setdefault(name, []).append(statistics.median(r["tflops_per_rank"] for r in records))
