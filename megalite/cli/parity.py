@@ -60,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one(options: _Options) -> int:
+    if "--dry-run" in options.rest:
+        raise ConfigError(
+            "--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it"
+        )
     # --world-size and --json belong to dry runs, and nothing else may know what to do with them.
     invocation = parse_arguments(["--dry-run", *options.rest])
     keep = {

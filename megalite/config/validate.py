@@ -93,6 +93,6 @@ def _resolve(config: RunConfig) -> RunConfig:
         global_batch_size=training.global_batch_size or training.micro_batch_size * parallel.dp,
         num_query_groups=model.query_groups,
         kv_channels=model.head_size,
-        ffn_hidden_size=model.ffn_size,
+        ffn_hidden_size=model.ffn_size or None,  # 0: no layer has a dense MLP
         max_position_embeddings=model.max_position_embeddings or training.seq_length,
     )

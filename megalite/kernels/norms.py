@@ -34,10 +34,14 @@ def layer_norm(
 ) -> torch.Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
 
-    zero_centered: the factor is 1 + weight.
+    zero_centered: the factor is 1 + weight, never rounded to a half type.
     """
-    scale = weight + 1.0 if zero_centered else weight
-    return F.layer_norm(x, weight.shape, scale, bias, eps)
+    if not zero_centered:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return F.layer_norm(x, weight.shape, weight + 1.0, bias, eps)
+    # With parameters of another type than x torch rounds the result alone.
+    return F.layer_norm(x.float(), weight.shape, weight.float() + 1.0, bias.float(), eps).to(x.dtype)
 
 
 def rms_norm(

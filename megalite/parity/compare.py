@@ -23,7 +23,7 @@ class Line:
     step: int | None
     """From 1; None after the last step."""
     one_rank: float
-    """The number, or of tensors the largest magnitude in the worst of them."""
+    """The number, or of tensors the size of the worst of them (see `worst_tensor`)."""
     layout: float
     difference: float
     """Relative."""
@@ -42,28 +42,42 @@ def relative_difference(ours: float, reference: float) -> float:
     return abs(ours - reference) / max(abs(reference), 1e-30)
 
 
-def worst_tensor(
-    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, negligible: float
-) -> tuple[float, str, float, float]:
-    """(difference, name, largest magnitude in the reference, in ours) of the tensor that differs most.
+def _largest(tensor: np.ndarray) -> float:
+    return float(np.abs(tensor).max())
 
-    The difference is the largest |ours - reference| of any element over the largest |reference| of its tensor, or over
-    `negligible` times the largest of all tensors if that is more.
+
+def _root_mean_square(tensor: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
+
+
+def worst_tensor(
+    ours: Mapping[str, np.ndarray],
+    reference: Mapping[str, np.ndarray],
+    *,
+    negligible: float,
+    by_elements: bool = True,
+) -> tuple[float, str, float, float]:
+    """(difference, name, size in the reference, in ours) of the tensor that differs most.
+
+    The difference is the size of (ours - reference) over that of its tensor in the reference, or over `negligible`
+    times the largest of all tensors if that is more. A tensor's size is its largest magnitude, or, unless
+    `by_elements`, its root mean square: where both runs round, single elements say little.
     """
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
-    sizes = {name: float(np.abs(tensor).max()) for name, tensor in reference.items()}
+    size = _largest if by_elements else _root_mean_square
+    sizes = {name: size(tensor) for name, tensor in reference.items()}
     least = max(negligible * max(sizes.values()), 1e-30)
 
     def difference(name: str) -> float:
-        worst = float(np.abs(ours[name] - reference[name]).max())
+        worst = size(ours[name] - reference[name])
         return worst / max(sizes[name], least) if math.isfinite(worst) else math.inf
 
     found = {name: difference(name) for name in reference}
     name = max(found, key=lambda name: found[name])
-    return found[name], name, sizes[name], float(np.abs(ours[name]).max())
+    return found[name], name, sizes[name], size(ours[name])
 
 
-def compare(ours: Trajectory, reference: Trajectory) -> list[Line]:
+def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True) -> list[Line]:
     """Losses, norms and every gradient of every step, then weights and evaluation."""
     assert len(ours.steps) == len(reference.steps)
     lines = []
@@ -75,7 +89,9 @@ def compare(ours: Trajectory, reference: Trajectory) -> list[Line]:
     def tensors(
         what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
     ) -> None:
-        difference, name, size, own_size = worst_tensor(mine, theirs, negligible=NEGLIGIBLE[what])
+        difference, name, size, own_size = worst_tensor(
+            mine, theirs, negligible=NEGLIGIBLE[what], by_elements=by_elements
+        )
         lines.append(
             Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name)
         )

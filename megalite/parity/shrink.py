@@ -113,6 +113,11 @@ def _data_parallel(config: RunConfig, world_size: int | None) -> int:
                 f"--world-size {world_size} is not a multiple of tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {replica}; use "
                 f"{max(1, world_size // replica) * replica}"
             )
+        if p.dp not in (None, world_size // replica):
+            raise ConfigError(
+                f"--world-size {world_size} / (tp·pp·cp = {replica}) is {world_size // replica}, not dp {p.dp}; use "
+                f"--world-size {replica * (p.dp or 1)}"
+            )
         return world_size // replica
     whole = p.expert_tp * p.ep if config.model.num_experts else 1
     wanted, most = min(p.dp or 2, MAX_WORLD // replica), MAX_WORLD // replica

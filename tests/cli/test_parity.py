@@ -38,7 +38,7 @@ def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
     assert run(f"{SMALL} --pp 2 --dp 1 --tolerance 0 --json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["same"] is False and found["verdict"].startswith("DIFFERENT: first the ")
-    assert (found["world_size"], found["steps"], found["tolerance"]) == (2, 3, 0.0)
+    assert (found["world_size"], found["steps"], found["tolerance"]["tensor"]) == (2, 3, 0.0)
     assert [line["what"] for line in found["lines"]] == [
         *(["loss", "gradient norm", "gradient"] * 3),
         *("weight", "evaluation loss"),
@@ -85,6 +85,14 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
             "--fuzz 5 --tp 2",
             "--fuzz chooses every setting itself and takes --seed N and --steps N alone, got --tp 2; to try one "
             "layout leave --fuzz out",
+        ),
+        (
+            "--tp 2 --dp 4 --world-size 4",
+            "--world-size 4 / (tp·pp·cp = 2) is 2, not dp 4; use --world-size 8",
+        ),
+        (
+            "--dry-run --tp 2",
+            "--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it",
         ),
         ("--widht 2", "unknown flag --widht (--help-all lists all)"),
     ],

@@ -240,8 +240,18 @@ RUNS = [
     ),
     (
         1,
-        "--data-path a --reset-position-ids --position-embedding-type none",
+        "--data-path a --tokenizer-model t --reset-position-ids --position-embedding-type none",
         "reset_position_ids has no effect with position_embedding_type none; use rope or learned_absolute, or remove it",
+    ),
+    (
+        1,
+        "--data-path a --vocab-size 64 --reset-attention-mask",
+        "reset_attention_mask needs the token that ends a document; add the tokenizer that made a (--tokenizer-model FILE), or remove it",
+    ),
+    (
+        1,
+        "--mock-data --vocab-size 64 --eod-mask-loss",
+        "eod_mask_loss has no effect with mock_data, which has no documents; use data_path or remove it",
     ),
 ]
 """(world size, command line, message)."""

@@ -75,7 +75,9 @@ LEGAL = [
     (1, "--preset llama3.1-8b --rope-scaling none --seq-length 8192"),
     (1, "--disable-bias-linear --add-qkv-bias --qk-layernorm --apply-layernorm-1p"),
     (1, "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32"),
-    (1, "--data-path a --reset-attention-mask --reset-position-ids"),
+    (1, "--data-path a --tokenizer-model t --reset-attention-mask --reset-position-ids"),
+    (1, "--hidden-size 16 --activation swiglu --num-experts 4 --moe-ffn-hidden-size 32"),
+    (12, "--num-experts 4 --hidden-size 48 --ep 4 --etp 1 --ffn-hidden-size 16"),
     (1, "--position-embedding-type rope --rotary-base 500000"),
     (1, "--seq-length 256 --max-position-embeddings 256"),
     (

@@ -73,13 +73,17 @@ def test_zero_centered_weights_are_added_to_one(kind: str) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
 
 
-def test_a_small_zero_centered_weight_is_not_rounded_away_in_bf16() -> None:
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_small_zero_centered_weight_is_not_rounded_away_in_bf16(kind: str) -> None:
     """1 + 3/1024 rounds to 1 in bf16."""
     weight = torch.full((64,), 3 / 1024, dtype=torch.bfloat16)
     assert (weight + 1 == 1).all()
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scaled = rms_norm(x, weight, EPS, zero_centered=True).double()
-    plain = rms_norm(x, torch.zeros_like(weight), EPS, zero_centered=True).double()
+    zero = torch.zeros_like(weight)
+    if kind == "layer":
+        scaled, plain = (layer_norm(x, w, zero, EPS, zero_centered=True).double() for w in (weight, zero))
+    else:
+        scaled, plain = (rms_norm(x, w, EPS, zero_centered=True).double() for w in (weight, zero))
     # Single results are rounded too; their mean is not.
     assert (scaled.abs().mean() / plain.abs().mean()).item() == pytest.approx(1 + 3 / 1024, rel=3e-4)
 

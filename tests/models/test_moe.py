@@ -8,6 +8,7 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.context import ForwardContext
+from megalite.models.moe.capacity import within_capacity
 from megalite.models.moe.layer import MoELayer
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import layer_shapes
@@ -174,6 +175,18 @@ def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
     positions = torch.tensor([5, 4, 0, 1, 7, 6, 2, 3])
     kept = layer.router(draw(1, S, B, H), positions, context_of()).kept
     assert torch.equal(kept[:, :, 0], (positions < 2)[:, None].expand(S, B))
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-7)])
+def test_weights_that_only_rounding_tells_apart_are_equal(dtype: torch.dtype, rounding: float) -> None:
+    """Else the rank that multiplied a token, not the token, would decide what is dropped."""
+    weights = torch.full((4, 1, 1), 0.3, dtype=dtype)
+    weights[3] += rounding
+    chosen, positions = torch.zeros(4, 1, 1, dtype=torch.int64), torch.arange(4)
+    kept = within_capacity(
+        weights, chosen, positions, capacity=2, drop_last=False, sequence=Group.solo("tp-cp")
+    )
+    assert kept.flatten().tolist() == [True, True, False, False]
 
 
 def test_in_evaluation_nothing_is_attached() -> None:

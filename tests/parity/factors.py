@@ -99,9 +99,9 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "grouped": {"microbatch_group_size_per_virtual_pipeline_stage": 4},
     },
     "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
-    "layers": {"4": {}, "7": {"num_layers": 7}, "8": {"num_layers": 8}},
+    "layers": {"4": {}, "5": {"num_layers": 5}, "8": {"num_layers": 8}},
     "micro": {"1": {}, "2": {"micro_batch_size": 2}},
-    "batch": {"8": {}, "16": {"global_batch_size": 16}},
+    "batch": {"8": {}, "4": {"global_batch_size": 4}, "16": {"global_batch_size": 16}},
     "mask": {
         "none": {"eod_mask_loss": False},
         "eod": {},

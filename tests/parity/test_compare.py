@@ -13,7 +13,7 @@ from megalite.parity.compare import (
     require_same,
     worst_tensor,
 )
-from megalite.parity.report import Report, as_data, format_report
+from megalite.parity.report import TOLERANCES, Report, as_data, format_report
 from megalite.parity.shrink import shrink
 from megalite.parity.tensors import CopiesDifferError, assemble
 from megalite.parity.trajectory import RankTrajectory, Scalars, Trajectory, plain, whole
@@ -102,10 +102,20 @@ def test_scalars_must_agree_between_ranks() -> None:
         whole([rank, dataclasses.replace(rank, evaluation=1.0 + 1e-15)])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_a_lost_half_or_doubled_tensor_is_seen_in_any_precision(precision: str, factor: float) -> None:
+    gradient = np.random.default_rng(0).standard_normal((5, 7))
+    found, *_ = worst_tensor({"a": factor * gradient}, {"a": gradient}, negligible=1e-5, by_elements=False)
+    assert found == pytest.approx(abs(factor - 1.0))
+    assert found > TOLERANCES[precision].tensor
+    assert abs(factor - 1.0) > TOLERANCES[precision].number
+
+
 def test_a_report_says_what_is_wrong() -> None:
     found = shrink(tiny_config(1))
     lines = compare(trajectory(a=1.1, weight=0.4), trajectory())
-    report = Report(shrunk=found, steps=2, tolerance=1e-9, lines=lines)
+    report = Report(shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=lines)
     text = format_report(report)
     marked = [line.split()[0] for line in text.splitlines() if line.endswith("<--")]
     assert marked == ["gradient", "after"]
@@ -113,7 +123,9 @@ def test_a_report_says_what_is_wrong() -> None:
         "DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01"
     )
     assert json.loads(json.dumps(as_data(report)))["same"] is False
-    assert not Report(shrunk=found, steps=2, tolerance=1e-9, lines=[], failure="rank 1 of 2 failed").same
+    assert not Report(
+        shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=[], failure="rank 1 of 2 failed"
+    ).same
 
 
 def test_the_reference_is_plain() -> None:

@@ -25,9 +25,7 @@ from tests.parity.factors import (
 )
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
-from tests.support.tiny import assert_same_numbers, tiny_config, trajectory, whole
-
-__all__ = ["assert_same_numbers", "trajectory", "whole"]
+from tests.support.tiny import tiny_config, whole
 
 AT_LEAST = 200
 

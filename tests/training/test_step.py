@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from megalite.training.step import NonFiniteError, Stepper
-from tests.parity.test_parity import assert_same_numbers, trajectory, whole
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import (
+    LLAMA,
+    Runner,
+    assemble,
+    assert_same_numbers,
+    build,
+    local_parts,
+    tiny_config,
+    trajectory,
+    whole,
+)
 
 Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}

@@ -69,7 +69,10 @@ def _check_grid(config: RunConfig) -> None:
     p, experts = config.parallel, config.model.num_experts
     assert p.dp is not None and experts is not None
     if experts % p.ep:
-        raise ConfigError(f"num_experts {experts} is not divisible by ep {p.ep}; use ep {divisors(experts)}")
+        raise ConfigError(
+            f"num_experts {experts} is not divisible by ep {p.ep}; use ep "
+            f"{divisors(math.gcd(experts, max(1, p.tp * p.cp * p.dp // p.expert_tp)))}"
+        )
     stage_ranks, expert_ranks = p.tp * p.cp * p.dp, p.expert_tp * p.ep
     if stage_ranks % expert_ranks:
         raise ConfigError(
@@ -93,7 +96,7 @@ def _check_cuts(config: RunConfig) -> None:
         name = "moe_ffn_hidden_size" if model.moe_ffn_hidden_size else "ffn_hidden_size"
         raise ConfigError(
             f"{name} {model.expert_ffn_size} is not divisible by etp {p.expert_tp}; use etp "
-            f"{divisors(math.gcd(model.expert_ffn_size, p.tp * p.cp * p.dp))}"
+            f"{divisors(math.gcd(model.expert_ffn_size, p.tp * p.cp * p.dp // p.ep))}"
         )
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None and shared % p.tp:

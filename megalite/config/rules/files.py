@@ -36,14 +36,27 @@ def check_data(config: RunConfig, explicit: frozenset[str]) -> None:
 
 
 def _check_documents(config: RunConfig, explicit: frozenset[str]) -> None:
-    """What starts afresh in each document; that the token which ends one is known is for the loader to say."""
+    """What starts afresh in each document, and the token that ends one must be known."""
     if config.data.mock_data:
         refuse_idle(
             config,
             explicit,
-            ["reset_attention_mask", "reset_position_ids"],
+            ["eod_mask_loss", "reset_attention_mask", "reset_position_ids"],
             cause="with mock_data, which has no documents",
             remedy="use data_path",
+        )
+    used = [
+        name
+        for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+        if getattr(config.data, name)
+    ]
+    d = config.data
+    source = d.data_path or d.train_data_path
+    known = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "NullTokenizer"
+    if used and source and not known:
+        raise ConfigError(
+            f"{used[0]} needs the token that ends a document; add the tokenizer that made {source[-1]} "
+            f"(--tokenizer-model FILE), or remove it"
         )
     if config.data.reset_position_ids and config.model.position_embedding_type == "none":
         raise ConfigError(

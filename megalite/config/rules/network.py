@@ -23,7 +23,8 @@ def check_network(config: RunConfig, explicit: frozenset[str]) -> None:
             f"num_attention_heads {heads} is not divisible by num_query_groups {model.query_groups}; use "
             f"num_query_groups {divisors(heads)}"
         )
-    if model.ffn_size < 1:
+    dense = not all(map(model.is_moe_layer, range(model.num_layers))) or model.moe_ffn_hidden_size is None
+    if dense and model.ffn_size < 1:
         raise ConfigError(
             f"hidden_size {model.hidden_size} with {model.activation} gives an MLP of width 8·h/3 rounded down to a multiple of "
             f"64 = 0; set --ffn-hidden-size, e.g. 64"

@@ -4,6 +4,9 @@ import torch
 
 from megalite.topology.group import Group
 
+WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}
+"""Weights are compared in so many steps from 0 to 1."""
+
 
 @torch.no_grad()
 def within_capacity(
@@ -18,7 +21,8 @@ def within_capacity(
     """Of each sequence an expert takes the `capacity` tokens with the largest weights, or the first ones.
 
     The whole sequence is looked at, and nothing but it: the outcome depends neither on how it is split over ranks
-    nor on the other sequences of the microbatch. Of equal weights the lower position goes first.
+    nor on the other sequences of the microbatch. Of equal weights the lower position goes first; weights count as equal
+    within `WEIGHT_STEPS`, since those of equal tokens differ by a rounding that is the layout's.
 
     Args:
         weights: [s_local, b, k] of this rank's tokens; `chosen` are the experts, int64.
@@ -47,7 +51,8 @@ def within_capacity(
     )
     pairs = torch.arange(weight.shape[0], device=weight.device)[:, None].expand_as(weight)
     if not drop_last:
-        pairs = weight.sort(dim=0, descending=True, stable=True).indices
+        steps = (weight * WEIGHT_STEPS[weight.dtype]).round_()
+        pairs = steps.sort(dim=0, descending=True, stable=True).indices
     by_expert = expert.gather(0, pairs).sort(dim=0, stable=True)
     pairs = pairs.gather(0, by_expert.indices)
     taken = torch.empty_like(pairs, dtype=torch.bool)
