@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -105,15 +106,16 @@ def run_plain(ranks: int, steps: int, skip: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][skip:]
 
 
-def bench_cpu(rounds: int, steps: int) -> dict[str, Any]:
-    """All layouts in turn."""
+def bench_cpu(rounds: int, steps: int, layouts: list[str]) -> dict[str, Any]:
+    """The layouts in turn, and the plain peers."""
     skip = 2
     tokens: dict[str, list[float]] = {}
     tflops: dict[str, list[float]] = {}
     gemm = []
     for number in range(rounds):
         gemm.append(gemm_rate())
-        for name, layout in CPU_LAYOUTS.items():
+        for name in layouts:
+            layout = CPU_LAYOUTS[name]
             ranks = math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
             records = run_megalite(settings(steps + skip, CPU_MODEL, layout), ranks, skip)
             tokens.setdefault(name, []).append(statistics.median(r["tokens_per_second"] for r in records))
@@ -157,11 +159,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="times that every layout is run (5)")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of one run (8)")
     parser.add_argument("--output", type=Path, help="write the results here as JSON")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=CPU_LAYOUTS, default=list(CPU_LAYOUTS), help="on CPU: these alone"
+    )
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
-    result = bench_cuda(arguments.steps) if cuda else bench_cpu(arguments.rounds, arguments.steps)
+    result = (
+        bench_cuda(arguments.steps)
+        if cuda
+        else bench_cpu(arguments.rounds, arguments.steps, arguments.layouts)
+    )
     result = {
-        "command": "python " + " ".join(["benchmarks/train_step.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/train_step.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
