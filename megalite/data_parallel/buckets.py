@@ -2,8 +2,8 @@
 
 One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that
 need different treatment never share one: each bucket is uniform in weight decay, in what tensor parallelism does
-with it, in being tied and in belonging to experts, which other ranks hold copies of. Replicated and tied parameters therefore sit at the same offsets on every rank that holds
-a copy, so the copies see bit-equal sums and cannot drift.
+with it, in being tied and in belonging to experts, which other ranks hold copies of. Replicated and tied parameters
+therefore sit at the same offsets on every rank that holds a copy, so the copies see bit-equal sums and cannot drift.
 """
 
 from collections.abc import Callable, Iterable

@@ -179,21 +179,26 @@ def _layer_matmul_weights(model: ModelConfig, layer_index: int) -> int:
     return total
 
 
+def attention_core_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
+    """FLOPs of attention's two products, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
+
+    4·s·(heads·d) over all s positions; the megatron convention counts the half that the causal mask leaves. A sliding
+    window w < s makes that 4·w·(heads·d), or with the causal mask the w - w²/2s keys that a token sees on average.
+    """
+    keys = min(seq_length, model.sliding_window or seq_length)
+    flops = 4 * keys * model.num_attention_heads * model.head_size
+    return flops * (2 * seq_length - keys) // (2 * seq_length) if convention == "megatron" else flops
+
+
 def layer_forward_flops(
     model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm"
 ) -> int:
     """FLOPs of layer `layer_index`'s forward for one token of a sequence of `seq_length`.
 
-    2 for each weight of its matrices, and 4·s·(heads·d) for attention's two products over all s positions; the
-    megatron convention counts the half that the causal mask leaves. A sliding window w < s makes that 4·w·(heads·d),
-    or with the causal mask the w - w²/2s keys that a token sees on average. Norms, activations and softmax are not
-    counted.
+    2 for each weight of its matrices, and the core of attention. Norms, activations and softmax are not counted.
     """
-    keys = min(seq_length, model.sliding_window or seq_length)
-    attention = 4 * keys * model.num_attention_heads * model.head_size
-    if convention == "megatron":
-        attention = attention * (2 * seq_length - keys) // (2 * seq_length)
-    return 2 * _layer_matmul_weights(model, layer_index) + attention
+    core = attention_core_flops(model, seq_length, convention)
+    return 2 * _layer_matmul_weights(model, layer_index) + core
 
 
 def head_forward_flops(model: ModelConfig) -> int:

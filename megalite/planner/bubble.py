@@ -1,7 +1,7 @@
 """How much of a step the pipeline idles, with each stage's own FLOPs as its cost."""
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import layer_forward_flops, layer_shapes
+from megalite.models.shapes import attention_core_flops, layer_forward_flops, layer_shapes
 from megalite.pipeline.ir.generators import build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
@@ -73,7 +73,7 @@ def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
 def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
     """FLOPs of one token's forward through those modules of a layer that have matrix products."""
     model, seq_length = config.model, config.training.seq_length
-    core = 4 * seq_length * model.num_attention_heads * model.head_size
+    core = attention_core_flops(model, seq_length)
     projections = sum(
         2 * shape.size
         for shape in layer_shapes(model, layer_index)
