@@ -6,6 +6,7 @@ with it, in being tied and in belonging to experts, which other ranks hold copie
 therefore sit at the same offsets on every rank that holds a copy, so the copies see bit-equal sums and cannot drift.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,10 +75,21 @@ class Bucket:
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
-    def arm(self, on_full: Callable[[], None]) -> None:
-        """From now on count gradients; `on_full` is called once each parameter's last one has come."""
-        self._awaited = sum(placed.parameter.info.uses for placed in self.placed)
+    def arm(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
+        """From now on count gradients; `on_full` is called once each parameter's last one has come.
+
+        Args:
+            pending: how many are still to come of each parameter; those of one whole backward by default. If none are,
+                `on_full` is called at once.
+        """
+        members = [placed.parameter for placed in self.placed]
+        if pending is None:
+            self._awaited = sum(parameter.info.uses for parameter in members)
+        else:
+            self._awaited = sum(pending[parameter] for parameter in members)
         self._on_full = on_full
+        if self._awaited == 0:
+            on_full()
 
     def _note(self) -> None:
         if self._awaited > 0:

@@ -1,7 +1,8 @@
 """What every data-parallel strategy shares: buckets, the order of reductions, and the shards that are optimized."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +81,12 @@ class DataParallelStrategy(ABC):
         self._overlap = overlap_grad_reduce
         self.buckets: dict[int, list[Bucket]] = {
             stage: make_buckets(
-                (parameter for parameter in module.parameters() if isinstance(parameter, ShardedParameter)),
+                own,
                 bucket_size=bucket_size,
                 align=lambda kind: ALIGNMENT * groups.replicas(kind).size,
                 grad_dtype=grad_dtype,
             )
-            for stage, module in stages.items()
+            for stage, own in _own_parameters(stages).items()
         }
         self._reducing: dict[Bucket, Work] = {}
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
@@ -133,12 +134,18 @@ class DataParallelStrategy(ABC):
         for bucket in self.all_buckets():
             bucket.grad.zero_()
 
-    def arm(self, stage: int) -> None:
-        """The next backward is the stage's last: start each bucket's reduction when it is full."""
+    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        """The stage's last gradients come next: start each bucket's reduction when it is full.
+
+        Args:
+            pending: the parameters whose gradients are still to come, each as often as it will report; buckets without
+                any are complete and start now. None: a whole backward comes.
+        """
         if self._overlap:
+            counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:
                 if not _waits_for_others(bucket):
-                    bucket.arm(lambda bucket=bucket: self._start(bucket))  # type: ignore[misc]
+                    bucket.arm(lambda bucket=bucket: self._start(bucket), counts)  # type: ignore[misc]
 
     def launch(self, stage: int) -> None:
         """The stage's gradients are final: start what `arm` has not."""
@@ -178,6 +185,17 @@ class DataParallelStrategy(ABC):
             if shard.counts_in_norm:
                 total += _norm_squared(shard.main_param.grad)
         return total
+
+
+def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[ShardedParameter]]:
+    """By stage; what two stages share (a tied embedding where both ends are on one rank) is the first one's."""
+    seen: set[torch.nn.Parameter] = set()
+    found: dict[int, list[ShardedParameter]] = {}
+    for stage, module in stages.items():
+        own = [p for p in module.parameters() if isinstance(p, ShardedParameter) and p not in seen]
+        seen.update(own)
+        found[stage] = own
+    return found
 
 
 def _norm_squared(grad: torch.Tensor | None) -> torch.Tensor:

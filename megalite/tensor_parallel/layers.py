@@ -1,5 +1,6 @@
 """Column- and row-parallel linear layers and the vocabulary-parallel embedding (arXiv 1909.08053)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megalite.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.weight_tape import settle
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -39,26 +41,45 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
-        gathering = DONE
-        if ctx.enter == "gather":
-            part, x = x.contiguous(), x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-            gathering = tp.all_gather_async(x, part)
+        (x,), weight = ctx.saved_tensors, ctx.weight
         grad_y = grad_y.contiguous()
         grad_rows = grad_y.flatten(0, -2)
+        owed = _OwedLinear(weight, x.detach(), grad_rows, ctx.tp if ctx.enter == "gather" else None)
+        if weight.tape is None or not weight.tape.is_recording:
+            owed.start()
         grad_x, reducing = _reduce_input_grad(ctx, grad_y @ weight.flatten(0, -2))
-        gathering.wait()
-        x_rows = x.flatten(0, -2)
-        if weight.main_grad is not None:
-            accumulate_weight_grad(weight.main_grad.flatten(0, -2), grad_rows, x_rows)
-            grad_weight = None
-            if weight.grad_ready is not None:
-                weight.grad_ready()
-        else:
-            grad_weight = (grad_rows.t() @ x_rows).view(weight.shape)
+        grad_weight = settle(owed, weight.tape)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
+
+
+@dataclass
+class _OwedLinear:
+    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
+
+    parameter: ShardedParameter
+    x: torch.Tensor
+    grad_rows: torch.Tensor
+    gather: Group | None
+    _gathering: Work = DONE
+
+    def start(self) -> None:
+        """Start the gather."""
+        if self.gather is not None:
+            part = self.x.contiguous()
+            self.x = part.new_empty(part.shape[0] * self.gather.size, *part.shape[1:])
+            self._gathering = self.gather.all_gather_async(self.x, part)
+
+    def compute(self) -> torch.Tensor | None:
+        """See `OwedGradient`."""
+        self._gathering.wait()
+        x_rows, weight = self.x.flatten(0, -2), self.parameter
+        if weight.main_grad is None:
+            return (self.grad_rows.t() @ x_rows).view(weight.shape)
+        accumulate_weight_grad(weight.main_grad.flatten(0, -2), self.grad_rows, x_rows)
+        weight.report()
+        return None
 
 
 def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Work]:
@@ -77,10 +98,10 @@ def linear(
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd. A weight of more than two dimensions counts as [-1, i].
+    autograd. While `weight.tape` records, it is left to that. A weight of more than two dimensions counts as [-1, i].
 
-    Collectives: `enter="copy"`: none / all-reduce of the input gradient; `"gather"`: all-gather / all-gather and
-    reduce-scatter; `"local"`: none.
+    Collectives: `enter="copy"`: none / all-reduce of the input gradient; `"gather"`: all-gather / all-gather (left to
+    the tape where that records) and reduce-scatter; `"local"`: none.
     """
     if bias is not None and bias.dim() > 1:
         flat = _Linear.apply(x, weight, None, tp, enter)
@@ -171,11 +192,30 @@ class _VocabularyLookup(torch.autograd.Function):
         (tokens, outside), weight = ctx.saved_tensors, ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), tokens, weight.shape[0], -1, False)
-        if weight.main_grad is None:
-            return None, dense
-        weight.accumulate(dense)
-        return None, None
+        owed = _OwedRows(weight, tokens, grad.contiguous())
+        # Of a table that is the head as well the head's part comes first, in whichever half that is computed.
+        return None, settle(owed, weight.tape if weight.info.uses > 1 else None)
+
+
+@dataclass
+class _OwedRows:
+    """Gradients of looked-up rows, added up by token."""
+
+    parameter: ShardedParameter
+    tokens: torch.Tensor
+    grad: torch.Tensor
+
+    def start(self) -> None:
+        """Needs nothing."""
+
+    def compute(self) -> torch.Tensor | None:
+        """See `OwedGradient`."""
+        rows = self.parameter.shape[0]
+        dense = torch.ops.aten.embedding_dense_backward(self.grad, self.tokens, rows, -1, False)
+        if self.parameter.main_grad is None:
+            return dense
+        self.parameter.accumulate(dense)
+        return None
 
 
 class VocabParallelEmbedding(torch.nn.Module):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megalite.tensor_parallel.random import fill_expert_normal, fill_normal
+from megalite.tensor_parallel.weight_tape import WeightTape
 from megalite.topology.group import Group
 from megalite.topology.sharding import ShardSpec
 
@@ -34,19 +35,34 @@ class ShardedParameter(torch.nn.Parameter):
     """A `Parameter` with `info`; data-parallel code adds where its gradient goes.
 
     `main_grad`, once set, is the buffer that gradients are summed in, and `grad_ready` is called each time one
-    microbatch's contribution is in it.
+    microbatch's contribution is in it. `tape`, once set, can put off the products that make the gradient.
     """
 
     info: ParameterInfo
     main_grad: torch.Tensor | None
     grad_ready: Callable[[], None] | None
+    tape: WeightTape | None
+
+    def report(self) -> None:
+        """A contribution is in `main_grad`."""
+        if self.grad_ready is not None:
+            self.grad_ready()
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         assert self.main_grad is not None
         self.main_grad.add_(grad.view(self.main_grad.shape))
-        if self.grad_ready is not None:
-            self.grad_ready()
+        self.report()
+
+
+def attach_tape(module: torch.nn.Module, tape: WeightTape | None) -> None:
+    """Let `tape` record the weight gradients of a stage. None: they are computed in the backward, as at first.
+
+    Of stages that share a parameter the one that multiplies with it must come last.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, ShardedParameter):
+            parameter.tape = tape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +120,7 @@ class ParameterFactory:
         )
         parameter.main_grad = None
         parameter.grad_ready = None
+        parameter.tape = None
         return parameter
 
     def _initial(

@@ -1,6 +1,7 @@
 """The experts of one layer that this rank holds, computed together."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megalite.kernels.grouped_gemm import accumulate_grouped_weight_grad, groupe
 from megalite.models.recompute import Recompute
 from megalite.models.recompute_saved import not_saving
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.weight_tape import settle
 
 
 class Experts(torch.nn.Module):
@@ -60,7 +62,8 @@ def grouped_linear(x: torch.Tensor, weight: ShardedParameter, counts: list[int])
     """y = x·W_eᵀ for the rows of each expert e: x [n, i], weight [E/ep, ..., i] -> [n, o].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward, which reports once for each
-    microbatch, also where no row has come; else it is returned to autograd.
+    microbatch, also where no row has come; else it is returned to autograd. While `weight.tape` records, it is left to
+    that.
 
     Collectives: none.
     """
@@ -79,14 +82,31 @@ class _GroupedLinear(torch.autograd.Function):
         (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         grad_y = grad_y.contiguous()
         grad_x = grouped_matmul(grad_y, _matrices(weight), counts)
+        return grad_x, settle(_OwedGrouped(weight, x.detach(), grad_y, counts), weight.tape), None
+
+
+@dataclass
+class _OwedGrouped:
+    """grad_y_eᵀ·x_e of each expert e."""
+
+    parameter: ShardedParameter
+    x: torch.Tensor
+    grad_y: torch.Tensor
+    counts: list[int]
+
+    def start(self) -> None:
+        """Needs nothing."""
+
+    def compute(self) -> torch.Tensor | None:
+        """See `OwedGradient`."""
+        weight = self.parameter
         if weight.main_grad is None:
             grad_weight = torch.zeros_like(weight)
-            accumulate_grouped_weight_grad(_matrices(grad_weight), grad_y, x, counts)
-            return grad_x, grad_weight, None
-        accumulate_grouped_weight_grad(_matrices(weight.main_grad), grad_y, x, counts)
-        if weight.grad_ready is not None:
-            weight.grad_ready()
-        return grad_x, None, None
+            accumulate_grouped_weight_grad(_matrices(grad_weight), self.grad_y, self.x, self.counts)
+            return grad_weight
+        accumulate_grouped_weight_grad(_matrices(weight.main_grad), self.grad_y, self.x, self.counts)
+        weight.report()
+        return None
 
 
 def _matrices(weight: torch.Tensor) -> torch.Tensor:

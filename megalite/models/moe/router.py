@@ -12,6 +12,7 @@ from megalite.models.auxiliary import LOAD_BALANCING_LOSS, Z_LOSS
 from megalite.models.context import ForwardContext
 from megalite.models.moe.capacity import within_capacity
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.weight_tape import settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +130,26 @@ class _RouterLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        rows, x_rows = grad.flatten(0, -2), x.to(grad.dtype).flatten(0, -2)
+        return grad_x, settle(_OwedLogits(weight, x.detach(), grad.flatten(0, -2)), weight.tape)
+
+
+@dataclass
+class _OwedLogits:
+    """gradᵀ·x in the precision of grad."""
+
+    parameter: ShardedParameter
+    x: torch.Tensor
+    grad_rows: torch.Tensor
+
+    def start(self) -> None:
+        """Needs nothing."""
+
+    def compute(self) -> torch.Tensor | None:
+        """See `OwedGradient`."""
+        weight = self.parameter
+        x_rows = self.x.to(self.grad_rows.dtype).flatten(0, -2)
         if weight.main_grad is None:
-            return grad_x, (rows.t() @ x_rows).to(weight.dtype)
-        accumulate_weight_grad(weight.main_grad, rows, x_rows)
-        if weight.grad_ready is not None:
-            weight.grad_ready()
-        return grad_x, None
+            return (self.grad_rows.t() @ x_rows).to(weight.dtype)
+        accumulate_weight_grad(weight.main_grad, self.grad_rows, x_rows)
+        weight.report()
+        return None

@@ -1,0 +1,228 @@
+"""The model's backward in halves: to the bit the whole one's gradients, each matrix product and each recompute once."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.models.block import Block
+from megalite.models.gpt import GPTStage
+from megalite.models.recompute import Recompute
+from megalite.tensor_parallel.parameter import ParameterFactory, attach_tape
+from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.topology.topology import Topology
+from tests.models.stages import LLAMA, B, S, named, varied
+from tests.models.test_recompute import MODELS, PLANS, Products, full, name_of, selective
+from tests.support.ranks import RankContext, run_ranks
+
+MICROBATCHES = 3
+WHOLE = ("B0", "B1", "B2")
+HALVES = ("I0", "I1", "W0", "I2", "W1", "W2")
+
+EXPERTS = varied(
+    LLAMA,
+    num_experts=4,
+    moe_first_dense_layers=1,
+    moe_shared_expert_intermediate_size=12,
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.01,
+)
+RANK_PLANS = [Recompute(), selective("mlp_act", "layernorm", "core_attn"), full("uniform", 2)]
+
+
+def build(
+    model: ModelConfig, plan: Recompute, dtype: torch.dtype, topology: Topology, *, sp: bool, main_grad: bool
+) -> GPTStage:
+    make = ParameterFactory(
+        tp=topology.tp,
+        tp_cp=topology.tp_cp,
+        ep=topology.ep,
+        expert_tp=topology.expert_tp,
+        seed=5,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        sequence_parallel=sp,
+    )
+    stage = GPTStage(
+        model,
+        first_layer=0,
+        last_layer=model.num_layers,
+        has_embedding=True,
+        has_head=True,
+        make=make,
+        seq_length=S,
+        recompute=plan,
+    ).train()
+    if main_grad:
+        kind = torch.float32 if dtype == torch.bfloat16 else dtype
+        for parameter in named(stage).values():
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=kind)
+    return stage
+
+
+def play(
+    stage: GPTStage, order: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], dict[str, int], list[float]]:
+    """Gradients, matrix products by kind of action, and the losses that layers added."""
+    tape = WeightTape()
+    attach_tape(stage, tape)
+    draws = torch.Generator().manual_seed(1)
+    auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))
+    losses = []
+    for microbatch in range(MICROBATCHES):
+        tokens, labels = torch.randint(0, 37, (2, B, S), generator=draws)
+        context = stage.context((2 * microbatch, 2 * microbatch + 1), auxiliary=auxiliary)
+        losses.append(stage(tokens, context, labels=labels).sum())
+    products = dict.fromkeys("BIW", 0)
+    for kind, microbatch in ((action[0], int(action[1:])) for action in order):
+        with Products() as counted:
+            if kind == "B":
+                losses[microbatch].backward()
+            elif kind == "I":
+                with tape.recording(microbatch):
+                    losses[microbatch].backward()
+            else:
+                tape.run(microbatch)
+        products[kind] += counted.count
+    assert tape.pending == 0
+    grads = {}
+    for name, parameter in named(stage).items():
+        # Norms and biases come from autograd; matrices and the word embedding go to main_grad where there is one.
+        for kind, grad in (("grad", parameter.grad), ("main", parameter.main_grad)):
+            if grad is not None:
+                grads[f"{name} {kind}"] = grad
+    return grads, products, [total.item() for total in auxiliary.totals.values()]
+
+
+def compare(
+    model: ModelConfig,
+    plan: Recompute,
+    dtype: torch.dtype,
+    *,
+    topology: Topology | None = None,
+    sp: bool = False,
+    main_grad: bool = True,
+) -> None:
+    topology = topology or Topology.solo()
+    whole, whole_products, whole_terms = play(
+        build(model, plan, dtype, topology, sp=sp, main_grad=main_grad), WHOLE
+    )
+    halves, products, terms = play(build(model, plan, dtype, topology, sp=sp, main_grad=main_grad), HALVES)
+    what = f"{name_of(plan)} {dtype} main_grad={main_grad} sp={sp}"
+    assert halves.keys() == whole.keys(), what
+    assert [name for name in whole if not torch.equal(whole[name], halves[name])] == [], what
+    assert terms == whole_terms
+    assert products["I"] + products["W"] == whole_products["B"], what
+    assert products["W"] > 0
+
+
+@pytest.mark.parametrize("main_grad", [True, False], ids=["main_grad", "grad"])
+@pytest.mark.parametrize("family", MODELS)
+def test_halves_give_the_bits_of_the_whole_with_each_product_once(family: str, main_grad: bool) -> None:
+    for plan in [Recompute(), *PLANS]:
+        compare(MODELS[family], plan, torch.float32, main_grad=main_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["gpt", "experts"])
+def test_in_other_precisions_too(family: str, dtype: torch.dtype) -> None:
+    for plan in RANK_PLANS:
+        compare(MODELS[family], plan, dtype)
+
+
+@pytest.mark.parametrize(
+    ("plan", "in_weights"), [(Recompute(), 13), (full("uniform", 1), 13), (selective("mlp"), 13)], ids=str
+)
+def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
+    plan: Recompute, in_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three dense layers of four matrices, and the head."""
+    runs = 0
+    forward = Block._feed_forward
+
+    def counting(block: Block, *arguments: Any) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return forward(block, *arguments)
+
+    monkeypatch.setattr(Block, "_feed_forward", counting)
+    stage = build(MODELS["gpt"], plan, torch.float32, Topology.solo(), sp=False, main_grad=True)
+    tape = WeightTape()
+    attach_tape(stage, tape)
+    tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
+    loss = stage(tokens, stage.context((0, 1)), labels=labels).sum()
+    assert runs == 3
+    with tape.recording(0):
+        loss.backward()
+    assert runs == (6 if plan.granularity == "full" else 3)
+    with Products() as products:
+        tape.run(0)
+    assert products.count == in_weights
+    assert runs == (6 if plan.granularity == "full" else 3)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
+    """Norms, biases and the position table have their gradients in the first half, and a word table that is no head."""
+    stage = build(MODELS[family], Recompute(), torch.float32, Topology.solo(), sp=False, main_grad=True)
+    tape = WeightTape()
+    attach_tape(stage, tape)
+    tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
+    loss = stage(tokens, stage.context((0, 1)), labels=labels).sum()
+    with tape.recording(0):
+        loss.backward()
+    owed = Counter(parameter.info.spec.name for parameter in tape.owed(0))  # type: ignore[attr-defined]
+    tables = {"embedding.word.weight", "embedding.position.weight"}
+    matrices = {
+        name for name, parameter in named(stage).items() if name.endswith(".weight") and parameter.dim() > 1
+    }
+    tied = {"embedding.word.weight": 2} if family == "gpt" else {}
+    assert owed == {**dict.fromkeys(matrices - tables, 1), **tied}
+    tape.run(0)
+
+
+def dense_on_ranks(context: RankContext, sp: bool) -> None:
+    topology = context.topology(tp=2)
+    for plan in RANK_PLANS:
+        for family in ("gpt", "llama"):
+            compare(MODELS[family], plan, torch.float32, topology=topology, sp=sp)
+    compare(MODELS["gpt"], Recompute(), torch.bfloat16, topology=topology, sp=sp, main_grad=False)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_with_tensor_parallel_layers(sp: bool) -> None:
+    run_ranks(2, dense_on_ranks, sp)
+
+
+def experts_on_ranks(context: RankContext, axes: dict[str, int], sp: bool) -> None:
+    topology = context.topology(**axes)
+    for plan in [*RANK_PLANS, selective("moe")]:
+        for main_grad in (True, False):
+            compare(EXPERTS, plan, torch.float32, topology=topology, sp=sp, main_grad=main_grad)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sp"), [({"dp": 2, "ep": 2}, False), ({"tp": 2, "etp": 1, "ep": 2}, True)], ids=str
+)
+def test_with_experts_on_several_ranks(axes: dict[str, int], sp: bool) -> None:
+    run_ranks(2, experts_on_ranks, axes, sp)
+
+
+def test_terms_of_layers_count_once_where_the_forward_runs_ahead_of_its_recompute() -> None:
+    """A forward without a graph, then one with it, then the backward: as if the first had not been."""
+    tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
+    found = []
+    for ahead in (False, True):
+        stage = build(EXPERTS, Recompute(), torch.float64, Topology.solo(), sp=False, main_grad=True)
+        auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))
+        context = stage.context((0, 1), auxiliary=auxiliary)
+        if ahead:
+            with torch.no_grad():
+                stage(tokens, context, labels=labels)
+        stage(tokens, context, labels=labels).sum().backward()
+        found.append([total.item() for total in auxiliary.totals.values()])
+    assert found[0] == found[1]
+    assert all(total > 0 for total in found[0])
