@@ -19,7 +19,7 @@ from megalite.config.validate import validate
 from megalite.data.loader import BatchLoader
 from megalite.data.mock_dataset import MockDataset
 from megalite.optimizers.schedules import Progress, Schedules
-from megalite.topology.layout import ParallelLayout
+from megalite.planner.pipeline import layout_of
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 from megalite.training.replica import build_replica
 from megalite.training.step import Stepper
@@ -76,8 +76,7 @@ def main() -> None:
     assert p.dp is not None
     assert t.global_batch_size is not None
     assert config.model.vocab_size is not None
-    layout = ParallelLayout(tp=p.tp, pp=p.pp, dp=p.dp)
-    topology = Topology.create(layout, rank=launch.rank, device=device)
+    topology = Topology.create(layout_of(config), rank=launch.rank, device=device)
     replica = build_replica(config, topology)
     stepper = Stepper(replica, Schedules(config))
     loader = BatchLoader(

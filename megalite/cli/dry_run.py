@@ -20,16 +20,16 @@ from megalite.data.tokenizers.build import build_tokenizer
 from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
-from megalite.planner.bubble import bubble_fraction, schedule_of
+from megalite.planner.bubble import bubble_fraction
 from megalite.planner.communication import group_sizes, step_volumes, wire_factor
 from megalite.planner.memory import (
     RankMemory,
-    in_flight_at_peak,
+    activation_peaks,
     local_size,
     rank_memory,
-    stage_activation_bytes,
 )
-from megalite.planner.stages import StagePlan, plan_stages, shapes_of_rank
+from megalite.planner.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
+from megalite.planner.stages import StagePlan, shapes_of_rank
 from megalite.topology.layout import ParallelLayout
 
 __all__ = ["dry_run", "format_report", "report", "world_size_of"]
@@ -72,10 +72,12 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     # What the vocabulary has no part in is reported first.
     config = validate(config, world_size, explicit)
     config = validate(_with_vocabulary(config), world_size, explicit)
-    layout = _layout(config)
+    layout = layout_of(config)
     stages = plan_stages(config)
     for count in microbatch_counts(config):
         schedule = schedule_of(config, count)
+        if config.parallel.pipeline_memory_limit is not None:
+            proved(config, lowered(config, schedule), stages)
     memory = _memory(config, stages, schedule)
     return {
         "world_size": world_size,
@@ -100,12 +102,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
             "(or --tokenizer-model FILE)"
         )
     return replace(config, vocab_size=tokenizer.vocab_size)
-
-
-def _layout(config: RunConfig) -> ParallelLayout:
-    p = config.parallel
-    assert p.dp is not None
-    return ParallelLayout(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order)
 
 
 def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
@@ -156,13 +152,10 @@ def _stage_report(config: RunConfig, plan: StagePlan) -> dict[str, Any]:
 
 def _memory(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[RankMemory]:
     """Per pipeline rank, its memory at the largest batch."""
-    kept = {plan.stage: stage_activation_bytes(config, plan) for plan in stages}
-    found = []
-    for rank in range(config.parallel.pp):
-        mine = [plan for plan in stages if plan.rank == rank]
-        in_flight = in_flight_at_peak(schedule.actions[rank], {plan.stage: kept[plan.stage] for plan in mine})
-        found.append(rank_memory(config, mine, in_flight))
-    return found
+    return [
+        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
+        for rank, peak in enumerate(activation_peaks(config, stages, schedule))
+    ]
 
 
 def _memory_report(memory: list[RankMemory], layout: ParallelLayout) -> dict[str, Any]:

@@ -15,5 +15,10 @@ class LoggingConfig:
     """Folder for the resolved config, metrics.jsonl and tensorboard/; default: none of them is written."""
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
+    trace: bool = option(False)
+    """Write the measured pipeline of the steps in trace_steps beside the simulated one: <run_dir>/trace-N.json, for
+    Perfetto."""
+    trace_steps: list[int] = option([3])
+    """Steps to trace, counted from where this run starts."""
     peak_tflops: float | None = option(None)
     """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""

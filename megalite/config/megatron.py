@@ -138,7 +138,6 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--moe-use-upcycling": _UNSUPPORTED,
         "--account-for-embedding-in-pipeline-split": "the cut of layers always weighs embedding and head",
         "--account-for-loss-in-pipeline-split": "the cut of layers always weighs embedding and head",
-        "--pipeline-model-parallel-layout": "use --pipeline-layers, e.g. 3,4,4,3",
         "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES",
         "--decrease-batch-size-if-needed": _UNSUPPORTED,
         "--wandb-project": "metrics go to TensorBoard and <run_dir>/metrics.jsonl",

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from megalite.config.option import option
 
+PIPELINE_SCHEDULES = (
+    *("1f1b", "interleaved", "gpipe", "looped-bfs"),
+    *("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -14,7 +19,7 @@ class ParallelConfig:
     pp: int = option(1, flags=("--pipeline-model-parallel-size",), basic=True)
     """Pipeline-parallel size: layers are split over this many ranks."""
     vpp: int = option(1, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
-    """Virtual stages (model chunks) on each pipeline rank; above 1 the schedule is interleaved."""
+    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved."""
     dp: int | None = option(None, flags=("--data-parallel-size",))
     """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
     cp: int = option(1, flags=("--context-parallel-size",))
@@ -29,14 +34,32 @@ class ParallelConfig:
     """Which axis varies fastest over ranks, leftmost first."""
     sequence_parallel: bool = option(False, basic=True)
     """Split norms, dropout and residual stream over the sequence; inside the tp group, so tp must be above 1."""
-    pipeline_schedule: str = option("auto", choices=("auto", "gpipe", "1f1b", "interleaved"), basic=True)
-    """Order of forwards and backwards; auto: interleaved if vpp > 1, else 1f1b."""
+    pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
+    """Pipeline order; default: interleaved if vpp > 1, else 1f1b. docs/schedules.md explains each; auto builds one for
+    the costs of this model's stages."""
+    pipeline_schedule_file: str | None = option(None)
+    """Schedule of your own instead: a CSV file with one line a pipeline rank, as megalite schedule --write-csv writes."""
+    pipeline_warmup: str = option("pa", choices=("pa", "pb"))
+    """1f1b: forwards before the first backward, p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None, flags=("--microbatch-group-size",)
     )
-    """Microbatches that run through one chunk before the next (interleaved only); default pp."""
+    """Microbatches that run through one chunk before the next (interleaved only); default: the least that fits, pp or
+    more."""
     pipeline_layers: list[int] | None = option(None)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
+    pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
+    """The same in words: E embedding, t layer, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
+    pipeline_costs: str | None = option(None)
+    """auto: JSON file with the times of each stage, as megalite schedule --costs reads; default: their FLOPs."""
+    pipeline_memory_limit: float | None = option(None)
+    """GiB that activations may take on a rank: a schedule that needs more is refused, auto keeps within."""
+    pipeline_recv_prefetch: int = option(1)
+    """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
+    pipeline_send_window: int = option(1)
+    """Sends that may be pending to one neighbour; each keeps an output alive."""
+    pipeline_check_memory: bool = option(False)
+    """Assert after each action that what is alive is what the proof of the schedule said."""
     dp_strategy: str = option("all-reduce", choices=("all-reduce", "distributed-optimizer"), basic=True)
     """Gradients of data-parallel ranks: all-reduce them, or shard optimizer state as ZeRO-1 does."""
     ddp_bucket_size: int = option(40_000_000)
@@ -49,6 +72,13 @@ class ParallelConfig:
     """auto: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: float = option(10.0)
     """A collective that waits longer fails."""
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule with its default filled in; `file` if it comes from one."""
+        if self.pipeline_schedule_file is not None:
+            return "file"
+        return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "1f1b")
 
     @property
     def expert_tp(self) -> int:

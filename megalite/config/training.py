@@ -44,6 +44,9 @@ class TrainingConfig:
     are recomputed, one by one (block)."""
     recompute_num_layers: int = option(1)
     """See recompute_method."""
+    recompute_ahead: bool = option(False)
+    """Full recompute as an action of its own, before the wait for the gradient: shorter bubble, the activations of one
+    more microbatch of a stage."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     eval_interval: int | None = option(None, basic=True)

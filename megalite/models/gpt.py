@@ -94,7 +94,8 @@ class GPTStage(torch.nn.Module):
 
     Args:
         make: where and how parameters are made; also carries the groups.
-        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies.
+        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies,
+        word: unless the other is in a stage of this rank too: then the head takes its weight.
         seq_length: tokens of a whole sequence.
         recompute: which activations the backward computes again.
         cp_comm_type: how attention sees a sequence that is split over cp: `p2p` or `a2a`.
@@ -112,6 +113,7 @@ class GPTStage(torch.nn.Module):
         seq_length: int,
         recompute: Recompute | None = None,
         cp_comm_type: str = "p2p",
+        word: ShardedParameter | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -133,7 +135,7 @@ class GPTStage(torch.nn.Module):
         )
         self.head: Head | None = None
         if has_head:
-            self.head = Head(config, make=make, weight=self._head_weight(make))
+            self.head = Head(config, make=make, weight=self._head_weight(make, word))
         spans = sequence_spans(seq_length, cp_rank=make.cp.rank, cp_size=make.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=make.device) for span in spans])
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -148,13 +150,15 @@ class GPTStage(torch.nn.Module):
         """Where parameters and activations are."""
         return self.make.device
 
-    def _head_weight(self, make: ParameterFactory) -> ShardedParameter:
+    def _head_weight(self, make: ParameterFactory, word: ShardedParameter | None) -> ShardedParameter:
         shape = (self.config.padded_vocab_size, self.config.hidden_size)
         std = self.config.init_method_std
         if not self.config.tie_embeddings:
             return make.make("head.weight", shape, shard_dim=0, std=std)
         if self.embedding is not None:
             return self.embedding.word.weight
+        if word is not None:
+            return word
         return make.make("embedding.word.weight", shape, shard_dim=0, std=std, tied=True)
 
     def context(

@@ -169,11 +169,31 @@ def _batch(generator: random.Random, drawn: Drawn) -> Drawn:
     count = generator.randint(1, MAX_BATCH // (micro * drawn["dp"]))
     count = min(count, generator.choice((2, 4, 6, 8)))
     found: Drawn = {"micro_batch_size": micro, "global_batch_size": micro * drawn["dp"] * count}
-    if drawn.get("vpp", 1) > 1 and generator.random() < 0.4:
-        found["microbatch_group_size_per_virtual_pipeline_stage"] = drawn["pp"] + generator.randint(0, 2)
-    elif generator.random() < 0.3:
-        found["pipeline_schedule"] = "gpipe"
+    return found | _schedule(generator, drawn)
+
+
+def _schedule(generator: random.Random, drawn: Drawn) -> Drawn:
+    pp, vpp = drawn["pp"], drawn.get("vpp", 1)
+    if pp == 1 or generator.random() < 0.3:
+        return {}
+    if vpp == 1:
+        found = _one_of(generator, ("gpipe", "1f1b", "zb-h1", "zb-h2", "auto"))
+        if found["pipeline_schedule"] == "1f1b":
+            found["pipeline_warmup"] = generator.choice(("pa", "pb"))
+    elif vpp == 2 and generator.random() < 0.7:
+        found = _one_of(generator, ("zb-v", "dualpipe-v", "looped-bfs", "auto"))
+    elif generator.random() < 0.5:
+        found = {"microbatch_group_size_per_virtual_pipeline_stage": pp + generator.randint(0, 2)}
+    else:
+        found = {"pipeline_schedule": "looped-bfs"}
+    if generator.random() < 0.3:
+        found["pipeline_recv_prefetch"] = generator.randint(0, 4)
+        found["pipeline_send_window"] = generator.randint(1, 3)
     return found
+
+
+def _one_of(generator: random.Random, names: tuple[str, ...]) -> Drawn:
+    return {"pipeline_schedule": generator.choice(names)}
 
 
 def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
@@ -184,6 +204,8 @@ def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
     if kind == "selective":
         modules = ["core_attn", "layernorm", "mlp_act", "mlp", "moe"]
         found["recompute_modules"] = sorted(generator.sample(modules, generator.randint(1, 3)))
+    elif drawn["pp"] > 1 and generator.random() < 0.4:
+        found["recompute_ahead"] = True
     else:
         found["recompute_method"] = generator.choice(("uniform", "block"))
         found["recompute_num_layers"] = generator.randint(1, 2)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.run import RunConfig
+from megalite.planner.pipeline import placement_of
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import ProcessGroups, Topology
 
@@ -44,8 +45,9 @@ class RankContext:
 
     def topology_of(self, config: RunConfig) -> Topology:
         """The topology of a validated config over the first ranks of the pool."""
-        p = config.parallel
-        return self.topology(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.expert_tp, order=p.rank_order)
+        p, placement = config.parallel, placement_of(config)
+        axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp, "ep": p.ep, "etp": p.expert_tp}
+        return self.topology(**axes, order=p.rank_order, placement=placement)
 
 
 class RankPool:

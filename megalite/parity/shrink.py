@@ -19,7 +19,7 @@ from megalite.parity.sizes import (
     sequence_changes,
     width_changes,
 )
-from megalite.planner.bubble import schedule_of
+from megalite.planner.pipeline import schedule_of
 from megalite.topology.layout import ParallelLayout
 
 MAX_WORLD = 8
@@ -142,7 +142,7 @@ def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
         if (setting.section in _SECTIONS_LEFT_OUT and name not in _KEPT_DATA)
         or (setting.section == "optimizer" and name not in _KEPT_OPTIMIZER)
         or name in ("rampup_batch_size", "train_samples", "eval_interval", "eval_iters", "exit_interval")
-        or name == "distributed_backend"
+        or name in ("distributed_backend", "pipeline_memory_limit")
     }
     changes |= {"train_iters": 1000, "lr": 1e-2, "lr_decay_style": "constant", "device": "cpu"}
     changes["adam_eps"] = max(config.optimizer.adam_eps, 1e-5)

@@ -6,6 +6,7 @@ Each function looks at one group of settings and returns those that it changes; 
 import math
 from typing import Any
 
+from megalite.config.rules.pipeline import stage_layers
 from megalite.config.run import RunConfig
 
 Changes = dict[str, Any]
@@ -26,11 +27,11 @@ def layer_changes(config: RunConfig) -> Changes:
         return {}
     changes: Changes = {}
     stages = p.pp * p.vpp
-    cut = p.pipeline_layers
+    cut = stage_layers(config)
     if cut is not None:
         counts = sorted({count for count in cut if count})
         small = [min(counts.index(count) + 1, 3) if count else 0 for count in cut]
-        changes["pipeline_layers"] = small
+        changes |= {"pipeline_layers": small, "pipeline_layout": None}
         layers = sum(small)
     else:
         layers = stages * (2 if 2 * stages <= MAX_LAYERS else 1) + bool(model.num_layers % stages)

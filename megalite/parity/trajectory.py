@@ -28,12 +28,21 @@ LAYOUT_OF_ONE_RANK = {
     "dp": 1,
     "sequence_parallel": False,
     "cp_comm_type": "p2p",
-    "pipeline_schedule": "auto",
+    "pipeline_schedule": None,
+    "pipeline_schedule_file": None,
+    "pipeline_warmup": "pa",
     "pipeline_layers": None,
+    "pipeline_layout": None,
+    "pipeline_costs": None,
+    "pipeline_memory_limit": None,
+    "pipeline_recv_prefetch": 1,
+    "pipeline_send_window": 1,
+    "pipeline_check_memory": False,
     "microbatch_group_size_per_virtual_pipeline_stage": None,
     "rank_order": "tp-cp-ep-dp-pp",
     "dp_strategy": "all-reduce",
     "recompute_granularity": "none",
+    "recompute_ahead": False,
 }
 """The settings that must not change the numbers, at their plainest."""
 

@@ -167,6 +167,8 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
     """
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
+    if training.recompute_ahead:
+        return 0  # what an R brings back counts as activations
     if training.recompute_granularity == "full":
         units = (
             sum(layer_activation_bytes(config, index, granularity="none") for index in unit)

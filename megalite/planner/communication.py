@@ -16,7 +16,8 @@ from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape, stage_shapes
 from megalite.planner.activations import ELEMENT_BYTES
 from megalite.planner.memory import local_size
-from megalite.planner.stages import StagePlan, plan_stages
+from megalite.planner.pipeline import placement_of, plan_stages
+from megalite.planner.stages import StagePlan, shares_embedding
 
 Volume = tuple[str, str, int]
 """Group, operation, bytes."""
@@ -63,7 +64,7 @@ def step_volumes(
 
 def group_sizes(config: RunConfig) -> dict[str, int]:
     """Ranks in each kind of group that a step communicates over."""
-    p = config.parallel
+    p, placement = config.parallel, placement_of(config)
     assert p.dp is not None
     return {
         "tp": p.tp,
@@ -74,7 +75,7 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
         "expert-tp": p.expert_tp,
         "expert-dp": p.tp * p.cp * p.dp // (p.expert_tp * p.ep),
         "pp": p.pp,
-        "embedding": min(2, p.pp),
+        "embedding": len({placement[0], placement[-1]}),
         "world": p.tp * p.cp * p.dp * p.pp,
     }
 
@@ -275,6 +276,10 @@ def _gradients(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]
     sizes, groups = _Sizes(config), group_sizes(config)
     tied_apart = config.model.tie_embeddings and len(stages) > 1
     shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+    if tied_apart and plan.has_head and shares_embedding(stages):
+        shapes = [
+            shape for shape in shapes if shape.name != "embedding.word.weight"
+        ]  # it is the first stage's
     kinds: dict[tuple[bool, ...], list[ParameterShape]] = {}
     buckets: list[tuple[bool, bool, bool, int]] = []  # partial over tp, tied, expert, elements
 

@@ -3,13 +3,16 @@
 What fragments, kernels' workspaces and communication buffers take comes on top and is not estimated.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.planner.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_activation_bytes
+from megalite.pipeline.ir.memory import memory_peaks
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.planner.activations import ELEMENT_BYTES, recompute_workspace_bytes
+from megalite.planner.sizes import stage_sizes
 from megalite.planner.stages import StagePlan, shapes_of_rank
 
 
@@ -58,29 +61,15 @@ def state_bytes_per_parameter(precision: str) -> tuple[int, int, int]:
     return (2, 4, 12) if element == 2 else (element, element, 2 * element)
 
 
-def in_flight_at_peak(row: Iterable[Action], stage_bytes: Mapping[int, int]) -> dict[int, int]:
-    """Microbatches of each stage alive when a rank's activations weigh most.
-
-    Args:
-        row: the rank's actions in order; a microbatch of a stage lives from its F to its B.
-        stage_bytes: what one microbatch of a stage keeps.
-    """
-    live = dict.fromkeys(stage_bytes, 0)
-    weight = heaviest = 0
-    peak = dict(live)
-    for action in row:
-        if action.kind is Kind.F:
-            live[action.stage] += 1
-            weight += stage_bytes[action.stage]
-            if weight > heaviest:
-                heaviest, peak = weight, dict(live)
-        elif action.kind is Kind.B:
-            live[action.stage] -= 1
-            weight -= stage_bytes[action.stage]
-    return peak
+def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
+    """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages not counted."""
+    sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0)
+    # Without messages the computations alone decide, and they need no lowering.
+    peaks = memory_peaks(Program(schedule, schedule.actions), sizes)
+    return [round(peak.size) for peak in peaks]
 
 
-def rank_memory(config: RunConfig, stages: Sequence[StagePlan], in_flight: Mapping[int, int]) -> RankMemory:
+def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes: int) -> RankMemory:
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size), which
@@ -89,7 +78,7 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], in_flight: Mappi
     Args:
         config: validated, vocabulary known.
         stages: the virtual stages of this pipeline rank.
-        in_flight: stage -> microbatches whose activations are alive at the peak.
+        activation_bytes: at the peak of the schedule (`activation_peaks`).
     """
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
@@ -105,6 +94,6 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], in_flight: Mappi
         parameter_bytes=parameter * (dense + expert),
         gradient_bytes=gradient * (dense + expert),
         optimizer_bytes=-(-optimizer * dense // dense_parts) + -(-optimizer * expert // expert_parts),
-        activation_bytes=sum(stage_activation_bytes(config, plan) * in_flight[plan.stage] for plan in stages),
+        activation_bytes=activation_bytes,
         workspace_bytes=max(recompute_workspace_bytes(config, plan) for plan in stages),
     )

@@ -1,7 +1,9 @@
 """Which layers each virtual stage holds; training and dry run cut the model by this one function."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalite.config.rules.pipeline import stage_layers
 from megalite.config.run import RunConfig
 from megalite.models.shapes import (
     ParameterShape,
@@ -29,33 +31,31 @@ class StagePlan:
         return self.last_layer - self.first_layer
 
 
-def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """The cut of a validated config with a known vocabulary, in stage order.
+def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:
+    """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
 
-    pipeline_layers if it is set; else the cut whose slowest pipeline rank is fastest, the head counting by its FLOPs
-    and the embedding, a lookup, as nothing.
+    pipeline_layers or pipeline_layout if they are set; else the cut whose slowest pipeline rank is fastest, the head
+    counting by its FLOPs and the embedding, a lookup, as nothing.
     """
-    model, p = config.model, config.parallel
-    num_stages = p.pp * p.vpp
-    layers = p.pipeline_layers or partition_layers(
+    model = config.model
+    layers = stage_layers(config) or partition_layers(
         model.num_layers,
-        num_stages,
-        p.pp,
+        placement,
         layer_cost=[
             layer_forward_flops(model, index, config.training.seq_length) for index in range(model.num_layers)
         ],
         last_cost=head_forward_flops(model),
     )
     plans, first = [], 0
-    for stage, count in enumerate(layers):
+    for stage, (rank, count) in enumerate(zip(placement, layers, strict=True)):
         plans.append(
             StagePlan(
                 stage=stage,
-                rank=stage % p.pp,
+                rank=rank,
                 first_layer=first,
                 last_layer=first + count,
                 has_embedding=stage == 0,
-                has_head=stage == num_stages - 1,
+                has_head=stage == len(placement) - 1,
             )
         )
         first += count
@@ -71,6 +71,11 @@ def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[Parameter
         )
         by_name |= {shape.name: shape for shape in shapes}
     return list(by_name.values())
+
+
+def shares_embedding(stages: Sequence[StagePlan]) -> bool:
+    """The first and the last stage are on one rank, so that a tied embedding needs no second copy."""
+    return stages[0].rank == stages[-1].rank
 
 
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:

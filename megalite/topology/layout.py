@@ -60,6 +60,8 @@ class ParallelLayout:
     ep: int = 1
     etp: int | None = None
     order: str = "tp-cp-ep-dp-pp"
+    placement: tuple[int, ...] | None = None
+    """Per virtual stage the pipeline rank that holds it; None: one after the other, round and round."""
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "cp", "dp", "ep"):
@@ -131,14 +133,15 @@ class ParallelLayout:
     def groups(self, kind: str) -> RankLists:
         """All groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
 
-        `embedding` holds the first and last rank of each pipeline (they share the tied embedding), and
-        `position-embedding` the first; ranks in between are in no such group.
+        `embedding` holds the ranks of each pipeline with the first and the last stage (they share the tied embedding;
+        in a V they are one), and `position-embedding` that with the first; others are in no such group.
         """
         pipelines = _grid_groups(self._dense_strides, {"pp"})
+        first, last = (0, self.pp - 1) if self.placement is None else (self.placement[0], self.placement[-1])
         if kind == "embedding":
-            return tuple((ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines)
+            return tuple(tuple(ranks[place] for place in sorted({first, last})) for ranks in pipelines)
         if kind == "position-embedding":
-            return tuple(ranks[:1] for ranks in pipelines)
+            return tuple((ranks[first],) for ranks in pipelines)
         dense = {
             "world": {"tp", "cp", "dp", "pp"},
             "tp": {"tp"},
@@ -158,14 +161,20 @@ class ParallelLayout:
         return _grid_groups(self._expert_strides, expert[kind])
 
     def pipeline_edges(self) -> RankLists:
-        """Directed neighbour pairs (sender, receiver) of every pipeline ring, both ways, without repeats."""
-        if self.pp == 1:
-            return ()
+        """Directed pairs (sender, receiver) of every pipeline's neighbours, both ways, without repeats.
+
+        Neighbours hold stages that follow each other; without a placement those of the whole ring are listed.
+        """
+        following = range(self.pp) if self.placement is None else self.placement
+        hops = list(itertools.pairwise(following))
+        if self.placement is None:
+            hops.append((self.pp - 1, 0))
         edges: dict[tuple[int, ...], None] = {}
         for ranks in self.groups("pp"):
-            for here, there in zip(ranks, ranks[1:] + ranks[:1], strict=True):
-                edges[here, there] = None
-                edges[there, here] = None
+            for here, there in hops:
+                if here != there:
+                    edges[ranks[here], ranks[there]] = None
+                    edges[ranks[there], ranks[here]] = None
         return tuple(edges)
 
 

@@ -11,16 +11,18 @@ from megalite.config.validate import validate
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.optimizers.schedules import Progress, Schedules
+from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
-from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder, save
+from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
 from megalite.training.setup import Loaders, describe, make_save_folder, open_data, open_sinks, resolve
 from megalite.training.sinks import MetricSink
 from megalite.training.step import NonFiniteError, Stepper
 from megalite.training.throughput import SpeedMeter
+from megalite.training.trace import TraceWriter
 
 
 def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
@@ -52,19 +54,19 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         found: Exception | None = None
         try:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
+            programs, layout = Programs(config), layout_of(config)
         except Exception as error:
             found = error
         world.agree(found, device)
         p = config.parallel
-        assert p.dp is not None
         topology = Topology.create(
-            ParallelLayout(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order),
+            layout,
             rank=launch.rank,
             device=device,
             backend=p.distributed_backend,
             timeout_minutes=p.distributed_timeout_minutes,
         )
-        replica = build_replica(config, topology)
+        replica = build_replica(config, topology, programs)
         _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
         agreed = True
     except (ConfigError, NonFiniteError) as error:
@@ -88,8 +90,10 @@ class _Run:
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
         self.loaders: Loaders = open_data(replica, tokenizer)
-        self.stepper = Stepper(replica, Schedules(config))
         self.progress = self._resume()
+        self.traces = self._traces()
+        tracer = None if self.traces is None else self.traces.timer
+        self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
         load_folder, save_folder = config.checkpoint.load, config.checkpoint.save
@@ -119,6 +123,15 @@ class _Run:
                 ) from None
             self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
             return Progress(0, 0)
+
+    def _traces(self) -> TraceWriter | None:
+        logging = self.config.logging
+        if not logging.trace:
+            return None
+        assert logging.run_dir is not None, "validate() asks for it"
+        steps = [self.progress.step + step for step in logging.trace_steps]
+        folder = Path(logging.run_dir)
+        return TraceWriter(self.replica.topology, steps=steps, folder=folder, log=self.log)
 
     def _open_sinks(self) -> list[MetricSink]:
         """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write."""
@@ -170,9 +183,14 @@ class _Run:
         microbatches = self._load(self.loaders.train, before.samples, size)
         if self.loaders.train is not None and after.step < self.total:
             self.loaders.train.prefetch(after.samples, batch_size(self.config, after.samples))
+        if self.traces is not None:
+            self.traces.begin(after.step)
         result = self.stepper.step(microbatches, before=before, batch_size=size)
+        bubble = None
+        if self.traces is not None:
+            bubble = self.traces.finish(after.step, self.replica.schedule_of(size))
         self.progress = after
-        self.reporter.step(result, after=after, batch_size=size)
+        self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble)
 
     def _load(self, loader: BatchLoader | None, first_sample: int, size: int) -> list[Microbatch]:
         """This rank's microbatches; none where it reads no data."""

@@ -2,21 +2,24 @@
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
-from megalite.pipeline.ir.generators import build_schedule, forward_only
-from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.generators.forward_only import forward_only
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.validate import validate
+from megalite.planner.pipeline import lowered, plan_stages, proved, schedule_of
 
 
 class Programs:
     """Every program that a run can need, made and validated at the start: a batch-size ramp-up has several.
 
     Raises:
-        ConfigError: the schedule cannot take a number of microbatches that the run will have.
+        ConfigError: the schedule cannot take a number of microbatches that the run will have, is not valid, or needs
+            more memory than pipeline_memory_limit.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self.stages = plan_stages(config)
+        """Every virtual stage of the model, in order."""
         self._made: dict[tuple[int, bool], Program] = {}
         for count in microbatch_counts(config):
             self.program(count)
@@ -25,18 +28,12 @@ class Programs:
         """The program of a step (or of one evaluation batch) with that many microbatches."""
         key = (microbatches, evaluation)
         if key not in self._made:
-            parallel = self._config.parallel
             if evaluation:
-                schedule = forward_only(parallel.pp, parallel.vpp, microbatches)
+                placement = tuple(plan.rank for plan in self.stages)
+                program = lowered(self._config, forward_only(placement, microbatches))
+                validate(program)
             else:
-                schedule = build_schedule(
-                    parallel.pipeline_schedule,
-                    num_ranks=parallel.pp,
-                    num_chunks=parallel.vpp,
-                    num_microbatches=microbatches,
-                    group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-                )
-            program = lower(schedule)
-            validate(program)
+                program = lowered(self._config, schedule_of(self._config, microbatches))
+                proved(self._config, program, self.stages)
             self._made[key] = program
         return self._made[key]

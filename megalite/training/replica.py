@@ -11,8 +11,10 @@ from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.loss_scaler import LossScaler
-from megalite.planner.stages import StagePlan, plan_stages
-from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.planner.stages import StagePlan
+from megalite.tensor_parallel.parameter import ParameterFactory, attach_tape
+from megalite.tensor_parallel.weight_tape import WeightTape
 from megalite.topology.topology import Topology
 from megalite.training.precision import Precision
 from megalite.training.programs import Programs
@@ -30,9 +32,17 @@ class Replica:
     precision: Precision
     stages: dict[int, GPTStage]
     """This rank's virtual stages by their global number."""
+    tapes: dict[int, WeightTape]
+    """Of each stage here: where a split backward leaves its weight gradients."""
     strategy: DataParallelStrategy
     optimizer: AdamW
     scaler: LossScaler
+
+    def schedule_of(self, batch_size: int) -> Schedule:
+        """What the pipeline does in a step with that many samples."""
+        assert self.config.parallel.dp is not None
+        each = self.config.training.micro_batch_size * self.config.parallel.dp
+        return self.programs.program(batch_size // each).schedule
 
     @property
     def finds_documents(self) -> bool:
@@ -62,26 +72,32 @@ def build_stages(
         expert_tp=topology.expert_tp,
     )
     recompute = Recompute(
-        granularity=config.training.recompute_granularity,
+        # Recompute-ahead runs whole stages again, as actions of the schedule.
+        granularity="none" if config.training.recompute_ahead else config.training.recompute_granularity,
         modules=frozenset(config.training.recompute_modules),
         method=config.training.recompute_method,
         num_layers=config.training.recompute_num_layers,
     )
-    return {
-        part.stage: GPTStage(
-            config.model,
-            first_layer=part.first_layer,
-            last_layer=part.last_layer,
-            has_embedding=part.has_embedding,
-            has_head=part.has_head,
-            make=make,
-            seq_length=config.training.seq_length,
-            recompute=recompute,
-            cp_comm_type=config.parallel.cp_comm_type,
-        )
-        for part in plan
-        if part.rank == topology.pp.rank
-    }
+    stages: dict[int, GPTStage] = {}
+    for part in plan:
+        if part.rank == topology.pp.rank:
+            first = stages.get(0)
+            stages[part.stage] = GPTStage(
+                config.model,
+                first_layer=part.first_layer,
+                last_layer=part.last_layer,
+                has_embedding=part.has_embedding,
+                has_head=part.has_head,
+                make=make,
+                seq_length=config.training.seq_length,
+                recompute=recompute,
+                cp_comm_type=config.parallel.cp_comm_type,
+                # In a V the first and the last stage are on one rank.
+                word=first.embedding.word.weight
+                if first is not None and first.embedding is not None
+                else None,
+            )
+    return stages
 
 
 def _build_strategy(
@@ -105,12 +121,22 @@ def _build_strategy(
     return AllReduce(stages, **common)  # type: ignore[arg-type]
 
 
-def build_replica(config: RunConfig, topology: Topology) -> Replica:
-    """Everything of this rank for a validated config whose vocab_size is set."""
-    plan = plan_stages(config)
-    programs = Programs(config)
+def build_replica(config: RunConfig, topology: Topology, programs: Programs | None = None) -> Replica:
+    """Everything of this rank for a validated config whose vocab_size is set.
+
+    Args:
+        topology: of `layout_of(config)`.
+        programs: if they have been made already.
+    """
+    programs = programs or Programs(config)
+    plan = programs.stages
     precision = Precision.of(config.training.precision)
     stages = build_stages(config, plan, topology, precision)
+    # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
+    # the lookups.
+    tapes = {stage: WeightTape() for stage in stages}
+    for stage, module in stages.items():
+        attach_tape(module, tapes[stage])
     strategy = _build_strategy(config, stages, topology, precision)
     optimizer = AdamW(
         (shard.main_param for shard in strategy.shards if shard.decay),
@@ -124,6 +150,7 @@ def build_replica(config: RunConfig, topology: Topology) -> Replica:
         programs=programs,
         precision=precision,
         stages=stages,
+        tapes=tapes,
         strategy=strategy,
         optimizer=optimizer,
         scaler=LossScaler(config.training),

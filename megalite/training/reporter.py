@@ -49,8 +49,14 @@ class Reporter:
         """What lay between this and the last step is no step's time."""
         self._last = time.perf_counter()
 
-    def step(self, result: StepResult, *, after: Progress, batch_size: int) -> None:
-        """Take note of a step; every `log_interval` steps, and after the last, print a line."""
+    def step(
+        self, result: StepResult, *, after: Progress, batch_size: int, bubble_fraction: float | None = None
+    ) -> None:
+        """Take note of a step; every `log_interval` steps, and after the last, print a line.
+
+        Args:
+            bubble_fraction: measured, where the step was traced.
+        """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._losses.append(result.loss)
@@ -71,6 +77,8 @@ class Reporter:
             "memory_bytes": peak_memory_bytes(self._device),
             **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
         }
+        if bubble_fraction is not None:
+            record["bubble_fraction"] = bubble_fraction
         for sink in self._sinks:
             sink.write(record)
         if after.step % self._interval == 0 or after.step == self._total:

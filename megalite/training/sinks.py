@@ -77,6 +77,7 @@ TENSORBOARD_TAGS = {
     "tflops_per_rank": "throughput",
     "tokens_per_second": "tokens-per-second",
     "mfu": "mfu",
+    "bubble_fraction": "pipeline-bubble-fraction",
     "memory_bytes": "mem-max-allocated-bytes",
     "valid_loss": "lm loss validation",
     "valid_perplexity": "lm loss validation ppl",

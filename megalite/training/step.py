@@ -9,7 +9,7 @@ import torch
 from megalite.data.loader import Microbatch, sample_ids
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.optimizers.schedules import Progress, Schedules
-from megalite.pipeline.executor import Executor, ForwardStep
+from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
 from megalite.training.replica import Replica
 
@@ -36,10 +36,15 @@ class StepResult:
 
 
 class Stepper:
-    """Runs steps of a replica."""
+    """Runs steps of a replica.
 
-    def __init__(self, replica: Replica, schedules: Schedules) -> None:
+    Args:
+        tracer: told of every computation of training steps.
+    """
+
+    def __init__(self, replica: Replica, schedules: Schedules, *, tracer: Tracer | None = None) -> None:
         self._replica = replica
+        self._tracer = tracer
         self._schedules = schedules
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._forward: ForwardStep = self._no_batch
@@ -180,6 +185,9 @@ class Stepper:
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
                 reducer=None if evaluation else replica.strategy,
+                tapes=replica.tapes,
+                tracer=None if evaluation else self._tracer,
+                check_memory=replica.config.parallel.pipeline_check_memory,
             )
         return self._executors[key]
 

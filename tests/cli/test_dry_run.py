@@ -132,10 +132,11 @@ def test_text() -> None:
 def test_ramp_up_checks_every_batch_size() -> None:
     text = format_report(report_of(f"{TINY} --rampup-batch-size 4 4 100"))
     assert "  ramp-up: 4, 8, ... 16 sequences over 100 samples\n" in text
-    # 2 and 6 microbatches are multiples of the group of 2; with pp 4 six microbatches in groups of 4 are not.
-    with pytest.raises(ConfigError, match="interleaved"):
+    # Groups of 4 take the 8 microbatches of the end, but not the 6 on the way.
+    with pytest.raises(ConfigError, match="group 4 cannot take 6 microbatches"):
         report_of(
-            "--dry-run --num-layers 8 --vocab-size 8 --pp 4 --vpp 2 --rampup-batch-size 4 2 100 --global-batch-size 8"
+            "--dry-run --num-layers 8 --vocab-size 8 --pp 4 --vpp 2 --rampup-batch-size 4 2 100 --global-batch-size 8 "
+            "--microbatch-group-size 4"
         )
 
 
@@ -161,7 +162,10 @@ def test_trillion_parameters_on_3072_ranks() -> None:
             "--dry-run",
             "the size of the vocabulary is not known, and the embedding's size depends on it; add --vocab-size",
         ),
-        ("--dry-run --vocab-size 8 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 1", "interleaved"),
+        (
+            "--dry-run --vocab-size 8 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 3 --pipeline-schedule dualpipe-v",
+            "dualpipe-v",
+        ),
         ("--dry-run --tokenizer-model nowhere.model", "nowhere.model"),
     ],
 )

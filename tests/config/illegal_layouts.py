@@ -32,8 +32,63 @@ LAYOUTS = [
     ),
     (
         4,
-        "--pp 2 --vpp 2 --num-layers 4 --pipeline-schedule gpipe --microbatch-group-size 4",
-        "microbatch_group_size_per_virtual_pipeline_stage 4 has no effect with gpipe: only the interleaved schedule has groups; use --pipeline-schedule auto, or remove it",
+        "--pp 2 --vpp 2 --num-layers 4 --pipeline-schedule looped-bfs --microbatch-group-size 4",
+        "microbatch_group_size_per_virtual_pipeline_stage 4 has no effect with looped-bfs: only the interleaved schedule has groups; use --pipeline-schedule interleaved, or remove it",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-schedule zb-h1 --pipeline-warmup pb",
+        "pipeline_warmup pb has no effect with schedule zb-h1; use --pipeline-schedule 1f1b or remove it",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-costs costs.json",
+        "pipeline_costs costs.json has no effect with schedule 1f1b; use --pipeline-schedule auto or remove it",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-schedule zb-h1 --pipeline-schedule-file mine.csv",
+        "pipeline_schedule zb-h1 and pipeline_schedule_file mine.csv both name the schedule; remove one of them",
+    ),
+    (
+        1,
+        "--num-layers 4 --pipeline-recv-prefetch 2",
+        "pipeline_recv_prefetch 2 has no effect with pp 1; use pp 2 or more, or remove it",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-layers 2,2 --pipeline-layout Ett|ttL",
+        "pipeline_layers 2,2 and pipeline_layout 'Ett|ttL' both cut the model; remove one of them",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --pipeline-layout Ett|tL",
+        "pipeline_layout, in layers 2,1 adds up to 3, but num_layers is 4; use 2,2",
+    ),
+    (
+        4,
+        "--pp 4 --num-layers 4 --pipeline-layout E|tt||ttL",
+        "pipeline_layout 'E|tt||ttL': stage 2 of 4 is empty; e.g. \"Et*3|t*4|t*4|t*2L\" for four stages of 3, 4, 4 and 2 layers",
+    ),
+    (
+        3,
+        "--pp 3 --num-layers 4 --pipeline-layers 2,0,2",
+        "pipeline_layers 2,0,2 leaves stage 1 without a layer; only the first, which has the embedding, and the last, which has the head, can do without: use 1,1,2",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --recompute-ahead",
+        "recompute_ahead has no effect with recompute_granularity none; use --recompute-granularity full or remove it",
+    ),
+    (
+        1,
+        "--num-layers 4 --recompute-granularity full --recompute-ahead",
+        "recompute_ahead has no effect with pp 1, where no gradient is waited for; use pp 2 or more, or remove it",
+    ),
+    (
+        2,
+        "--pp 2 --num-layers 4 --recompute-granularity full --recompute-num-layers 2 --recompute-ahead",
+        "recompute_num_layers 2 does not go with recompute_ahead, which recomputes whole stages; remove one of them",
     ),
     (
         1,
@@ -99,11 +154,6 @@ LAYOUTS = [
         2,
         "--pp 2 --num-layers 5 --pipeline-layers 2,2",
         "pipeline_layers 2,2 adds up to 4, but num_layers is 5; use 2,3",
-    ),
-    (
-        2,
-        "--pp 2 --num-layers 4 --pipeline-layers 0,4",
-        "pipeline_layers 0,4 leaves stage 0 without a layer; only the last, which has the head, can do without: use 2,2",
     ),
     (1, "--cp-comm-type a2a", "cp_comm_type a2a has no effect with cp 1; use cp 2 or more, or remove it"),
     (

@@ -16,10 +16,11 @@ import torch
 from megalite.config.run import RunConfig
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
+from megalite.pipeline.ir.schedule import peak_activations
 from megalite.planner.activations import stage_activation_bytes
-from megalite.planner.bubble import schedule_of
-from megalite.planner.memory import in_flight_at_peak
-from megalite.planner.stages import StagePlan, plan_stages
+from megalite.planner.memory import activation_peaks
+from megalite.planner.pipeline import plan_stages, schedule_of
+from megalite.planner.stages import StagePlan
 from megalite.training.precision import Precision
 from megalite.training.replica import build_stages
 from tests.models.live_bytes import LiveBytes, SavedBytes
@@ -240,19 +241,16 @@ def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
     for handle in handles:
         handle.remove()
     rank = runner.replica.topology.pp.rank
-    kept = {
-        plan.stage: stage_activation_bytes(config, plan) for plan in plan_stages(config) if plan.rank == rank
-    }
     counts = config.training.global_batch_size or 0
     schedule = schedule_of(config, counts // config.training.micro_batch_size)
-    in_flight = in_flight_at_peak(schedule.actions[rank], kept)
-    planned = sum(kept[stage] * count for stage, count in in_flight.items())
+    planned = activation_peaks(config, plan_stages(config), schedule)[rank]
+    in_flight = peak_activations(schedule.actions, forward_only=False)[rank]
     message = next(iter(stages)).activation_shape(config.training.micro_batch_size)
     return {
         "held": saved.peak,
         "alive": max(at_ends),
         "planned": planned,
-        "in_flight": sum(in_flight.values()),
+        "in_flight": in_flight,
         "message": 2 * message[0] * message[1] * message[2],
     }
 

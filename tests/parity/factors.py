@@ -7,8 +7,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.bubble import schedule_of
-from megalite.topology.layout import ParallelLayout
+from megalite.planner.pipeline import layout_of, schedule_of
 from tests.support.tiny import LLAMA, TINY
 
 Settings = dict[str, Any]
@@ -92,11 +91,16 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "full": FULL,
         "full-2": {**FULL, "recompute_num_layers": 2},
         "block": {**FULL, "recompute_method": "block"},
+        "ahead": {**FULL, "recompute_ahead": True},
     },
     "schedule": {
-        "auto": {},
-        "gpipe": {"pipeline_schedule": "gpipe"},
+        "default": {},
         "grouped": {"microbatch_group_size_per_virtual_pipeline_stage": 4},
+        "pb": {"pipeline_warmup": "pb", "pipeline_recv_prefetch": 3, "pipeline_send_window": 2},
+        **{
+            name: {"pipeline_schedule": name}
+            for name in ("gpipe", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto")
+        },
     },
     "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
     "layers": {"4": {}, "5": {"num_layers": 5}, "8": {"num_layers": 8}},
@@ -131,7 +135,9 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("sp", "on"): ("tp", ("2", "4")),
     ("cp_comm", "a2a"): ("cp", ("2", "4")),
     ("vpp", "2"): ("pp", ("2", "4")),
-    ("schedule", "grouped"): ("vpp", ("2",)),
+    **{("schedule", name): ("vpp", ("2",)) for name in ("grouped", "looped-bfs", "zb-v", "dualpipe-v")},
+    **{("schedule", name): ("pp", ("2", "4")) for name in ("pb", "gpipe", "zb-h1", "zb-h2", "auto")},
+    ("recompute", "ahead"): ("pp", ("2", "4")),
     **{
         (factor, value): ("family", MOE)
         for factor in ("ep", "etp", "moe")
@@ -166,9 +172,7 @@ def refusal(settings: Settings) -> str | None:
         return f"world {world}"
     try:
         config = validate(replace(RunConfig(), **{**TINY, **settings}), world, explicit=frozenset(settings))
-        p = config.parallel
-        assert p.dp is not None
-        ParallelLayout(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.expert_tp, order=p.rank_order)
+        layout_of(config)
         for count in microbatch_counts(config):
             schedule_of(config, count)
     except ConfigError as error:

@@ -70,7 +70,8 @@ def test_data_parallel_size() -> None:
 
 
 def test_no_more_than_the_batch_that_the_schedule_takes() -> None:
-    for layout, count in (("--pp 4", 5), ("--pp 2 --vpp 2", 4), ("", 2)):
+    grouped = "--pp 2 --vpp 2 --microbatch-group-size 2"
+    for layout, count in (("--pp 4", 5), ("--pp 2 --vpp 2", 3), (grouped, 4), ("", 2)):
         config = shrunk(f"--num-layers 4 --dp 1 {layout}").config
         assert config.training.global_batch_size == count
     assert shrunk("--dp 2 --global-batch-size 12").config.training.global_batch_size == 12

@@ -1,6 +1,7 @@
 """The executor on stages that are no GPT: gradients, memory and order, for schedules that it knows nothing of."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,10 @@ import pytest
 import torch
 
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.ir.generators import build_schedule, forward_only
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.registry import build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
@@ -22,14 +26,21 @@ V_SHAPE = """0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1
 """
 """Down the ranks and up again: stages 1 and 2 are neighbours on rank 1."""
 
+EARLY = """0F0,0F1,0R0,0R1,0B0,0B1
+1F0,1B0,1F1,1R1,1B1
+"""
+"""Two graphs at once that come from second forwards."""
+
 ONE_RANK = "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n"
 
 
 def schedule_of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    if name.startswith("ahead "):
+        return recompute_ahead(schedule_of(name.removeprefix("ahead "), ranks, chunks, microbatches))
     if name == "forward_only":
-        return forward_only(ranks, chunks, microbatches)
-    if name == "v":
-        return Schedule.from_csv(V_SHAPE)
+        return forward_only(loop_placement(ranks, chunks), microbatches)
+    if name in ("v", "early"):
+        return Schedule.from_csv({"v": V_SHAPE, "early": EARLY}[name])
     if name == "one rank":
         return Schedule.from_csv(ONE_RANK)
     return build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches)
@@ -42,17 +53,23 @@ SCHEDULES = [
     ("1f1b", 4, 1, 2),
     ("gpipe", 2, 1, 4),
     ("gpipe", 4, 1, 3),
-    ("gpipe", 2, 2, 3),
+    ("looped-bfs", 2, 2, 3),
     ("interleaved", 2, 2, 4),
     ("interleaved", 2, 3, 6),
     ("interleaved", 4, 2, 4),
     ("v", 2, 2, 2),
     ("one rank", 1, 3, 2),
+    ("ahead gpipe", 4, 1, 3),
+    ("ahead 1f1b", 4, 1, 6),
+    ("ahead interleaved", 2, 2, 4),
+    ("ahead v", 2, 2, 2),
+    ("ahead one rank", 1, 3, 2),
+    ("early", 2, 1, 2),
 ]
 
 
 class Live:
-    """Counts graphs that are alive: one comes with each forward and goes when its backward frees the graph."""
+    """Counts graphs: one comes with each forward that makes one and goes when its backward frees it."""
 
     now = peak = 0
 
@@ -69,8 +86,8 @@ class _Token:
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, live: Live) -> torch.Tensor:
-        ctx.token = _Token(live)
+    def forward(ctx: Any, x: torch.Tensor, live: Live | None) -> torch.Tensor:
+        ctx.token = None if live is None else _Token(live)
         return x * 1.0
 
     @staticmethod
@@ -84,7 +101,8 @@ class Reducer:
 
     events: list[str] = field(default_factory=list)
 
-    def arm(self, stage: int) -> None:
+    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        assert pending is None, "backwards are whole here"
         self.events.append(f"arm {stage}")
 
     def launch(self, stage: int) -> None:
@@ -116,7 +134,7 @@ class Rank:
         self.live, self.reducer = Live(), Reducer()
         self.placement = schedule.placement
         self.sent: list[weakref.ref[torch.Tensor]] = []
-        """Outputs that leave this rank; the executor holds them until their backward."""
+        """Outputs that leave this rank or come from a second forward; their graphs live until the backward."""
         self.most_held = self.most_full = 0
         self.executor = Executor(
             program,
@@ -127,7 +145,9 @@ class Rank:
             dtype=torch.float64,
             device=torch.device("cpu"),
             reducer=None if schedule.forward_only else self.reducer,
+            check_memory=True,
         )
+        self.recomputed = schedule.recomputed
 
     def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
         held = [output for ref in self.sent if (output := ref()) is not None]
@@ -135,10 +155,12 @@ class Rank:
         self.most_held, self.most_full = max(self.most_held, len(held)), max(self.most_full, len(full))
         del held, full
         x = data(microbatch) if x is None else x
-        y = _Hold.apply(torch.tanh(self.modules[stage](x)), self.live)
+        has_graph = torch.is_grad_enabled()
+        y = _Hold.apply(torch.tanh(self.modules[stage](x)), self.live if has_graph else None)
         if stage == self.last:
             return (y**2).sum() * (microbatch + 1)
-        if self.placement[stage + 1] != self.placement[stage]:
+        leaves = self.placement[stage + 1] != self.placement[stage]
+        if leaves or (has_graph and (stage, microbatch) in self.recomputed):
             self.sent.append(weakref.ref(y))
         return y
 
@@ -198,7 +220,7 @@ def test_gradients_memory_and_order(arguments: tuple[str, int, int, int]) -> Non
         for stage in rank["stages"]:
             assert rank["events"].count(f"arm {stage}") == rank["events"].count(f"launch {stage}") == 1
             assert rank["events"].index(f"arm {stage}") < rank["events"].index(f"launch {stage}")
-    if arguments[0] == "gpipe":
+    if arguments[0] in ("gpipe", "looped-bfs"):
         assert found[0]["outputs"][0] > 1, "no output was held: nothing is proven"
 
 

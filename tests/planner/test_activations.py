@@ -17,7 +17,7 @@ from megalite.planner.activations import (
     stage_activation_bytes,
 )
 from megalite.planner.memory import rank_memory
-from megalite.planner.stages import plan_stages
+from megalite.planner.pipeline import plan_stages
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -160,7 +160,7 @@ def test_full_recompute_keeps_the_inputs_of_units(
     assert stage_activation_bytes(config, plan) == len(units) * unit_input + kept_whole * layer + ends
     workspace = max(len(unit) for unit in units) * layer - unit_input
     assert recompute_workspace_bytes(config, plan) == workspace
-    assert rank_memory(config, [plan], {0: 1}).workspace_bytes == workspace
+    assert rank_memory(config, [plan], 0).workspace_bytes == workspace
 
 
 def test_selective_recompute_needs_room_for_one_module() -> None:

@@ -6,14 +6,16 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count
-from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1
 from megalite.planner.activations import stage_activation_bytes
 from megalite.planner.memory import (
-    in_flight_at_peak,
+    activation_peaks,
     rank_memory,
     state_bytes_per_parameter,
 )
-from megalite.planner.stages import plan_stages
+from megalite.planner.pipeline import plan_stages
+from megalite.planner.sizes import deferred_bytes
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"
 
@@ -28,7 +30,7 @@ def test_state_of_one_rank(precision: str, total: int, sharded: bool) -> None:
     strategy = "--use-distributed-optimizer" if sharded else ""
     config = config_of(f"{GPT} --precision {precision} {strategy}", 4)
     stages = plan_stages(config)
-    memory = rank_memory(config, stages, {0: 2})
+    memory = rank_memory(config, stages, 2 * stage_activation_bytes(config, stages[0]))
     count = parameter_count(config.model)
     optimizer = state_bytes_per_parameter(precision)[2]
     assert memory.parameters == count
@@ -44,7 +46,7 @@ def test_parameters_of_ranks_add_up() -> None:
         f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4
     )
     stages = plan_stages(config)
-    on_ranks = sum(2 * rank_memory(config, [plan], {plan.stage: 0}).parameters for plan in stages)
+    on_ranks = sum(2 * rank_memory(config, [plan], 0).parameters for plan in stages)
     # Both tensor-parallel ranks hold norms and positions, both ends of the pipeline the tied embedding.
     norms = (2 * 4 + 1) * 64
     assert on_ranks == parameter_count(config.model) + norms + 32 * 64 + 512 * 64
@@ -53,17 +55,19 @@ def test_parameters_of_ranks_add_up() -> None:
 def test_experts_are_split_over_ep_and_their_own_data_parallel_size() -> None:
     flags = f"{GPT} --num-experts 4 --use-distributed-optimizer --bf16 --disable-bias-linear"
     one, four = config_of(flags, 4), config_of(f"{flags} --ep 4", 4)
-    before, after = (rank_memory(config, plan_stages(config), {0: 0}) for config in (one, four))
+    before, after = (rank_memory(config, plan_stages(config), 0) for config in (one, four))
     expert = 4 * 2 * 4 * 64 * 256
     assert before.parameters - after.parameters == expert * 3 // 4
     # Divided by dp 4 before, by ep 4 after: the same optimizer state.
     assert before.optimizer_bytes == after.optimizer_bytes
 
 
-def test_peak_by_weight_not_by_count() -> None:
-    # Two microbatches of the heavy stage 0 outweigh three of stage 1.
-    row = [
-        Action.parse(text) for text in ["0F0", "0F1", "1F0", "0B0", "0B1", "1F1", "1F2", "1B0", "1B1", "1B2"]
-    ]
-    assert in_flight_at_peak(row, {0: 10, 1: 1}) == {0: 2, 1: 1}
-    assert in_flight_at_peak(row, {0: 1, 1: 10}) == {0: 0, 1: 3}
+def test_peak_of_a_schedule_is_by_weight_and_knows_its_halves() -> None:
+    config = config_of(f"{GPT} --pp 2 --global-batch-size 18", 2)
+    stages = plan_stages(config)
+    first, last = (stage_activation_bytes(config, plan) for plan in stages)
+    assert activation_peaks(config, stages, one_f_one_b(2, 6)) == [2 * first, last]
+    assert activation_peaks(config, stages, gpipe(2, 6)) == [6 * first, 6 * last]
+    waiting = deferred_bytes(config, stages[1])
+    # Rank 1 of ZB-H1: while I of one microbatch runs, its graph and its notes are both there, with the W before it.
+    assert activation_peaks(config, stages, zb_h1(2, 6))[1] == last + 2 * waiting

@@ -3,6 +3,7 @@
 import pytest
 
 import megalite.planner.bubble as bubble
+import megalite.planner.costs as planner_costs
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
@@ -10,7 +11,8 @@ from megalite.config.validate import validate
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
-from megalite.planner.stages import plan_stages, shapes_of_rank, stage_forward_flops
+from megalite.planner.pipeline import plan_stages, schedule_of
+from megalite.planner.stages import shapes_of_rank, stage_forward_flops
 
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
 
@@ -54,14 +56,15 @@ def test_a_rank_with_both_ends_holds_the_tied_embedding_once() -> None:
     assert shapes == stage_shapes(config.model, 0, 2, True, True)
 
 
-def even(pp: int, vpp: int, schedule: str = "auto") -> RunConfig:
+def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
     """A config whose stages all cost the same, but for a head that is next to nothing."""
     flags = f"--hidden-size 1024 --seq-length 32 --vocab-size 8 --make-vocab-size-divisible-by 8 --num-layers {pp * vpp}"
     return config_of(f"{flags} --pp {pp} --vpp {vpp} --pipeline-schedule {schedule}", pp)
 
 
 @pytest.mark.parametrize(
-    ("pp", "vpp", "schedule"), [(4, 1, "1f1b"), (4, 1, "gpipe"), (4, 2, "interleaved"), (1, 1, "auto")]
+    ("pp", "vpp", "schedule"),
+    [(4, 1, "1f1b"), (4, 1, "gpipe"), (4, 2, "interleaved"), (4, 2, "looped-bfs"), (1, 1, "1f1b")],
 )
 def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
     config = even(pp, vpp, schedule)
@@ -79,7 +82,7 @@ def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> No
         ("--pp 4 --vpp 2 --num-layers 12", 44),
         ("--pp 4 --vpp 2 --num-layers 11 --microbatch-group-size 6", 42),
         ("--pp 4 --vpp 3 --num-layers 24 --vocab-size 4096", 40),
-        ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule gpipe --recompute-granularity full", 33),
+        ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule looped-bfs --recompute-granularity full", 33),
     ],
 )
 def test_long_steps_are_extended_exactly(
@@ -128,19 +131,22 @@ def test_a_backward_costs_two_forwards_and_what_it_recomputes(
     bubble.bubble_fraction(config, plan_stages(config), 4)
     (costs,) = simulated
     assert costs.forward == (3 * LAYER, 2 * LAYER + 2 * 128 * 64)
-    assert costs.backward == tuple(2 * cost + more for cost, more in zip(costs.forward, again, strict=True))
+    assert costs.backward == tuple(2 * cost for cost in costs.forward)
+    assert costs.recompute == again
+    # The attention core has no weights: both halves of its backward are input gradients.
+    assert costs.weight_grad == (3 * (LAYER - CORE), 2 * (LAYER - CORE) + 2 * 128 * 64)
 
 
 def test_experts_are_recomputed_where_there_are_any() -> None:
     flags = f"{GPT} --num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear --recompute-granularity selective"
     for module, layer in (("moe", 0), ("mlp", 1)):
         config = config_of(f"{flags} --recompute-modules {module}", 1)
-        rows = [bubble._module_flops(config, index, {module}) for index in range(2)]
+        rows = [planner_costs._module_flops(config, index, {module}) for index in range(2)]
         expected = [0, 0]
         expected[layer] = layer_forward_flops(config.model, layer, 32) - 2 * 4 * 64**2 - CORE
         assert rows == expected
 
 
 def test_microbatches_that_the_schedule_refuses() -> None:
-    with pytest.raises(ConfigError, match="interleaved"):
-        bubble.schedule_of(even(4, 2), 5)
+    with pytest.raises(ConfigError, match="dualpipe-v"):
+        schedule_of(even(4, 2, "dualpipe-v"), 5)

@@ -105,3 +105,21 @@ def test_three_thousand_ranks_in_no_time() -> None:
 def test_what_is_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelLayout(**settings)  # type: ignore[arg-type]
+
+
+def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:
+    vee = ParallelLayout(tp=2, pp=4, placement=(0, 1, 2, 3, 3, 2, 1, 0))
+    assert set(ParallelLayout(pp=3, placement=(0, 1, 2)).pipeline_edges()) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    down = {(0, 2), (2, 4), (4, 6)}
+    for shift in (0, 1):
+        ours = {edge for edge in vee.pipeline_edges() if edge[0] % 2 == shift}
+        assert ours == {(a + shift, b + shift) for edge in down for a, b in (edge, edge[::-1])}
+    # First and last stage are on one rank: the embedding needs no second copy.
+    assert vee.groups("embedding") == vee.groups("position-embedding") == ((0,), (1,))
+    loop = ParallelLayout(pp=3, placement=(0, 1, 2, 0, 1, 2))
+    assert set(loop.pipeline_edges()) == set(ParallelLayout(pp=3).pipeline_edges())
+    assert loop.groups("embedding") == ((0, 2),)
+    # The user's own: the first stage need not be on the first rank.
+    own = ParallelLayout(pp=3, placement=(2, 0, 0, 1))
+    assert set(own.pipeline_edges()) == {(2, 0), (0, 2), (0, 1), (1, 0)}
+    assert (own.groups("embedding"), own.groups("position-embedding")) == (((1, 2),), ((2,),))

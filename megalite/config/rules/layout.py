@@ -5,6 +5,7 @@ import math
 from megalite.config.errors import ConfigError
 from megalite.config.rules.divide import divisors, next_multiple
 from megalite.config.rules.effect import refuse_idle
+from megalite.config.rules.pipeline import check_pipeline, check_stages
 from megalite.config.run import RunConfig
 
 
@@ -37,20 +38,10 @@ def resolve_dp(config: RunConfig, world_size: int) -> int:
 def check_layout(config: RunConfig, explicit: frozenset[str]) -> None:
     """Axes that need company, and settings of one axis that have no effect without it."""
     p = config.parallel
-    if p.vpp > 1 and p.pp == 1:
-        raise ConfigError(f"vpp {p.vpp} has no effect with pp 1; use pp 2 or more, or vpp 1")
+    check_pipeline(config, explicit)
     if p.sequence_parallel and p.tp == 1:
         raise ConfigError(
             "sequence_parallel has no effect with tp 1; use tp 2 or more, or --no-sequence-parallel"
-        )
-    group = p.microbatch_group_size_per_virtual_pipeline_stage
-    if group is not None and (p.vpp == 1 or p.pipeline_schedule == "gpipe"):
-        cause, remedy = (
-            ("vpp 1", "use vpp 2 or more") if p.vpp == 1 else ("gpipe", "use --pipeline-schedule auto")
-        )
-        raise ConfigError(
-            f"microbatch_group_size_per_virtual_pipeline_stage {group} has no effect with {cause}: only the "
-            f"interleaved schedule has groups; {remedy}, or remove it"
         )
     if (
         p.dp_strategy != "distributed-optimizer"
@@ -87,7 +78,7 @@ def check_model_cuts(config: RunConfig) -> None:
             f"--make-vocab-size-divisible-by {math.lcm(multiple, p.tp)}"
         )
     _check_sequence(config)
-    _check_stages(config)
+    check_stages(config)
 
 
 def _check_sequence(config: RunConfig) -> None:
@@ -110,40 +101,3 @@ def _check_sequence(config: RunConfig) -> None:
             f"rank over cp, but they are not divisible by cp {p.cp}; use cp {divisors(groups // p.tp)}, or "
             f"--cp-comm-type p2p"
         )
-
-
-def _check_stages(config: RunConfig) -> None:
-    p, layers = config.parallel, config.model.num_layers
-    stages = p.pp * p.vpp
-    if layers < stages:
-        raise ConfigError(
-            f"num_layers {layers} is less than pp·vpp = {p.pp}·{p.vpp} = {stages} stages, which need a layer each; use "
-            f"num_layers {stages} or more, or pp·vpp up to {layers}"
-        )
-    cut = p.pipeline_layers
-    if cut is None:
-        return
-    if len(cut) != stages:
-        raise ConfigError(
-            f"pipeline_layers {_commas(cut)} has {len(cut)} entries, but there are pp·vpp = {p.pp}·{p.vpp} = {stages} "
-            f"stages; use {_commas(_even(layers, stages))}"
-        )
-    if 0 in cut[:-1] or cut == [0]:
-        raise ConfigError(
-            f"pipeline_layers {_commas(cut)} leaves stage {cut.index(0)} without a layer; only the last, which has the "
-            f"head, can do without: use {_commas(_even(layers, stages))}"
-        )
-    if sum(cut) != layers:
-        raise ConfigError(
-            f"pipeline_layers {_commas(cut)} adds up to {sum(cut)}, but num_layers is {layers}; use "
-            f"{_commas(_even(layers, stages))}"
-        )
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    """A cut that works; later stages get the rest, not more than one layer more."""
-    return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
-
-
-def _commas(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers))

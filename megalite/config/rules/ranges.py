@@ -77,6 +77,10 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
     {name: Bounds(1, 1) for name in _AT_LEAST_ONE}
     | {
         "pipeline_layers": Bounds(0, 1),
+        "pipeline_memory_limit": Bounds(0, 16, open=True),
+        "pipeline_recv_prefetch": Bounds(0, 1),
+        "pipeline_send_window": Bounds(1, 1),
+        "trace_steps": Bounds(1, 3),
         "rotary_base": Bounds(0, 10000, open=True),
         "rope_scaling_factor": Bounds(1, 8, open=True),
         "rope_low_freq_factor": Bounds(0, 1, open=True),

@@ -2,6 +2,7 @@
 
 from megalite.config.errors import ConfigError
 from megalite.config.rules.effect import refuse_idle
+from megalite.config.rules.pipeline import stage_layers
 from megalite.config.run import RunConfig
 from megalite.config.values import nearest
 
@@ -65,7 +66,8 @@ def _check_layers(config: RunConfig) -> None:
     p, layers = config.parallel, config.model.num_layers
     stages, count = p.pp * p.vpp, config.training.recompute_num_layers
     # Without pipeline_layers the cut is not known here, but no stage can have more than this.
-    largest = max(p.pipeline_layers) if p.pipeline_layers else layers - (stages - 1)
+    cut = stage_layers(config)
+    largest = max(cut) if cut else layers - (stages - 1)
     if count > largest:
         where = f"a stage of num_layers {layers} cut over pp·vpp = {stages}" if stages > 1 else "the model"
         raise ConfigError(

@@ -8,7 +8,7 @@ from megalite.pipeline.ir.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does. F and B compute; the rest is added by `lower`."""
+    """What an action does. F, B, I, W and R compute; the rest is added by `lower`."""
 
     # A string enum, because actions are dictionary keys by the ten thousand: a plain Enum hashes in Python code.
 
@@ -16,6 +16,12 @@ class Kind(StrEnum):
     """Forward of one microbatch through one stage."""
     B = "B"
     """Full backward of one microbatch through one stage: input and weight gradients."""
+    I = "I"  # noqa: E741
+    """The half of a backward that others wait for: the gradient of the stage's input."""
+    W = "W"
+    """The other half: the gradients of the stage's weight matrices. Nothing waits for it but REDUCE_GRAD."""
+    R = "R"
+    """Forward once more, with its activations kept: the backward then need not recompute, and the R can run early."""
     SEND_F = "SEND_F"
     """Send the stage's output to the rank of the next stage."""
     RECV_F = "RECV_F"
@@ -28,7 +34,9 @@ class Kind(StrEnum):
     """The stage's gradients are final for this step: data-parallel reduction may start. Has no microbatch."""
 
 
-COMPUTE = frozenset({Kind.F, Kind.B})
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+GRADIENTS = frozenset({Kind.B, Kind.I})
+"""Each gives the gradient of a stage's input."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 

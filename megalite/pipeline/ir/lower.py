@@ -1,36 +1,38 @@
 """Lowering: from forwards and backwards to a program that also sends, receives and reduces."""
 
-from bisect import bisect_left
-from collections import defaultdict
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind
-from megalite.pipeline.ir.dependencies import channel, dependencies, other_end, send_between
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.schedule import Program, Schedule
-from megalite.pipeline.ir.unit_time import unit_slots
+from megalite.pipeline.ir.schedule import ActionLists, Program, Schedule
+from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
+from megalite.pipeline.ir.unit_time import NEVER, unit_starts
 
-
-class _Message(NamedTuple):
-    send: Action
-    producer: Action
-    consumer_position: int
+_KINDS = tuple(Kind)
 
 
 def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -> Program:
     """Adds the communication that the dependencies call for.
 
     A send follows its producer at once. A receive is posted `recv_prefetch` actions before its consumer, but no later
-    than its message is sent in a run with unit costs (or with backwards of two units), and on each channel in the order
-    of the sends, since NCCL matches by order alone. REDUCE_GRAD follows the last backward of its stage (and that
-    backward's send, which others wait for).
+    than its message is sent in a run with unit costs (or with whole backwards of two units), and on each channel in the
+    order of the sends, since NCCL matches by order alone. REDUCE_GRAD follows the last B or W of its stage (and that
+    B's send, which others wait for).
 
-    Any schedule without a deadlock among its forwards and backwards gives a program without one, for every send
-    window and however late a send completes. Proof: give each event its time in the run with unit costs. A send at
-    time t waits at most for the receive of an earlier message of its channel, sent at t-1 or before and posted no later
-    than that. So each wait is for an earlier time, or, of a computation for its inputs, for the same time but an
-    earlier phase (ends, then sends, then receives, then starts): no circle closes.
+    Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
+    however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
+    each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
+    producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A
+    receive is posted no later than its message is sent: all computations before it in its list start earlier than that,
+    so they have ended by then. A send at time t waits at most for the receive of an earlier message of its channel,
+    sent at t-1 or before and posted no later than that. So each wait is for an earlier time, or, of a computation for
+    its inputs, for the same time but an earlier phase (ends, then sends, then receives, then starts): no circle closes.
+    Receives wait for nothing; the limits besides unit time only move them forward, all of a channel in order.
+
+    A schedule that is incomplete or deadlocks is lowered as far as it goes, for `validate` to name its fault.
 
     Args:
         recv_prefetch: Actions between the posting of a receive and its consumer; 0 posts right before it. More hides
@@ -39,7 +41,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
 
     Raises:
         ConfigError: `recv_prefetch` < 0 or `send_window` < 1.
-        ScheduleError: an action names a stage, microbatch or rank that does not exist.
+        ScheduleError: an action names a stage, microbatch or rank that does not exist, or most actions are missing.
     """
     if recv_prefetch < 0:
         raise ConfigError(
@@ -47,84 +49,109 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
         )
     if send_window < 1:
         raise ConfigError(f"send_window is {send_window}; at least one send must be pending: 1 or more")
-    for rank, row in enumerate(schedule.actions):
-        for action in row:
-            objection = schedule.objection(rank, action)
-            if objection:
-                raise ScheduleError(f"schedule {schedule.name}: {action} on rank {rank}: {objection}")
-
-    sends, channels = _messages(schedule)
-    receives = _place_receives(schedule, channels, recv_prefetch)
-    lowered = []
-    for rank, row in enumerate(schedule.actions):
-        last_backward = {
-            action.stage: position for position, action in enumerate(row) if action.kind is Kind.B
-        }
-        out: list[Action] = []
-        for position, action in enumerate(row):
-            out.extend(receives[rank][position])
-            out.append(action)
-            out.extend(sends[action])
-            if last_backward.get(action.stage) == position:
-                out.append(Action(Kind.REDUCE_GRAD, action.stage, NO_MICROBATCH))
-        lowered.append(tuple(out))
-    return Program(schedule=schedule, actions=tuple(lowered), send_window=send_window)
+    table = Table.of(schedule.actions, schedule)
+    table.refuse_illegal()
+    messages = _messages(table)
+    before = _receive_places(table, messages, recv_prefetch)
+    return Program(schedule=schedule, actions=_assembled(table, messages, before), send_window=send_window)
 
 
-def _messages(
-    schedule: Schedule,
-) -> tuple[dict[Action, list[Action]], dict[tuple[int, int], list[_Message]]]:
-    """The sends after each action, and the messages of each channel in the order in which they are sent."""
-    sends: dict[Action, list[Action]] = defaultdict(list)
-    consumer_positions: dict[Action, int] = {}
-    for row in schedule.actions:
-        for position, action in enumerate(row):
-            for producer in dependencies(action, schedule):
-                send = send_between(producer, action, schedule)
-                if send is not None:
-                    sends[producer].append(send)
-                    consumer_positions[send] = position
-    channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-    for row in schedule.actions:
-        for action in row:
-            for send in sends[action]:
-                message = _Message(send, action, consumer_positions[send])
-                channels[channel(send, schedule)].append(message)
-    return sends, channels
+class _Messages(NamedTuple):
+    """By message, in the order of the channels and on each in that of the sends."""
+
+    channel: IntArray
+    """source rank * number of ranks + destination rank"""
+    producer: IntArray
+    consumer: IntArray
+    send: IntArray
+    """[3, messages]: code of the kind, stage, microbatch."""
+    receive: IntArray
+    """[3, messages]."""
 
 
-def _place_receives(
-    schedule: Schedule, channels: dict[tuple[int, int], list[_Message]], recv_prefetch: int
-) -> list[list[list[Action]]]:
-    """Per rank and position, the receives to post before the action there."""
+def _messages(table: Table) -> _Messages:
+    placement = np.array(table.schedule.placement)
+    parts = [np.zeros((9, 0), dtype=np.int64)]
+    for crossing in table.crossings:
+        consumers = table.place[CODES[crossing.reader]][crossing.stages]
+        producers = table.needed(crossing.need)[crossing.stages]
+        there = (consumers != NOWHERE) & (producers != NOWHERE)
+        row, microbatch = np.nonzero(there)
+        stage = crossing.stages[row]
+        source = stage + crossing.need.offset
+        channel = placement[source] * table.schedule.num_ranks + placement[stage]
+        send = np.full_like(row, CODES[crossing.send])
+        receive = np.full_like(row, CODES[crossing.receive])
+        ends = (send, source, microbatch, receive, stage, microbatch)
+        parts.append(np.stack((channel, producers[there], consumers[there], *ends)))
+    every = np.concatenate(parts, axis=1)
+    # A schedule with a fault may name two consumers of one result; it is sent once all the same.
+    _, once = np.unique(every[1], return_index=True)
+    every = every[:, once]
+    every = every[:, np.lexsort((every[1], every[0]))]
+    return _Messages(every[0], every[1], every[2], every[3:6], every[6:])
+
+
+def _receive_places(table: Table, messages: _Messages, recv_prefetch: int) -> IntArray:
+    """By message, the index of the action before which its receive is posted."""
+    first, num_ranks = np.array(table.first), table.schedule.num_ranks
+    clocks = [_clock(table, 1)]
     # Equal lengths are what the proof needs; backwards of two slots, near to real ones, keep senders from waiting.
-    clocks = [_Clock(schedule, backward) for backward in (1, 2)]
-    receives: list[list[list[Action]]] = [[[] for _ in row] for row in schedule.actions]
-    for (_, destination), messages in channels.items():
+    if table.is_kind(Kind.B).any():
+        clocks.append(_clock(table, 2))
+    places = np.zeros_like(messages.channel)
+    for channel in np.unique(messages.channel):
+        on_it = messages.channel == channel
+        destination = int(channel) % num_ranks
+        here = slice(first[destination], first[destination + 1])
         # Backwards, because a receive must precede the consumers of all later messages of its channel too: they
         # may be consumed in another order than they are sent.
-        positions = []
-        latest = len(schedule.actions[destination])
-        for message in reversed(messages):
-            latest = min(latest, message.consumer_position)
-            sent = min(clock.position(message.producer, destination) for clock in clocks)
-            positions.append(min(max(latest - recv_prefetch, 0), sent))
-        for position, message in zip(reversed(positions), messages, strict=True):
-            receives[destination][position].append(other_end(message.send))
-    return receives
+        latest = np.minimum.accumulate(messages.consumer[on_it][::-1])[::-1] - here.start
+        place = np.maximum(latest - recv_prefetch, 0)
+        for starts, ends in clocks:
+            # The first action there that starts when the producer has ended, or later.
+            sent = np.searchsorted(starts[here], ends[messages.producer[on_it]])
+            place = np.minimum(place, sent)
+        places[on_it] = place + here.start
+    return places
 
 
-class _Clock:
-    """The run with whole slots: says where in its list a rank is when another's action ends."""
+def _clock(table: Table, backward: int) -> tuple[IntArray, IntArray]:
+    """By index, the slots in which the actions start and end; beyond all others if never."""
+    starts = np.array(unit_starts(table, backward=backward), dtype=np.int64)
+    length = np.where(table.is_kind(Kind.B), backward, 1)
+    last = (1 + backward) * (len(starts) + 1)
+    never = starts == NEVER
+    return np.where(never, last, starts), np.where(never, last + 1, starts + length)
 
-    def __init__(self, schedule: Schedule, backward: int) -> None:
-        self.length = {Kind.F: 1, Kind.B: backward}
-        self.slots = unit_slots(schedule, backward=backward)
-        never = 1 + (1 + backward) * schedule.num_stages * schedule.num_microbatches
-        self.starts = [[self.slots.get(action, never) for action in row] for row in schedule.actions]
 
-    def position(self, producer: Action, rank: int) -> int:
-        """The first position of the rank that starts when the producer has ended, or later."""
-        if producer not in self.slots:
-            return len(self.starts[rank])
-        return bisect_left(self.starts[rank], self.slots[producer] + self.length[producer.kind])
+def _assembled(table: Table, messages: _Messages, before: IntArray) -> ActionLists:
+    """Per rank, the computations with what belongs before and after each."""
+    reduced, reductions = _reductions(table)
+    num_actions = len(table.kind)
+    # What goes before an action, it, what goes after it: a stable sort by these keys keeps each channel's order.
+    keys = np.concatenate(
+        (4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * reduced + 3)
+    )
+    actions = [
+        *_actions(messages.receive),
+        *chain.from_iterable(table.rows),
+        *_actions(messages.send),
+        *reductions,
+    ]
+    order = np.argsort(keys, kind="stable")
+    sorted_actions = [actions[index] for index in order.tolist()]
+    bounds = np.searchsorted(keys[order], 4 * np.array(table.first)).tolist()
+    return tuple(tuple(sorted_actions[bounds[rank] : bounds[rank + 1]]) for rank in range(len(table.rows)))
+
+
+def _actions(columns: IntArray) -> list[Action]:
+    kinds, stages, microbatches = columns.tolist()
+    return list(map(Action, map(_KINDS.__getitem__, kinds), stages, microbatches))
+
+
+def _reductions(table: Table) -> tuple[IntArray, list[Action]]:
+    """The index of the last B or W of each stage, and the REDUCE_GRAD that follows it."""
+    last = table.place[[CODES[Kind.B], CODES[Kind.W]]].max(axis=(0, 2))
+    stages = np.flatnonzero(last != NOWHERE)
+    return last[stages], [Action(Kind.REDUCE_GRAD, stage, NO_MICROBATCH) for stage in stages.tolist()]

@@ -12,14 +12,13 @@ from megalite.pipeline.ir.unequal_layers import cut_unequal
 
 def partition_layers(
     num_layers: int,
-    num_stages: int,
-    num_ranks: int,
+    placement: Sequence[int],
     *,
     layer_cost: float | Sequence[float] = 1.0,
     first_cost: float = 0.0,
     last_cost: float = 0.0,
 ) -> tuple[int, ...]:
-    """Layers per virtual stage, in order; stage s is on rank s mod num_ranks and has at least one layer.
+    """Layers per virtual stage, in order; stage s is on rank `placement[s]` and has at least one layer.
 
     Only the last may have none, if it has a cost of its own: a heavy head is then a stage by itself.
 
@@ -35,17 +34,13 @@ def partition_layers(
     with more it is exact for small models and close to it for large ones.
 
     Raises:
-        ConfigError: fewer layers than stages, stages that the ranks do not divide, or a negative cost.
+        ConfigError: fewer layers than stages, or a negative cost.
     """
-    if num_ranks < 1 or num_stages < 1 or num_stages % num_ranks:
-        raise ConfigError(
-            f"{num_stages} pipeline stages do not divide over {num_ranks} ranks: the number of stages is pp x vpp, "
-            f"e.g. {max(num_ranks, 1)} or {2 * max(num_ranks, 1)}"
-        )
+    num_stages, num_ranks = len(placement), max(placement) + 1
     if num_layers < num_stages:
         raise ConfigError(
-            f"num_layers is {num_layers}, fewer than the {num_stages} pipeline stages (pp {num_ranks} x vpp "
-            f"{num_stages // num_ranks}), and each needs a layer: use {num_stages} layers or more, or pp x vpp of at "
+            f"num_layers is {num_layers}, fewer than the {num_stages} pipeline stages (on {num_ranks} "
+            f"ranks), and each needs a layer: use {num_stages} layers or more, or pp x vpp of at "
             f"most {num_layers}"
         )
     costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
@@ -65,11 +60,15 @@ def partition_layers(
         least[-1] = 0
     if len(set(costs)) > 1:
         units = [Fraction(repr(float(cost))) / unit for cost in costs]
-        return cut_unequal(units, extra, num_ranks, least)
-    rank_extra = [sum(extra[rank::num_ranks], Fraction(0)) for rank in range(num_ranks)]
-    floors = [sum(least[rank::num_ranks]) for rank in range(num_ranks)]
-    rank_room = _smallest_room(num_layers, rank_extra, floors)
-    return _fill(num_layers, extra, rank_room, least)
+        return cut_unequal(units, extra, placement, least)
+    rank_extra = [Fraction(0)] * num_ranks
+    floors = [0] * num_ranks
+    for rank, cost, count in zip(placement, extra, least, strict=True):
+        rank_extra[rank] += cost
+        floors[rank] += count
+    room = _smallest_room(num_layers, rank_extra, floors)
+    rank_left = [most - floor for most, floor in zip(room, floors, strict=True)]
+    return _fill(num_layers, extra, placement, rank_left, least)
 
 
 def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) -> list[int]:
@@ -88,20 +87,24 @@ def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) ->
     return room(bounds[bisect_left(bounds, True, key=feasible)])
 
 
-def _fill(num_layers: int, extra: list[Fraction], rank_room: list[int], least: list[int]) -> tuple[int, ...]:
+def _fill(
+    num_layers: int,
+    extra: list[Fraction],
+    placement: Sequence[int],
+    rank_left: list[int],
+    least: list[int],
+) -> tuple[int, ...]:
     """The least each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
-    num_ranks = len(rank_room)
     layers = list(least)
-    rank_left = [room - sum(least[rank::num_ranks]) for rank, room in enumerate(rank_room)]
     heap = [(cost + layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)
     left = num_layers - sum(least)
     while left:
         cost, stage = heappop(heap)
         # A full rank never has room again: its stages are dropped for good.
-        if rank_left[stage % num_ranks] > 0:
+        if rank_left[placement[stage]] > 0:
             layers[stage] += 1
-            rank_left[stage % num_ranks] -= 1
+            rank_left[placement[stage]] -= 1
             left -= 1
             heappush(heap, (cost + 1, stage))
     return tuple(layers)

@@ -1,66 +1,107 @@
 """Schedules as text: the grid of time slots, and the lists around a fault."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import NamedTuple
 
-from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.unit_time import unit_slots
 
 _IDLE = "."
 _CUT = "…"
+_MOST_SLOTS = 4000
+"""A clock with a shorter slot than this share of the step is of no use, and costs a list cell a slot."""
+_MOST_LINES = 60
+"""A wrapped grid has no more, unless one panel does."""
+_MEANINGS = {
+    Kind.B: "its backward",
+    Kind.I: "its input gradient",
+    Kind.W: "its weight gradient",
+    Kind.R: "its forward again",
+}
+
+Paint = Callable[[str, Kind | None], str]
+"""Colours a piece of a row: its text, and the kind of its action (None: idle)."""
+
+
+class _Slot(NamedTuple):
+    text: str
+    kind: Kind | None = None
+    goes_on: bool = False
+    """It continues the action of the slot before."""
+
+
+_EMPTY = _Slot(_IDLE)
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """What to draw: per rank the text of each slot and a remark for the end of the row."""
+    """What to draw: the slots of each rank, and a remark for the end of its row."""
 
-    rows: list[list[str]]
+    rows: list[list[_Slot]]
     bubbles: list[float]
     remarks: list[str]
     slot: str
+    hidden: int = 0
+    """Actions too short to see."""
 
 
-def render_grid(source: Schedule | Timeline, *, width: int = 240, max_ranks: int = 16) -> str:
+def render_grid(
+    source: Schedule | Timeline,
+    *,
+    width: int = 240,
+    max_ranks: int = 16,
+    wrap: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    paint: Paint | None = None,
+) -> str:
     """A row a rank, a column a time slot, each row ending with its bubble (idle share) and peak live activations.
 
     A `Schedule` is drawn in unit time: one slot an action, messages at once. Of a `Timeline` the slot is the shortest
     action. With one stage a rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
     `max_ranks` rows is left out in the middle, and said so.
+
+    Args:
+        wrap: Go on below where `width` ends, a screen or so, before anything is left out.
+        columns: Further columns at the end of the rows: heading -> a text per rank.
+        paint: Adds colour; the width of what it adds does not count.
     """
     schedule = source if isinstance(source, Schedule) else source.schedule
     grid = _of_schedule(source) if isinstance(source, Schedule) else _of_timeline(source)
-    peaks = peak_activations(schedule.actions, forward_only=schedule.forward_only)
+    heading, ends = _row_ends(schedule, grid, columns or {})
+    colour = paint or (lambda text, kind: text)
     num_slots = len(grid.rows[0])
     label = len(f"rank {schedule.num_ranks - 1}")
-    cell = 1 + max([len(str(num_slots - 1)), *(len(text) for row in grid.rows for text in row)])
-    tail = "  bubble  peak"
-    slots, cut_slots = _middle_cut(num_slots, (width - label - len(tail)) // cell)
+    cell = 1 + max([len(str(num_slots - 1)), *(len(slot.text) for row in grid.rows for slot in row)])
+    room = max(2, (width - label - len(heading)) // cell)
     ranks, cut_ranks = _middle_cut(schedule.num_ranks, max_ranks)
+    most_panels = max(1, _MOST_LINES // (len(ranks) + 1)) if wrap else 1
+    slots, cut_slots = _middle_cut(num_slots, room * most_panels)
 
-    def line(name: str, cells: Sequence[str], end: str) -> str:
-        drawn = "".join((_CUT if slot is None else cells[slot]).rjust(cell) for slot in slots)
-        return f"{name:<{label}}{drawn}{end}".rstrip()
-
-    lines = [_title(schedule, grid.slot), line("", [str(slot) for slot in range(num_slots)], tail)]
-    for rank in ranks:
-        if rank is None:
-            lines.append(_CUT)
-            continue
-        end = f"  {grid.bubbles[rank]:>6.1%}{peaks[rank]:>6}{grid.remarks[rank]}"
-        lines.append(line(f"rank {rank}", grid.rows[rank], end))
-    example = (
-        "5F2 forward of microbatch 2 through stage 5"
-        if schedule.num_chunks > 1
-        else "F2 forward of microbatch 2"
-    )
-    backward = "" if schedule.forward_only else ", B its backward"
-    lines.append(f"{example}{backward}, {_IDLE} idle; peak: live activations, in microbatches x stages")
+    lines = [_title(schedule, grid.slot)]
+    panels = [slots[first : first + room] for first in range(0, len(slots), room)] or [[]]
+    for number, panel in enumerate(panels):
+        last = number == len(panels) - 1
+        numbers = "".join((_CUT if slot is None else str(slot)).rjust(cell) for slot in panel)
+        lines.append(f"{'':<{label}}{numbers}{heading if last else ''}".rstrip())
+        for rank in ranks:
+            if rank is None:
+                lines.append(_CUT)
+                continue
+            row = grid.rows[rank]
+            drawn = "".join(
+                _drawn(_Slot(_CUT) if slot is None else row[slot], cell, colour) for slot in panel
+            )
+            lines.append(f"{f'rank {rank}':<{label}}{drawn}{ends[rank] if last else ''}".rstrip())
+    lines.append(_legend(schedule))
     for what, cut in (("slots", cut_slots), ("ranks", cut_ranks)):
         if cut:
             lines.append(f"{_CUT} {what} {cut[0]} to {cut[-1]} are left out")
+    if grid.hidden:
+        lines.append(f"{grid.hidden} actions are too short to be seen")
     return "\n".join(lines)
 
 
@@ -108,6 +149,24 @@ def _window(cells: list[str], centre: int, width: int) -> str:
     return " ".join([*before, *cells[low : high + 1], *after])
 
 
+def _row_ends(schedule: Schedule, grid: _Grid, columns: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
+    """What stands right of the slots: the heading, and the text of each rank."""
+    peaks = peak_activations(schedule.actions, forward_only=schedule.forward_only)
+    heading = "  bubble  peak"
+    ends = [f"  {bubble:>6.1%}{peak:>6}" for bubble, peak in zip(grid.bubbles, peaks, strict=True)]
+    for name, texts in columns.items():
+        size = 2 + max(len(name), *map(len, texts))
+        heading += name.rjust(size)
+        ends = [end + text.rjust(size) for end, text in zip(ends, texts, strict=True)]
+    return heading, [end + remark for end, remark in zip(ends, grid.remarks, strict=True)]
+
+
+def _drawn(slot: _Slot, width: int, paint: Paint) -> str:
+    """The slot, right-aligned. The colour of an action is one bar over all its slots, with a gap before the first."""
+    gap = "" if slot.goes_on else " " * (width - len(slot.text))
+    return gap + paint(slot.text.rjust(width - len(gap)), slot.kind)
+
+
 def _title(schedule: Schedule, slot: str) -> str:
     stages = f"{schedule.num_stages} stages" if schedule.num_chunks > 1 else "one stage each"
     return (
@@ -116,40 +175,67 @@ def _title(schedule: Schedule, slot: str) -> str:
     )
 
 
+def _legend(schedule: Schedule) -> str:
+    several = schedule.num_chunks > 1
+    example = "5F2 forward of microbatch 2 through stage 5" if several else "F2 forward of microbatch 2"
+    kinds = {action.kind for row in schedule.actions for action in row}
+    others = "".join(f", {kind} {meaning}" for kind, meaning in _MEANINGS.items() if kind in kinds)
+    return f"{example}{others}, {_IDLE} idle; peak: live activations, in microbatches x stages"
+
+
 def _cell_text(action: Action, schedule: Schedule) -> str:
     return str(action) if schedule.num_chunks > 1 else f"{action.kind}{action.microbatch}"
 
 
 def _of_schedule(schedule: Schedule) -> _Grid:
-    slots = unit_slots(schedule)
-    num_slots = max(slots.values(), default=-1) + 1
-    rows = [[_IDLE] * num_slots for _ in schedule.actions]
+    # Beside halves of one slot each a whole backward has two.
+    backward = 2 if schedule.split else 1
+    slots = unit_slots(schedule, backward=backward)
+    ends = {action: start + (backward if action.kind is Kind.B else 1) for action, start in slots.items()}
+    num_slots = max(ends.values(), default=0)
+    rows = [[_EMPTY] * num_slots for _ in schedule.actions]
     remarks = []
     for row, actions in zip(rows, schedule.actions, strict=True):
         stuck = next((action for action in actions if action not in slots), None)
         for action in actions:
             if action in slots:
-                row[slots[action]] = _cell_text(action, schedule)
+                text = _cell_text(action, schedule)
+                row[slots[action]] = _Slot(text, action.kind)
+                for slot in range(slots[action] + 1, ends[action]):
+                    row[slot] = _Slot("-" * len(text), action.kind, goes_on=True)
         remarks.append("" if stuck is None else f"  stuck at {stuck}")
-    bubbles = [row.count(_IDLE) / max(num_slots, 1) for row in rows]
-    return _Grid(rows, bubbles, remarks, "any one action")
+    bubbles = [row.count(_EMPTY) / max(num_slots, 1) for row in rows]
+    return _Grid(
+        rows, bubbles, remarks, "any one action" + (" (a whole backward: two)" if backward == 2 else "")
+    )
 
 
 def _of_timeline(timeline: Timeline) -> _Grid:
     schedule = timeline.schedule
-    unit = min((event.end - event.start for event in timeline.events if event.end > event.start), default=1.0)
+    shortest = min(
+        (event.end - event.start for event in timeline.events if event.end > event.start), default=1.0
+    )
+    unit = max(shortest, timeline.makespan / _MOST_SLOTS)
 
     def slot(time: float) -> int:
-        # Half up: two ends at least a unit apart then never share a slot.
-        return floor(time / unit + 0.5)
+        # Half up: two ends at least a unit apart then never share a slot (but for rounding of the times themselves).
+        return floor(time / unit + 0.5 + 1e-9)
 
-    rows = [[_IDLE] * slot(timeline.makespan) for _ in range(schedule.num_ranks)]
+    rows = [[_EMPTY] * slot(timeline.makespan) for _ in range(schedule.num_ranks)]
+    hidden = 0
     for event in timeline.events:
         first, stop = slot(event.start), slot(event.end)
-        text = _cell_text(event.action, schedule)
-        rows[event.rank][first:stop] = [text, *["-" * len(text)] * (stop - first - 1)][: stop - first]
+        drawn = list(_slots(event.action, stop - first, schedule))
+        rows[event.rank][first:stop] = drawn
+        hidden += not drawn
     bubbles = [idle / timeline.makespan if timeline.makespan else 0.0 for idle in timeline.idle]
-    return _Grid(rows, bubbles, [""] * schedule.num_ranks, f"{unit:g}")
+    return _Grid(rows, bubbles, [""] * schedule.num_ranks, f"{unit:g}", hidden)
+
+
+def _slots(action: Action, count: int, schedule: Schedule) -> Iterator[_Slot]:
+    text = _cell_text(action, schedule)
+    for index in range(count):
+        yield _Slot("-" * len(text) if index else text, action.kind, goes_on=index > 0)
 
 
 def _middle_cut(count: int, room: int) -> tuple[list[int | None], range]:

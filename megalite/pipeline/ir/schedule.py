@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
-from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind
+from megalite.pipeline.ir.actions import COMPUTE, GRADIENTS, NO_MICROBATCH, Action, Kind
 from megalite.pipeline.ir.errors import ScheduleError
 
 ActionLists = tuple[tuple[Action, ...], ...]
@@ -21,7 +24,7 @@ class Schedule:
     placement: tuple[int, ...]
     """Per virtual stage, the rank that holds it."""
     actions: ActionLists
-    """Per rank, F and B only."""
+    """Per rank, F and B, or I and W instead of B, and R where something is recomputed ahead."""
     forward_only: bool = False
     """No backward: evaluation."""
 
@@ -33,6 +36,25 @@ class Schedule:
     def num_chunks(self) -> int:
         """The most stages on any rank."""
         return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) whose backward comes in halves: I and W."""
+        return self._with(Kind.I)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) with an R."""
+        return self._with(Kind.R)
+
+    def _with(self, kind: Kind) -> frozenset[tuple[int, int]]:
+        return frozenset(
+            (action.stage, action.microbatch) for row in self.actions for action in row if action.kind is kind
+        )
+
+    def input_gradient(self, stage: int, microbatch: int) -> Action:
+        """The action that gives the gradient of the stage's input: I where the backward is split, else B."""
+        return Action(Kind.I if (stage, microbatch) in self.split else Kind.B, stage, microbatch)
 
     def objection(self, rank: int, action: Action) -> str | None:
         """Why the action cannot be on that rank at all, whatever surrounds it: an id out of range, another's stage."""
@@ -59,7 +81,7 @@ class Schedule:
         tables with bubbles in them load as well. Legality is not checked here: lower it and `validate` the program.
 
         Raises:
-            ScheduleError: a cell is no action, or no F or B, a stage occurs in two lines, or a stage is missing.
+            ScheduleError: a cell is no action or communication, a stage occurs in two lines, or a stage is missing.
         """
         lines = [line for line in text.splitlines() if line.strip()]
         lists = tuple(
@@ -77,15 +99,18 @@ class Schedule:
                     f"schedule {name}: stage {action.stage} is on line {owners[action.stage] + 1} and, with {action}, "
                     f"on line {rank + 1}; each stage belongs on the line of one rank"
                 )
-        num_stages = max(owners) + 1
-        missing = [stage for stage in range(num_stages) if stage not in owners]
-        if missing:
-            raise ScheduleError(f"schedule {name}: it has stage {num_stages - 1} but no stage {missing[0]}")
+        # Looked for before anything is made in the size of the largest number in the file.
+        microbatches = {action.microbatch for _, action in actions}
+        for what, there in (("stage", set(owners)), ("microbatch", microbatches)):
+            missing = next(number for number in count() if number not in there)
+            if missing < len(there):
+                raise ScheduleError(f"schedule {name}: it has {what} {max(there)} but no {what} {missing}")
+        num_stages = len(owners)
         return cls(
             name=name,
             num_ranks=len(lists),
             num_stages=num_stages,
-            num_microbatches=max(action.microbatch for _, action in actions) + 1,
+            num_microbatches=len(microbatches),
             placement=tuple(owners[stage] for stage in range(num_stages)),
             actions=lists,
             forward_only=all(action.kind is Kind.F for _, action in actions),
@@ -109,23 +134,52 @@ class Program:
 
 
 def peak_activations(actions: Sequence[Iterable[Action]], *, forward_only: bool) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs whose activations are alive at once: from their F to their B.
+    """Per rank, the most (stage, microbatch) pairs whose activations are alive at once.
 
-    Forward-only runs keep nothing beyond the F itself, so their peak is 1. The order on the rank alone decides: the
-    result holds whatever the actions cost.
+    A pair's activations live from its F, or from its R if it has one, to its B or I. What W still needs is not counted
+    (`live_units`). Forward-only runs keep nothing beyond the F itself, so their peak is 1. The order on the rank alone
+    decides: the result holds whatever the actions cost.
     """
     peaks = []
-    for row in actions:
-        live = peak = 0
-        for action in row:
-            if action.kind is Kind.F:
-                live += 1
-                peak = max(peak, live)
-                live -= forward_only
-            elif action.kind is Kind.B:
-                live -= 1
-        peaks.append(peak)
+    for row in map(tuple, actions):
+        if forward_only:
+            peaks.append(int(any(action.kind is Kind.F for action in row)))
+            continue
+        peaks.append(max((units.activations for units in live_units(row)), default=0))
     return tuple(peaks)
+
+
+class LiveUnits(NamedTuple):
+    """What is alive on a rank, in (stage, microbatch) pairs."""
+
+    activations: int
+    """Graphs: from F (or R) to B or I."""
+    inputs: int
+    """Stage inputs kept for an R: from F to B or I."""
+    deferred: int
+    """Inputs and output gradients of linear layers, kept for a W: from I to W."""
+
+
+def live_units(row: Sequence[Action]) -> list[LiveUnits]:
+    """After each action of a rank's list what is alive, in a training schedule."""
+    recomputed = {action[1:] for action in row if action.kind is Kind.R}
+    activations = inputs = deferred = 0
+    found = []
+    for action in row:
+        kind, again = action.kind, action[1:] in recomputed
+        if kind is Kind.F:
+            activations += not again
+            inputs += again
+        elif kind is Kind.R:
+            activations += 1
+        elif kind in GRADIENTS:
+            activations -= 1
+            inputs -= again
+            deferred += kind is Kind.I
+        elif kind is Kind.W:
+            deferred -= 1
+        found.append(LiveUnits(activations, inputs, deferred))
+    return found
 
 
 def _parse_cells(cells: list[str], *, name: str, rank: int) -> Iterable[Action]:
@@ -139,6 +193,6 @@ def _parse_cells(cells: list[str], *, name: str, rank: int) -> Iterable[Action]:
             raise ScheduleError(f"{where}: {error}") from None
         if action.kind not in COMPUTE:
             raise ScheduleError(
-                f"{where}: {action} is communication, which lowering adds; only F and B belong here"
+                f"{where}: {action} is communication, which lowering adds; only F, B, I, W and R belong here"
             )
         yield action

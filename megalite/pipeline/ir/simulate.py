@@ -1,38 +1,90 @@
 """A program on a clock: how long a step takes, where the bubbles are."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, compress
+from operator import add
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import COMPUTE, Action, Kind
-from megalite.pipeline.ir.dependencies import all_inputs
-from megalite.pipeline.ir.engine import describe, execute, shortest_cycle
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.schedule import Program, Schedule, peak_activations
+from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.deadlock import deadlock
+from megalite.pipeline.ir.engine import execute
+from megalite.pipeline.ir.memory import activation_peaks
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.table import CODES, Table
+from megalite.pipeline.ir.wiring import wire
+
+
+class Link(NamedTuple):
+    """A directed connection between two pipeline ranks."""
+
+    latency: float
+    """From the moment that both ends have posted a message, and the link is free, until it is there."""
+    seconds_per_message: float = 0.0
+    """How long a message occupies the link (bytes / bandwidth), before the latency: messages queue behind each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds, or any one unit."""
+    """Seconds, or any one unit. Per virtual stage, for one microbatch."""
 
     forward: tuple[float, ...]
-    """Per virtual stage, one microbatch's forward."""
     backward: tuple[float, ...]
-    """Per virtual stage, one microbatch's full backward."""
+    """The full backward without recomputation: input and weight gradients."""
+    weight_grad: tuple[float, ...] | None = None
+    """The part of `backward` that W does; I does the rest. Default: half."""
+    recompute: tuple[float, ...] | None = None
+    """Running the forward again: what an R costs. In a schedule without any R each B or I costs this on top. Default 0."""
     p2p: float = 0.0
-    """One message, from the moment that both ends have posted it until it is there."""
+    """Latency of each message whose link is not in `links`."""
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    """(source rank, destination rank) -> its own latency and bandwidth."""
 
     @classmethod
     def uniform(
-        cls, num_stages: int, *, forward: float = 1.0, backward: float = 2.0, p2p: float = 0.0
+        cls,
+        num_stages: int,
+        *,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        weight_grad: float | None = None,
+        recompute: float = 0.0,
+        p2p: float = 0.0,
     ) -> "Costs":
-        """The same for each stage; a backward is commonly two forwards."""
-        return cls(forward=(forward,) * num_stages, backward=(backward,) * num_stages, p2p=p2p)
+        """The same for each stage; a backward is commonly two forwards, half of it weight gradients."""
+        return cls(
+            forward=(forward,) * num_stages,
+            backward=(backward,) * num_stages,
+            weight_grad=None if weight_grad is None else (weight_grad,) * num_stages,
+            recompute=(recompute,) * num_stages,
+            p2p=p2p,
+        )
+
+    def of_actions(self, *, ahead: bool) -> dict[Kind, tuple[float, ...]]:
+        """What each kind of computation costs per stage; `ahead`: recomputation is a matter of R actions."""
+        again = self.recompute or (0.0,) * len(self.forward)
+        inside = (0.0,) * len(again) if ahead else again
+        weight = self.weight_grad or tuple(cost / 2 for cost in self.backward)
+        return {
+            Kind.F: self.forward,
+            Kind.B: tuple(map(add, self.backward, inside)),
+            Kind.I: tuple(b - w + r for b, w, r in zip(self.backward, weight, inside, strict=True)),
+            Kind.W: weight,
+            Kind.R: again,
+        }
+
+    def link(self, source: int, destination: int) -> Link:
+        """The connection from one rank to another."""
+        return self.links.get((source, destination), Link(self.p2p))
 
 
 class Event(NamedTuple):
-    """A forward or backward on the clock."""
+    """A computation on the clock."""
 
     rank: int
     action: Action
@@ -46,11 +98,11 @@ class Timeline:
 
     schedule: Schedule
     events: tuple[Event, ...]
-    """Forwards and backwards, rank by rank in order."""
+    """Computations, rank by rank in order."""
     makespan: float
     """From the first start to the last end over all ranks."""
     busy: tuple[float, ...]
-    """Per rank, the time spent in forwards and backwards."""
+    """Per rank, the time spent computing."""
     peak_activations: tuple[int, ...]
     """Per rank, the most (stage, microbatch) pairs whose activations are alive at once."""
 
@@ -58,6 +110,18 @@ class Timeline:
     def idle(self) -> tuple[float, ...]:
         """Per rank, the rest of the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """Per rank, from its first start to its last end: what a step takes where the next may start at once."""
+        starts = {event.rank: event.start for event in reversed(self.events)}
+        ends = {event.rank: event.end for event in self.events}
+        return tuple(ends[rank] - starts[rank] for rank in sorted(ends))
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """Share of the longest span that is lost: the bubble rate of the zero-bubble paper (arXiv 2401.10241)."""
+        return 1.0 - max(self.busy) / max(self.spans) if self.makespan else 0.0
 
     @property
     def bubble_fraction(self) -> float:
@@ -72,45 +136,67 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 
     Raises:
         ConfigError: costs of another number of stages, or negative ones.
-        ScheduleError: the program gets stuck.
+        ScheduleError: the program has a fault that `validate` would find, or gets stuck.
     """
     schedule = program.schedule
     _check(costs, schedule)
-    seconds = {Kind.F: costs.forward, Kind.B: costs.backward}
+    wiring = wire(program)
+    table = wiring.table
+    durations = _durations(table, costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())))
     execution = execute(
-        program,
-        lambda action: seconds[action.kind][action.stage],
-        all_inputs(program.actions, schedule),
-        p2p=costs.p2p,
+        wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels]
     )
-    if execution.waits:
-        cycle = shortest_cycle(execution.waits, schedule.placement)
-        raise ScheduleError(f"schedule {schedule.name} gets stuck: {describe(cycle, schedule.placement)}")
-    events = tuple(
-        Event(rank, action, start, end)
-        for rank, row in enumerate(program.actions)
-        for action, start, end in zip(row, execution.starts[rank], execution.ends[rank], strict=True)
-        if action.kind in COMPUTE
-    )
-    busy = [0.0] * schedule.num_ranks
-    for event in events:
-        busy[event.rank] += event.end - event.start
+    if not execution.finished:
+        raise deadlock(wiring)
+    events = _events(table, np.array(execution.starts), durations)
     return Timeline(
         schedule=schedule,
         events=events,
         makespan=max((event.end for event in events), default=0.0),
-        busy=tuple(busy),
-        peak_activations=peak_activations(program.actions, forward_only=schedule.forward_only),
+        busy=tuple(np.bincount(table.rank, weights=durations, minlength=schedule.num_ranks).tolist()),
+        peak_activations=activation_peaks(table, program.send_window),
     )
 
 
+def _durations(table: Table, seconds: Mapping[Kind, tuple[float, ...]]) -> npt.NDArray[np.float64]:
+    """By index, what each action takes; nothing if it only communicates."""
+    by_kind = np.zeros((len(CODES), table.schedule.num_stages))
+    for kind, per_stage in seconds.items():
+        by_kind[CODES[kind]] = per_stage
+    return by_kind[table.kind, table.stage]
+
+
+def _events(
+    table: Table, starts: npt.NDArray[np.float64], durations: npt.NDArray[np.float64]
+) -> tuple[Event, ...]:
+    computes = np.flatnonzero(table.computes)
+    ends = (starts + durations)[computes].tolist()
+    actions = compress(chain.from_iterable(table.rows), table.computes.tolist())
+    return tuple(map(Event, table.rank[computes].tolist(), actions, starts[computes].tolist(), ends))
+
+
 def _check(costs: Costs, schedule: Schedule) -> None:
-    for what, values in (("forward", costs.forward), ("backward", costs.backward)):
-        if len(values) != schedule.num_stages:
+    given = {
+        "forward": costs.forward,
+        "backward": costs.backward,
+        "weight_grad": costs.weight_grad,
+        "recompute": costs.recompute,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        if len(value) != schedule.num_stages:
             raise ConfigError(
-                f"{what} costs are given for {len(values)} stages, but schedule {schedule.name} has "
+                f"{name} costs are given for {len(value)} stages, but schedule {schedule.name} has "
                 f"{schedule.num_stages}: give one value a stage"
             )
-    lowest = min(*costs.forward, *costs.backward, costs.p2p)
+    weight = costs.weight_grad or costs.backward
+    for stage, (part, whole) in enumerate(zip(weight, costs.backward, strict=True)):
+        if part > whole:
+            raise ConfigError(
+                f"weight_grad of stage {stage} is {part}, more than its backward {whole}, of which it is a part: use "
+                f"at most {whole}"
+            )
+    links = [part for link in costs.links.values() for part in link]
+    lowest = min(min(map(min, values.values())), costs.p2p, *links)
     if lowest < 0:
         raise ConfigError(f"a pipeline cost is {lowest}; costs are times: 0 or more")

@@ -10,11 +10,11 @@ TRIED_CUTS = 5_000
 
 
 def cut_unequal(
-    costs: Sequence[Fraction], extra: Sequence[Fraction], num_ranks: int, least: Sequence[int]
+    costs: Sequence[Fraction], extra: Sequence[Fraction], placement: Sequence[int], least: Sequence[int]
 ) -> tuple[int, ...]:
     """Layers per stage, in order, for `costs` of each layer and `extra` of each stage.
 
-    Stage s is on rank s mod num_ranks and has at least `least[s]` layers. Minimised as `partition_layers` says. With
+    Stage s is on rank `placement[s]` and has at least `least[s]` layers. Minimised as `partition_layers` says. With
     one stage a rank the answer is the cut with the smallest largest stage and, of those, the smallest sum of squares.
     With more, a small problem is solved by trying all cuts; a large one starts from that same cut and moves layers one
     by one from any stage to another, those in between handing one on each, as long as that makes it better.
@@ -24,13 +24,13 @@ def cut_unequal(
     layers, extras = [int(cost * unit) for cost in costs], [int(cost * unit) for cost in extra]
     sums = [0, *accumulate(layers)]
     stages = len(extras)
-    if stages == num_ranks:
+    if stages == len(set(placement)):
         return _even_cut(sums, extras, least)
     spare = len(layers) - sum(least)
     if math.comb(spare + stages - 1, stages - 1) <= TRIED_CUTS:
         every = (_cut_at(bars, spare, least) for bars in combinations(range(spare + stages - 1), stages - 1))
-        return min(every, key=lambda cut: _score(cut, sums, extras, num_ranks))
-    return _improved(_even_cut(sums, extras, least), sums, extras, num_ranks, least)
+        return min(every, key=lambda cut: _score(cut, sums, extras, placement))
+    return _improved(_even_cut(sums, extras, least), sums, extras, placement, least)
 
 
 def _cut_at(bars: tuple[int, ...], spare: int, least: Sequence[int]) -> tuple[int, ...]:
@@ -79,19 +79,21 @@ def _smallest_bound(sums: list[int], extra: list[int], least: Sequence[int]) -> 
 Score = tuple[int, int, int, tuple[int, ...]]
 
 
-def _score(cut: tuple[int, ...], sums: list[int], extra: list[int], num_ranks: int) -> Score:
+def _score(cut: tuple[int, ...], sums: list[int], extra: list[int], placement: Sequence[int]) -> Score:
     ends = list(accumulate(cut))
     stages = [sums[end] - sums[end - count] + more for end, count, more in zip(ends, cut, extra, strict=True)]
-    ranks = [sum(stages[rank::num_ranks]) for rank in range(num_ranks)]
+    ranks = [0] * (max(placement) + 1)
+    for rank, cost in zip(placement, stages, strict=True):
+        ranks[rank] += cost
     squares = sum(cost * cost for cost in stages)
     return max(ranks), max(stages), squares, tuple(-count for count in cut)
 
 
 def _improved(
-    cut: tuple[int, ...], sums: list[int], extra: list[int], num_ranks: int, least: Sequence[int]
+    cut: tuple[int, ...], sums: list[int], extra: list[int], placement: Sequence[int], least: Sequence[int]
 ) -> tuple[int, ...]:
     """Move layers between two stages at a time, the best such move first, until none helps."""
-    best = _score(cut, sums, extra, num_ranks)
+    best = _score(cut, sums, extra, placement)
     while True:
         moves = []
         for giver in range(len(cut)):
@@ -102,7 +104,7 @@ def _improved(
                         moved[giver] -= 1
                         moved[taker] += 1
                         moves.append(tuple(moved))
-        scored = min((_score(move, sums, extra, num_ranks), move) for move in moves) if moves else (best, cut)
+        scored = min((_score(move, sums, extra, placement), move) for move in moves) if moves else (best, cut)
         if scored[0] >= best:
             return cut
         best, cut = scored

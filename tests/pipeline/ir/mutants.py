@@ -19,7 +19,7 @@ def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program
 
 def late(program: Program, window: int) -> Program:
     """The program with each receive posted as late as the order on its channel allows: a naive lowering."""
-    needed = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+    needed = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
     lists = []
     for row in program.actions:
         queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -28,7 +28,7 @@ def late(program: Program, window: int) -> Program:
                 queues[channel(action, program.schedule)].append(action)
         kept: list[Action] = []
         for action in row:
-            if action.kind in COMPUTE:
+            if action.kind in needed:
                 receive = Action(needed[action.kind], action.stage, action.microbatch)
                 for queue in queues.values():
                     while receive in queue:
@@ -44,11 +44,14 @@ def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
     lists = [list(row) for row in program.actions]
     names = []
     for _ in range(rng.choice((1, 1, 1, 2))):
-        row = rng.choice([row for row in lists if row])
+        row = rng.choice([row for row in lists if row] or [[Action(Kind.F, 0, 0)]])
         i, j = rng.randrange(len(row)), rng.randrange(len(row))
         # Moves within a rank keep the set of actions and so reach the deeper checks: they are the most frequent.
         name = rng.choice(
-            ("delete", "duplicate", "insert", "retarget", "other rank", *("swap", "neighbours", "move") * 4)
+            (
+                *("delete", "duplicate", "insert", "retarget", "other rank", "halve", "recompute"),
+                *("swap", "neighbours", "move") * 5,
+            )
         )
         names.append(name)
         if name == "delete":
@@ -72,6 +75,17 @@ def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
             )
         elif name == "other rank":
             rng.choice(lists).insert(0, row.pop(i))
+        elif name == "halve":
+            kind, stage, microbatch = row[i]
+            if kind is Kind.B:
+                row[i] = Action(Kind.I, stage, microbatch)
+                row.insert(rng.randint(min(i, j), len(row)), Action(Kind.W, stage, microbatch))
+            elif kind is Kind.I:
+                row[i] = Action(Kind.B, stage, microbatch)
+                if rng.random() < 0.8 and Action(Kind.W, stage, microbatch) in row:
+                    row.remove(Action(Kind.W, stage, microbatch))
+        elif name == "recompute":
+            row.insert(rng.randint(0, len(row)), Action(Kind.R, row[i].stage, row[i].microbatch))
         elif name == "swap":
             row[i], row[j] = row[j], row[i]
         elif name == "neighbours":
@@ -86,7 +100,7 @@ def reordered(schedule: Schedule, rng: random.Random) -> tuple[str, Program]:
     """The schedule with some computations moved, lowered again: its wiring is right, its order may deadlock."""
     lists = [list(row) for row in schedule.actions]
     for _ in range(rng.randint(0, 4)):
-        row = rng.choice(lists)
+        row = rng.choice([row for row in lists if row])
         row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
     program = lower(replace(schedule, actions=tuple(map(tuple, lists))), recv_prefetch=rng.choice((0, 1)))
     window = rng.choice((1, 1, 2))

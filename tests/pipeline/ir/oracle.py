@@ -1,10 +1,20 @@
 """A second opinion on programs, written from the meaning of the actions and sharing no code with the validator."""
 
 import random
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from math import prod
 
 from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program
+
+EXHAUSTIBLE = 700
+"""Programs with at most so many combinations of positions are run in every interleaving of their ranks."""
+
+Positions = tuple[int, ...]
+"""Per rank how many actions it has done: the whole state, since what has been sent and posted follows from it."""
 
 
 class Wrong(Exception):
@@ -12,119 +22,268 @@ class Wrong(Exception):
 
 
 def is_valid(program: Program, rng: random.Random) -> bool:
-    """The program has exactly the right actions, and running it step by step, in random interleavings of the ranks and
-    with labelled payloads, ends with every reader having read the right thing, under both send semantics."""
-    if Counter(_have(program)) != Counter(_want(program)):
+    """The program has exactly the right actions, and running it step by step ends with every reader having read the
+    right thing, under both send semantics: in all interleavings of the ranks if there are few, else in random ones."""
+    if not has_right_actions(program):
         return False
     verdicts = []
     for rendezvous in (False, True):
-        for _ in range(2):
-            try:
-                verdicts.append((rendezvous, _Machine(program, rendezvous).run(rng)))
-            except Wrong:
-                verdicts.append((rendezvous, False))
-    by_mode = {mode: {verdict for m, verdict in verdicts if m is mode} for mode in (False, True)}
-    assert all(len(found) == 1 for found in by_mode.values()), (
-        "the interleaving decided: the semantics are broken"
-    )
-    return all(verdict for _, verdict in verdicts)
+        machine = _Machine(program, rendezvous)
+        try:
+            ends = machine.all_ends() if exhaustible(program) else {machine.one_end(rng) for _ in range(2)}
+        except Wrong:
+            verdicts.append(False)
+            continue
+        finished = {end == machine.lengths for end in ends}
+        assert len(finished) == 1, "the interleaving decided: the semantics are broken"
+        verdicts.append(finished.pop())
+    return all(verdicts)
 
 
-def _have(program: Program) -> list[tuple[int, Action]]:
-    return [(rank, action) for rank, row in enumerate(program.actions) for action in row]
+def exhaustible(program: Program) -> bool:
+    return prod(len(row) + 1 for row in program.actions) <= EXHAUSTIBLE
 
 
-def _want(program: Program) -> list[tuple[int, Action]]:
+def has_right_actions(program: Program) -> bool:
+    """Each pair has F and either B or I and W, possibly R; what crosses ranks has its two ends; nothing is twice."""
     schedule = program.schedule
-    wanted = []
+    have = Counter((rank, action) for rank, row in enumerate(program.actions) for action in row)
+    wanted: list[tuple[int, Action]] = []
     for stage, rank in enumerate(schedule.placement):
         if not schedule.forward_only:
             wanted.append((rank, Action(Kind.REDUCE_GRAD, stage, -1)))
         for index in range(schedule.num_microbatches):
-            wanted.append((rank, Action(Kind.F, stage, index)))
-            if not schedule.forward_only:
-                wanted.append((rank, Action(Kind.B, stage, index)))
+            kinds = {
+                kind
+                for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+                if (rank, Action(kind, stage, index)) in have
+            }
+            if schedule.forward_only:
+                if kinds != {Kind.F}:
+                    return False
+            elif kinds - {Kind.R} not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}):
+                return False
+            wanted += [(rank, Action(kind, stage, index)) for kind in kinds]
             following = stage + 1
             if following == schedule.num_stages or schedule.placement[following] == rank:
                 continue
             there = schedule.placement[following]
-            wanted.append((rank, Action(Kind.SEND_F, stage, index)))
-            wanted.append((there, Action(Kind.RECV_F, following, index)))
+            wanted += [
+                (rank, Action(Kind.SEND_F, stage, index)),
+                (there, Action(Kind.RECV_F, following, index)),
+            ]
             if not schedule.forward_only:
-                wanted.append((there, Action(Kind.SEND_B, following, index)))
-                wanted.append((rank, Action(Kind.RECV_B, stage, index)))
-    return wanted
+                wanted += [
+                    (there, Action(Kind.SEND_B, following, index)),
+                    (rank, Action(Kind.RECV_B, stage, index)),
+                ]
+    return have == Counter(wanted)
 
 
 class _Machine:
-    """Ranks with a memory of values, and channels that pair the k-th send with the k-th receive."""
+    """Ranks that have done a prefix of their lists, and channels that pair the k-th send with the k-th receive."""
 
     def __init__(self, program: Program, rendezvous: bool) -> None:
         self.program = program
         self.rendezvous = rendezvous
         self.placement = program.schedule.placement
         self.last = program.schedule.num_stages - 1
-        self.at = [0] * program.schedule.num_ranks
-        self.done: set[Action] = set()
-        self.payloads: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        self.posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.lengths = tuple(len(row) for row in program.actions)
+        self.place = {
+            action: (rank, at) for rank, row in enumerate(program.actions) for at, action in enumerate(row)
+        }
+        self.sends: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank, row in enumerate(program.actions):
+            for at, (kind, stage, _) in enumerate(row):
+                if kind in (Kind.SEND_F, Kind.SEND_B):
+                    self.sends[rank, self.peer(kind, stage)].append(at)
+                elif kind in (Kind.RECV_F, Kind.RECV_B):
+                    self.receives[self.peer(kind, stage), rank].append(at)
 
-    def run(self, rng: random.Random) -> bool:
+    def peer(self, kind: Kind, stage: int) -> int:
+        return self.placement[stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)]
+
+    def one_end(self, rng: random.Random) -> Positions:
+        """Where a random interleaving gets to."""
+        at = [0] * len(self.lengths)
         while True:
-            ranks = [rank for rank, row in enumerate(self.program.actions) if self.at[rank] < len(row)]
+            ranks = [rank for rank, length in enumerate(self.lengths) if at[rank] < length]
             rng.shuffle(ranks)
-            moved = next((rank for rank in ranks if self.step(rank)), None)
+            moved = next((rank for rank in ranks if self.may_go_on(rank, tuple(at))), None)
             if moved is None:
-                return not ranks
-            self.at[moved] += 1
+                return tuple(at)
+            at[moved] += 1
 
-    def step(self, rank: int) -> bool:
-        """Does the rank's next action and returns True, or returns False if it has to wait."""
-        action = self.program.actions[rank][self.at[rank]]
-        kind, stage, index = action
-        able = True
+    def all_ends(self) -> set[Positions]:
+        """Where any interleaving gets to."""
+        ends, seen = set(), {(0,) * len(self.lengths)}
+        open_ = list(seen)
+        while open_:
+            at = open_.pop()
+            following = [
+                (*at[:rank], at[rank] + 1, *at[rank + 1 :])
+                for rank, length in enumerate(self.lengths)
+                if at[rank] < length and self.may_go_on(rank, at)
+            ]
+            if not following:
+                ends.add(at)
+            for state in following:
+                if state not in seen:
+                    seen.add(state)
+                    open_.append(state)
+        return ends
+
+    def may_go_on(self, rank: int, at: Positions) -> bool:
+        """Whether the rank's next action can be done now rather than later."""
+        kind, stage, index = self.program.actions[rank][at[rank]]
         if kind is Kind.F and stage > 0:
-            able = self.read(Action(Kind.RECV_F, stage, index), Action(Kind.F, stage - 1, index))
-        elif kind is Kind.B:
-            self.need(Action(Kind.F, stage, index))
+            return self.reads(Action(Kind.RECV_F, stage, index), stage - 1, at)
+        if kind in (Kind.B, Kind.I):
+            self.need((Kind.F,), stage, index, at)
+            if Action(Kind.R, stage, index) in self.place:
+                self.need((Kind.R,), stage, index, at)
             if stage < self.last:
-                able = self.read(Action(Kind.RECV_B, stage, index), Action(Kind.B, stage + 1, index))
+                return self.reads(Action(Kind.RECV_B, stage, index), stage + 1, at)
+        elif kind is Kind.R:
+            self.need((Kind.F,), stage, index, at)
+        elif kind is Kind.W:
+            self.need((Kind.I,), stage, index, at)
         elif kind in (Kind.SEND_F, Kind.SEND_B):
-            value = Action(Kind.F if kind is Kind.SEND_F else Kind.B, stage, index)
-            self.need(value)
-            able = self.send((rank, self.placement[stage + (1 if kind is Kind.SEND_F else -1)]), value)
-        elif kind in (Kind.RECV_F, Kind.RECV_B):
-            source = self.placement[stage + (-1 if kind is Kind.RECV_F else 1)]
-            self.posted[source, rank].append(action)
+            self.need((Kind.F,) if kind is Kind.SEND_F else (Kind.B, Kind.I), stage, index, at)
+            return self.may_send(rank, self.peer(kind, stage), at)
         elif kind is Kind.REDUCE_GRAD:
             for microbatch in range(self.program.schedule.num_microbatches):
-                self.need(Action(Kind.B, stage, microbatch))
-        if able:
-            self.done.add(action)
-        return able
+                self.need((Kind.B, Kind.W), stage, microbatch, at)
+        return True
 
-    def need(self, value: Action) -> None:
-        if value not in self.done:
-            raise Wrong(f"{value} has not been computed")
+    def done(self, action: Action, at: Positions) -> bool:
+        if action not in self.place:
+            return False
+        rank, position = self.place[action]
+        return position < at[rank]
 
-    def read(self, receive: Action, value: Action) -> bool:
+    def need(self, kinds: tuple[Kind, ...], stage: int, index: int, at: Positions) -> None:
+        if not any(self.done(Action(kind, stage, index), at) for kind in kinds):
+            raise Wrong(f"{kinds} of {stage}, {index} has not been computed")
+
+    def reads(self, receive: Action, neighbour: int, at: Positions) -> bool:
         """Reads a neighbour's value; False while its message is under way."""
-        source, rank = self.placement[value.stage], self.placement[receive.stage]
+        rank, source = self.placement[receive.stage], self.placement[neighbour]
+        forward = receive.kind is Kind.RECV_F
         if source == rank:
-            self.need(value)
+            self.need((Kind.F,) if forward else (Kind.B, Kind.I), neighbour, receive.microbatch, at)
             return True
-        if receive not in self.posted[source, rank]:
+        if not self.done(receive, at):
             raise Wrong(f"{receive} has not been posted")
-        place = self.posted[source, rank].index(receive)
-        if place >= len(self.payloads[source, rank]):
+        number = self.receives[source, rank].index(self.place[receive][1])
+        sends = self.sends[source, rank]
+        if number >= len(sends) or sends[number] >= at[source]:
             return False
-        if self.payloads[source, rank][place] != value:
-            raise Wrong(f"{receive} got {self.payloads[source, rank][place]}")
+        wanted = Action(Kind.SEND_F if forward else Kind.SEND_B, neighbour, receive.microbatch)
+        if self.program.actions[source][sends[number]] != wanted:
+            raise Wrong(f"{receive} gets another message")
         return True
 
-    def send(self, channel: tuple[int, int], value: Action) -> bool:
-        unfinished = len(self.payloads[channel]) - len(self.posted[channel]) if self.rendezvous else 0
-        if unfinished >= self.program.send_window:
-            return False
-        self.payloads[channel].append(value)
-        return True
+    def may_send(self, rank: int, to: int, at: Positions) -> bool:
+        if not self.rendezvous:
+            return True
+        sent = bisect_left(self.sends[rank, to], at[rank])
+        posted = bisect_left(self.receives[rank, to], at[to])
+        return sent - posted < self.program.send_window
+
+
+def shortest_circle(program: Program) -> int:
+    """How many waits for another rank the shortest circle of waits has; 0 if there is none.
+
+    Of a program that is right but for deadlock. Circles that sends close by completing late count if there are no
+    others.
+    """
+    machine = _Machine(program, True)
+    for windows in (False, True):
+        edges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for (source, target), sends in machine.sends.items():
+            receives = machine.receives[source, target]
+            for number, (sent, posted) in enumerate(zip(sends, receives, strict=True)):
+                edges[target, _reader(program, target, posted)].append((source, sent))
+                if windows and number >= program.send_window:
+                    edges[source, sent].append((target, receives[number - program.send_window]))
+        lengths = [length for start in edges if (length := _circle_from(start, edges))]
+        if lengths:
+            return min(lengths)
+    return 0
+
+
+def _reader(program: Program, rank: int, posted: int) -> int:
+    kind, stage, index = program.actions[rank][posted]
+    kinds = (Kind.F,) if kind is Kind.RECV_F else (Kind.B, Kind.I)
+    return next(
+        at
+        for at, action in enumerate(program.actions[rank])
+        if action[1:] == (stage, index) and action.kind in kinds
+    )
+
+
+def _circle_from(start: tuple[int, int], edges: dict[tuple[int, int], list[tuple[int, int]]]) -> int:
+    """Going back on a rank is free, going to another costs one; 0 if nothing leads back to the start."""
+    queue = deque([(start, 0, True)])
+    seen: set[tuple[int, int]] = set()
+    while queue:
+        node, cost, first = queue.popleft()
+        if node == start and not first:
+            return cost
+        if node in seen:
+            continue
+        if not first:
+            seen.add(node)
+        rank, at = node
+        if at > 0 and not first:
+            queue.appendleft(((rank, at - 1), cost, False))
+        queue.extend((following, cost + 1, False) for following in edges.get(node, ()))
+    return 0
+
+
+def peaks(program: Program, sizes: Sizes) -> list[tuple[float, int]]:
+    """Per rank the most held at once, and the position where first: by a ledger of every tensor by name."""
+    return [
+        max(((size, -at) for at, size in enumerate(_held(program, rank, sizes))), default=(0.0, 0))
+        for rank in range(program.schedule.num_ranks)
+    ]
+
+
+def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
+    """After each action what is held, before it lets go of anything."""
+    again = {action[1:] for action in program.actions[rank] if action.kind is Kind.R}
+    ledger: dict[tuple[str, int, int], float] = {}
+    outbox: dict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
+    for kind, stage, index in program.actions[rank]:
+        gone: tuple[str, ...] = ()
+        if kind is Kind.F:
+            ledger.pop(("received output", stage, index), None)
+            name, size = (
+                ("input", sizes.kept_input) if (stage, index) in again else ("graph", sizes.activation)
+            )
+            ledger[name, stage, index] = size[stage]
+            gone = (name,) if program.schedule.forward_only else ()
+        elif kind is Kind.R:
+            ledger["graph", stage, index] = sizes.activation[stage]
+        elif kind in (Kind.B, Kind.I):
+            if kind is Kind.I:
+                ledger["deferred", stage, index] = sizes.deferred[stage]
+            gone = ("graph", "input", "received gradient")
+        elif kind is Kind.W:
+            gone = ("deferred",)
+        elif kind in (Kind.RECV_F, Kind.RECV_B):
+            ledger[f"received {'output' if kind is Kind.RECV_F else 'gradient'}", stage, index] = (
+                sizes.message
+            )
+        elif kind in (Kind.SEND_F, Kind.SEND_B):
+            step = 1 if kind is Kind.SEND_F else -1
+            pending = outbox[rank, program.schedule.placement[stage + step]]
+            if len(pending) == program.send_window:
+                del ledger[pending.popleft()]
+            pending.append((kind.value, stage, index))
+            ledger[pending[-1]] = sizes.message
+        yield sum(ledger.values())
+        for name in gone:
+            ledger.pop((name, stage, index), None)

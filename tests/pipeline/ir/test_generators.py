@@ -1,16 +1,23 @@
-"""Generators against published orders and closed forms."""
+"""Generators against orders worked out or published, and what each refuses."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators import build_schedule, forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.halves import merge_halves
+from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs, smallest_group
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, default_schedule
+from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule, peak_activations
-from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
 
 
@@ -18,39 +25,51 @@ def rows(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.actions]
 
 
-def legal(ranks: int, microbatches: int, group: int) -> bool:
-    return ranks <= group <= microbatches and not 0 < microbatches % group < ranks
-
-
-def interleaved_grid() -> Iterator[tuple[int, int, int, int]]:
-    for ranks, chunks in ((1, 2), (2, 2), (2, 3), (3, 2), (4, 2), (4, 4), (8, 2), (8, 3)):
-        for microbatches in (1, 2, 3, 4, 5, 8, 12, 17, 24, 32):
-            for group in {ranks, ranks + 1, 2 * ranks, microbatches}:
-                if legal(ranks, microbatches, group):
-                    yield ranks, chunks, microbatches, group
-
-
-def makespan(schedule: Schedule, forward: float, backward: float) -> float:
-    costs = Costs.uniform(schedule.num_stages, forward=forward, backward=backward)
-    return simulate(lower(schedule), costs).makespan
-
-
-def test_small_orders_written_out() -> None:
+def test_orders_written_out() -> None:
     assert rows(gpipe(2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert rows(gpipe(1, 2, 2)) == ["0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"]
+    assert rows(looped_bfs(1, 2, 2)) == ["0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"]
     assert rows(one_f_one_b(3, 4)) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+    # 2(p-r)-1 = 3 and 1 forwards ahead.
+    assert rows(one_f_one_b(2, 4, "pb")) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
     ]
     # Warm-up 2(p-r-1) + (v-1)N = 4 and 2, then one forward and one backward in turn.
     assert rows(interleaved(2, 2, 4)) == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
-    assert rows(forward_only(2, 1, 3)) == ["0F0 0F1 0F2", "1F0 1F1 1F2"]
-    # Groups of p, the remainder joining the last.
-    assert rows(forward_only(2, 2, 5))[1] == "1F0 1F1 3F0 3F1 1F2 1F3 1F4 3F2 3F3 3F4"
+
+
+def test_zero_bubble_orders_written_out() -> None:
+    # On rank 0 nobody waits for the input gradient, so its halves are one B.
+    assert rows(zb_h1(3, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    ]
+    assert rows(zb_h2(2, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
+    ]
+    # Stages 0 and 3 on rank 0; 1 and 2, the turn, on rank 1, where 2's gradient stays on the rank.
+    assert rows(zb_v(2, 3)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2",
+        "1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2",
+    ]
+    # Two microbatches: the same without the third.
+    assert rows(zb_v(2, 2)) == [
+        "0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0B0 0B1",
+        "1F0 2F0 1F1 2F1 2B0 1I0 1W0 2B1 1I1 1W1",
+    ]
+    assert rows(dualpipe_v(2, 4)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,90 +87,160 @@ def test_published_interleaved_tables(microbatches: int, group: int | None, orde
         assert "".join(str(1 - action.stage // 2) for action in backwards) == chunks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 8, 16])
-def test_gpipe_and_1f1b_formulas(ranks: int, microbatches: int) -> None:
-    for forward, backward in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0)):
-        wanted = (microbatches + ranks - 1) * (forward + backward)
-        assert makespan(gpipe(ranks, microbatches), forward, backward) == wanted
-        assert makespan(one_f_one_b(ranks, microbatches), forward, backward) == wanted
-    peaks = validate(lower(one_f_one_b(ranks, microbatches))).peak_activations
-    assert peaks == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
-    report = validate(lower(gpipe(ranks, microbatches)))
-    assert report.peak_activations == (microbatches,) * ranks
-    ends = [(rank > 0) + (rank < ranks - 1) for rank in range(ranks)]
-    assert report.sends == tuple(microbatches * neighbours for neighbours in ends)
+def test_placements() -> None:
+    assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert v_placement(3) == (0, 1, 2, 2, 1, 0)
+    assert zb_v(3, 6).stages_of(1) == (1, 4)
+    schedule = interleaved(4, 2, 8)
+    assert schedule.stages_of(1) == (1, 5)
+    assert schedule.num_chunks == 2
+    assert schedule.actions[3][0] == Action(Kind.F, 3, 0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "microbatches"), [(2, 2, 2), (2, 3, 5), (4, 2, 4), (4, 2, 9), (8, 3, 12)]
-)
-def test_looped_breadth_first_formulas(ranks: int, chunks: int, microbatches: int) -> None:
-    schedule = gpipe(ranks, microbatches, chunks)
-    # Costs of one chunk; of a full rank stage they are v times these, hence bubble (p-1)(F+B)/v.
-    assert makespan(schedule, 1, 2) == 3 * (microbatches * chunks + ranks - 1)
-    assert validate(lower(schedule)).peak_activations == (microbatches * chunks,) * ranks
+def test_halves_are_merged_only_where_no_other_rank_waits() -> None:
+    def merged(text: str, placement: tuple[int, ...]) -> str:
+        return " ".join(map(str, merge_halves([Action.parse(cell) for cell in text.split()], placement)))
+
+    assert merged("0I0 0W0 0I1 0F2 0W1", (0, 1)) == "0B0 0I1 0F2 0W1"
+    assert merged("1I0 1W0", (0, 1)) == "1I0 1W0"
+    assert merged("2I0 2W0 1I0 1W0", (0, 1, 1, 0)) == "2B0 1I0 1W0"
+    assert merged("0I0 0W1 0I1 0W0", (0,)) == "0I0 0W1 0I1 0W0", "another microbatch's"
 
 
-@pytest.mark.parametrize(("ranks", "chunks", "microbatches", "group"), list(interleaved_grid()))
-def test_interleaved_formulas(ranks: int, chunks: int, microbatches: int, group: int) -> None:
-    schedule = interleaved(ranks, chunks, microbatches, group)
-    for forward, backward in ((1.0, 1.0), (1.0, 2.0)):
-        wanted = (microbatches * chunks + ranks - 1) * (forward + backward)
-        assert makespan(schedule, forward, backward) == wanted
-    peaks = peak_activations(schedule.actions, forward_only=False)
-    total = microbatches * chunks
-    assert peaks == tuple(min(total, 2 * (ranks - r - 1) + (chunks - 1) * group + 1) for r in range(ranks))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_forward_only_takes_any_count_without_bubble(ranks: int, chunks: int) -> None:
-    for microbatches in range(1, 14):
-        schedule = forward_only(ranks, chunks, microbatches)
-        assert schedule.forward_only
-        report = validate(lower(schedule))
-        assert report.peak_activations == (1,) * ranks
-        # With fewer microbatches than ranks a chunk waits for the ring; else only the ramp is idle.
-        wanted = (chunks - 1) * max(microbatches, ranks) + microbatches + ranks - 1
-        if microbatches >= ranks:
-            assert wanted == chunks * microbatches + ranks - 1
-        assert makespan(schedule, 1, 0) == wanted
+def test_every_schedule_is_valid_for_every_count_of_microbatches() -> None:
+    """Under both meanings of a send, with nothing more posted than asked for; p = 1 and m < p included."""
+    proved = 0
+    for name in SCHEDULES:
+        for ranks in range(1, 6):
+            for chunks in (1,) if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else (2,):
+                least = 2 * ranks if name == "dualpipe-v" else 1
+                for microbatches in range(least, 14):
+                    for ahead in (False, True):
+                        schedule = build_schedule(
+                            name,
+                            num_ranks=ranks,
+                            num_chunks=chunks,
+                            num_microbatches=microbatches,
+                            recompute_ahead=ahead,
+                        )
+                        assert schedule.name == name
+                        validate(lower(schedule, recv_prefetch=proved % 3))
+                        proved += 1
+    assert proved > 900
 
 
 def test_build_schedule_by_name() -> None:
-    assert build_schedule("auto", num_ranks=4, num_chunks=1, num_microbatches=8) == one_f_one_b(4, 8)
-    assert build_schedule("auto", num_ranks=4, num_chunks=2, num_microbatches=8) == interleaved(4, 2, 8)
-    assert build_schedule("1f1b", num_ranks=4, num_chunks=1, num_microbatches=3) == one_f_one_b(4, 3)
-    assert build_schedule("gpipe", num_ranks=4, num_chunks=2, num_microbatches=3) == gpipe(4, 3, 2)
-    built = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=5, group=3)
-    assert built == interleaved(2, 2, 5, 3)
+    def built(name: str, chunks: int, **options: object) -> Schedule:
+        arguments = {"num_ranks": 2, "num_chunks": chunks, "num_microbatches": 5} | options
+        return build_schedule(name, **arguments)  # type: ignore[arg-type]
+
+    assert built("gpipe", 1) == gpipe(2, 5)
+    assert built("1f1b", 1) == one_f_one_b(2, 5)
+    assert built("1f1b", 1, warm_up="pb") == one_f_one_b(2, 5, "pb") != one_f_one_b(2, 5)
+    assert built("interleaved", 2, group=3) == interleaved(2, 2, 5, 3) == interleaved(2, 2, 5)
+    assert built("looped-bfs", 3) == looped_bfs(2, 3, 5)
+    assert built("zb-h1", 1) == zb_h1(2, 5)
+    assert built("zb-h2", 1) == zb_h2(2, 5)
+    assert built("zb-v", 2) == zb_v(2, 5)
+    assert built("dualpipe-v", 2) == dualpipe_v(2, 5)
+    assert built("zb-h1", 1, recompute_ahead=True) == recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
+    assert {
+        built(name, 1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2).name for name in SCHEDULES
+    } == set(SCHEDULES)
+    assert [default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks", "group", "message"),
+    ("name", "chunks", "options", "message"),
     [
-        ("zigzag", 1, None, "'zigzag'.*auto, gpipe, 1f1b, interleaved"),
-        ("1f1b", 2, None, "1f1b.*vpp is 2.*vpp 1"),
-        ("interleaved", 1, None, "vpp is 1.*1f1b"),
-        ("1f1b", 1, 4, "is 4, but schedule 1f1b has no groups"),
-        ("gpipe", 2, 4, "is 4, but schedule gpipe has no groups"),
+        ("zigzag", 1, {}, "'zigzag'.*gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, dualpipe-v"),
+        (
+            "gpipe",
+            2,
+            {},
+            r"gpipe takes one stage a rank but vpp is 2: use vpp 1, or schedule looped-bfs \(vpp 2",
+        ),
+        ("1f1b", 2, {}, "1f1b takes one stage a rank but vpp is 2: use vpp 1, or schedule interleaved"),
+        ("zb-h1", 3, {}, "zb-h1 takes one stage a rank but vpp is 3: use vpp 1, or schedule zb-v"),
+        ("zb-h2", 2, {}, "zb-h2 takes one stage a rank but vpp is 2: use vpp 1, or schedule zb-v"),
+        ("zb-v", 1, {}, "zb-v takes two stages a rank but vpp is 1: use vpp 2, or schedule 1f1b"),
+        ("zb-v", 3, {}, "zb-v takes two stages a rank but vpp is 3: use vpp 2, or schedule interleaved"),
+        ("dualpipe-v", 3, {}, "dualpipe-v takes two stages a rank but vpp is 3: use vpp 2"),
+        (
+            "interleaved",
+            1,
+            {},
+            "interleaved needs several chunks a rank but vpp is 1: set vpp to 2, or use 1f1b",
+        ),
+        (
+            "looped-bfs",
+            1,
+            {},
+            "looped-bfs needs several chunks a rank but vpp is 1: set vpp to 2, or use gpipe",
+        ),
+        ("1f1b", 1, {"group": 4}, "is 4, but schedule 1f1b has no groups"),
+        ("zb-v", 2, {"group": 4}, "is 4, but schedule zb-v has no groups"),
+        (
+            "gpipe",
+            1,
+            {"warm_up": "pb"},
+            "the warm-up is 'pb', but schedule gpipe has no choice.*use schedule 1f1b",
+        ),
+        ("1f1b", 1, {"warm_up": "pc"}, "the warm-up of schedule 1f1b is 'pc'; it must be one of pa, pb"),
     ],
 )
-def test_names_and_sizes_that_clash(name: str, chunks: int, group: int | None, message: str) -> None:
+def test_names_sizes_and_options_that_clash(
+    name: str, chunks: int, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8, group=group)
+        build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(0, 1, 4), (4, 0, 4), (4, 1, 0)])
-def test_sizes_below_one(ranks: int, chunks: int, microbatches: int) -> None:
-    for generate in (
-        lambda: gpipe(ranks, microbatches, chunks),
-        lambda: forward_only(ranks, chunks, microbatches),
-        lambda: interleaved(ranks, chunks, microbatches),
-    ):
-        with pytest.raises(ConfigError, match="is 0; it must be 1 or more"):
-            generate()
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "message"),
+    [
+        (4, 7, r"pp 4 needs 8 microbatches or more but has 7: use 8 \(.*\), pp 3, or schedule zb-v"),
+        (3, 1, r"pp 3 needs 6 microbatches or more but has 1: use 6 \(.*\), or schedule zb-v"),
+    ],
+)
+def test_dualpipe_v_names_the_least_it_needs(ranks: int, microbatches: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dualpipe_v(ranks, microbatches)
+    dualpipe_v(ranks, 2 * ranks)
+    dualpipe_v(max(microbatches // 2, 1), max(microbatches, 2))
+
+
+@pytest.mark.parametrize(
+    "generate",
+    [
+        lambda ranks, chunks, microbatches: interleaved(ranks, chunks, microbatches),
+        lambda ranks, chunks, microbatches: looped_bfs(ranks, chunks, microbatches),
+        lambda ranks, chunks, microbatches: gpipe(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: one_f_one_b(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: zb_h1(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: zb_h2(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: zb_v(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: dualpipe_v(ranks * chunks, microbatches),
+        lambda ranks, chunks, microbatches: forward_only(loop_placement(ranks, chunks), microbatches),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(0, 2, 4), (4, 0, 4), (4, 2, 0)])
+def test_sizes_below_one(
+    generate: Callable[[int, int, int], Schedule], ranks: int, chunks: int, microbatches: int
+) -> None:
+    with pytest.raises(ConfigError, match="is 0; it must be 1 or more"):
+        generate(ranks, chunks, microbatches)
+
+
+def test_the_default_group_is_the_smallest_legal_one() -> None:
+    for ranks in range(1, 7):
+        for microbatches in range(1, 30):
+            legal = [
+                group for group in range(ranks, microbatches + 1) if not 0 < microbatches % group < ranks
+            ]
+            wanted = legal[0] if legal else microbatches
+            assert smallest_group(ranks, microbatches) == wanted
+            assert interleaved(ranks, 3, microbatches) == interleaved(ranks, 3, microbatches, wanted)
 
 
 def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
@@ -160,7 +249,8 @@ def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
     for ranks in (1, 2, 3, 4):
         for microbatches in range(1, 11):
             for group in range(12):
-                if group and legal(ranks, microbatches, group):
+                fits = ranks <= group <= microbatches and not 0 < microbatches % group < ranks
+                if fits or group == microbatches:
                     interleaved(ranks, 2, microbatches, group)
                     continue
                 refused += 1
@@ -170,24 +260,11 @@ def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
                 head = f"schedule interleaved with pp {ranks}, vpp 2 and group {group} cannot take {microbatches}"
                 assert message.startswith(head)
                 remedies = message.split("Works: ")[1]
-                tried = 0
                 for counts, with_group in re.findall(
                     r"([\d or]+) microbatches .*?with group (\d+)", remedies
                 ):
                     for count in re.findall(r"\d+", counts):
                         interleaved(ranks, 2, int(count), int(with_group))
-                        tried += 1
-                for with_group, count in re.findall(r"stage (\d+) with (\d+) microbatches", remedies):
-                    assert int(count) == microbatches
-                    interleaved(ranks, 2, microbatches, int(with_group))
-                    tried += 1
-                assert tried or f"{ranks} or more microbatches with group {ranks}" in remedies
+                (size,) = re.findall(rf"stage (\d+), the default, with {microbatches} microbatches", remedies)
+                assert interleaved(ranks, 2, microbatches, int(size)) == interleaved(ranks, 2, microbatches)
     assert refused > 200
-
-
-def test_a_rank_holds_chunks_round_robin() -> None:
-    schedule = interleaved(4, 2, 8)
-    assert schedule.placement == (0, 1, 2, 3, 0, 1, 2, 3)
-    assert schedule.stages_of(1) == (1, 5)
-    assert schedule.num_chunks == 2
-    assert schedule.actions[3][0] == Action(Kind.F, 3, 0)

@@ -1,7 +1,7 @@
 """Lowering: where sends, receives and reductions go, and that the result never deadlocks."""
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -9,13 +9,29 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import COMPUTE, RECVS, SENDS, Action, Kind
 from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.vee import zb_v
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
+from tests.pipeline.ir.random_schedules import random_schedule
 
-SAMPLES = [one_f_one_b(4, 6), gpipe(3, 4), gpipe(2, 4, 2), interleaved(4, 2, 8), interleaved(2, 3, 7, 5)]
+SAMPLES = [
+    one_f_one_b(4, 6),
+    gpipe(3, 4),
+    looped_bfs(2, 2, 4),
+    interleaved(4, 2, 8),
+    interleaved(2, 3, 7, 5),
+    zb_h1(4, 6),
+    zb_v(3, 5),
+    recompute_ahead(zb_v(2, 4)),
+]
 
 
 def test_1f1b_on_two_ranks_written_out() -> None:
@@ -28,7 +44,7 @@ def test_1f1b_on_two_ranks_written_out() -> None:
 
 
 def test_one_rank_has_no_messages() -> None:
-    (row,) = lower(gpipe(1, 2, 2)).actions
+    (row,) = lower(looped_bfs(1, 2, 2)).actions
     assert " ".join(map(str, row)) == "0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD"
 
 
@@ -36,9 +52,9 @@ def test_one_rank_has_no_messages() -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_placement_of_everything(schedule: Schedule, prefetch: int) -> None:
     program = lower(schedule, recv_prefetch=prefetch)
-    result = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
-    reader = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
-    wire: dict[bool, dict[tuple[int, int], list[tuple[Kind, int, int]]]] = {
+    makers = {Kind.SEND_F: {Kind.F}, Kind.SEND_B: {Kind.B, Kind.I}}
+    readers = {Kind.RECV_F: {Kind.F}, Kind.RECV_B: {Kind.B, Kind.I}}
+    wire: dict[bool, dict[tuple[int, int], list[tuple[bool, int, int]]]] = {
         True: defaultdict(list),
         False: defaultdict(list),
     }
@@ -46,24 +62,25 @@ def test_placement_of_everything(schedule: Schedule, prefetch: int) -> None:
         assert tuple(action for action in row if action.kind in COMPUTE) == schedule.actions[rank]
         for position, (kind, stage, microbatch) in enumerate(row):
             if kind in SENDS:
-                assert row[position - 1] == Action(result[kind], stage, microbatch)
+                maker = row[position - 1]
+                assert maker.kind in makers[kind] and maker[1:] == (stage, microbatch)
                 peer = schedule.placement[stage + (1 if kind is Kind.SEND_F else -1)]
-                wire[True][rank, peer].append((result[kind], stage, microbatch))
+                wire[True][rank, peer].append((kind is Kind.SEND_F, stage, microbatch))
             elif kind in RECVS:
                 offset = -1 if kind is Kind.RECV_F else 1
-                wire[False][schedule.placement[stage + offset], rank].append(
-                    (reader[kind], stage + offset, microbatch)
+                source = schedule.placement[stage + offset]
+                wire[False][source, rank].append((kind is Kind.RECV_F, stage + offset, microbatch))
+                reader = next(
+                    at for at, a in enumerate(row) if a.kind in readers[kind] and a[1:] == (stage, microbatch)
                 )
-                ahead = row[position : row.index(Action(reader[kind], stage, microbatch))]
                 # At least `prefetch` computations lie between, unless the list begins here.
-                between = sum(action.kind in COMPUTE for action in ahead)
+                between = sum(action.kind in COMPUTE for action in row[position:reader])
                 before = sum(action.kind in COMPUTE for action in row[:position])
                 assert between >= prefetch or before == 0
             elif kind is Kind.REDUCE_GRAD:
-                assert row[position - 1] in {
-                    Action(k, stage, schedule.num_microbatches - 1) for k in (Kind.B, Kind.SEND_B)
-                }
-                assert all(a.stage != stage or a.kind is not Kind.B for a in row[position:])
+                last = row[position - 1] if row[position - 1].kind is not Kind.SEND_B else row[position - 2]
+                assert last.kind in (Kind.B, Kind.W) and last.stage == stage
+                assert all(a.stage != stage or a.kind not in (Kind.B, Kind.W) for a in row[position:])
     assert wire[True] == wire[False]
 
 
@@ -85,11 +102,11 @@ def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
     sizes = legal_sizes()
     assert len(sizes) > 200
     for ranks, chunks, microbatches, group in sizes:
-        schedules = [gpipe(ranks, microbatches, chunks), forward_only(ranks, chunks, microbatches)]
+        schedules = [forward_only(loop_placement(ranks, chunks), microbatches)]
         schedules += (
-            [interleaved(ranks, chunks, microbatches, group)]
+            [looped_bfs(ranks, chunks, microbatches), interleaved(ranks, chunks, microbatches, group)]
             if chunks > 1
-            else [one_f_one_b(ranks, microbatches)]
+            else [gpipe(ranks, microbatches), one_f_one_b(ranks, microbatches)]
         )
         for schedule in schedules:
             program = lower(schedule, recv_prefetch=0)
@@ -111,7 +128,13 @@ def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_pro
     ran = 0
     for _ in range(600):
         base = rng.choice(
-            [one_f_one_b(3, 3), gpipe(2, 4, 2), interleaved(2, 2, 4, 4), interleaved(3, 2, 3), gpipe(3, 3)]
+            [
+                one_f_one_b(3, 3),
+                looped_bfs(2, 2, 4),
+                interleaved(2, 2, 4, 4),
+                interleaved(3, 2, 3),
+                gpipe(3, 3),
+            ]
         )
         lists = [list(row) for row in base.actions]
         for _ in range(rng.randint(1, 6)):
@@ -127,11 +150,46 @@ def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_pro
     assert ran > 60
 
 
+def test_random_legal_schedules_lower_to_programs_that_run() -> None:
+    """The docstring's theorem: any placement, any order, backwards whole and split, recomputed or not."""
+    rng = random.Random(12)
+    seen: Counter[Kind] = Counter()
+    for _ in range(150):
+        schedule = random_schedule(rng, max_stages=8, max_microbatches=6)
+        seen.update({action.kind for row in schedule.actions for action in row})
+        costs = Costs(
+            forward=tuple(rng.choice((0.0, 1.0, 3.0)) for _ in schedule.placement),
+            backward=tuple(rng.choice((0.0, 2.0, 7.0)) for _ in schedule.placement),
+            p2p=rng.choice((0.0, 0.5)),
+        )
+        for prefetch in (0, 1, 3):
+            for window in (1, 2):
+                program = lower(schedule, recv_prefetch=prefetch, send_window=window)
+                validate(program)
+                timeline = simulate(program, costs)
+                assert timeline.makespan >= max(timeline.busy)
+    assert all(seen[kind] > 30 for kind in COMPUTE), seen
+
+
+def test_incomplete_schedules_are_left_to_the_validator() -> None:
+    """Something is missing or doubled, or nothing can start: the program says the same, and validate names it."""
+    for text, message in (
+        ("0F0,0B0,0F1\n1F0,1F1,1B0,1B1\n", "0B1 is missing on rank 0"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 .* second time"),
+        ("0F0,0B0\n1F0,1B0,1I0,1W0\n", "1I0 .* whole backward too"),
+        ("0B0,0F0\n1F0,1B0\n", "0B0 .* needs 0F0, which comes only later"),
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n", "deadlocks"),
+    ):
+        program = lower(Schedule.from_csv(text))
+        with pytest.raises(ScheduleError, match=message):
+            validate(program)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="recv_prefetch is -1"):
         lower(gpipe(2, 2), recv_prefetch=-1)
     with pytest.raises(ConfigError, match="send_window is 0"):
         lower(gpipe(2, 2), send_window=0)
     broken = replace(gpipe(2, 2), actions=((Action(Kind.F, 2, 0),), ()))
-    with pytest.raises(ScheduleError, match="2F0 on rank 0: there is no stage 2"):
+    with pytest.raises(ScheduleError, match=r"2F0 \(rank 0, position 0\): there is no stage 2"):
         lower(broken)

@@ -1,7 +1,12 @@
 """Pictures of schedules."""
 
+import re
+
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
+from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
+from megalite.pipeline.ir.generators.placements import loop_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.schedule import Schedule
@@ -20,9 +25,9 @@ def test_1f1b_golden() -> None:
 
 
 def test_chunks_name_the_stage_and_timelines_show_lengths() -> None:
-    timeline = simulate(lower(gpipe(2, 1, 2)), Costs.uniform(4, forward=0.5, backward=1.0))
+    timeline = simulate(lower(looped_bfs(2, 2, 1)), Costs.uniform(4, forward=0.5, backward=1.0))
     assert render_grid(timeline) == (
-        "schedule gpipe: 2 ranks, 4 stages, 1 microbatches; one slot = 0.5\n"
+        "schedule looped-bfs: 2 ranks, 4 stages, 1 microbatches; one slot = 0.5\n"
         "         0   1   2   3   4   5   6   7   8   9  10  11  bubble  peak\n"
         "rank 0 0F0   . 2F0   .   .   . 2B0 ---   .   . 0B0 ---   50.0%     2\n"
         "rank 1   . 1F0   . 3F0 3B0 ---   .   . 1B0 ---   .   .   50.0%     2\n"
@@ -61,7 +66,7 @@ def test_wide_and_tall_grids_say_what_is_left_out() -> None:
 
 
 def test_forward_only_and_stuck_schedules() -> None:
-    grid = render_grid(forward_only(2, 1, 2))
+    grid = render_grid(forward_only(loop_placement(2, 1), 2))
     assert "backward" not in grid and grid.split("\n")[2] == "rank 0 F0 F1 .   33.3%     1".replace(
         "F1 .", "F1  ."
     )
@@ -86,3 +91,57 @@ def test_lists_are_cut_around_the_mark() -> None:
     assert " … 17F" in lines[3] and " 17F29 >17F30< 17F31 " in lines[3] and lines[3].endswith(" …")
     assert max(map(len, lines)) <= 60
     assert render_lists([[], actions[0][:2]], {1: 1}) == "rank 0: (nothing)\nrank 1: 0F0 >0F1<"
+
+
+def test_halves_and_recomputation() -> None:
+    grid = render_grid(Schedule.from_csv("0F0,0F1,0R0,0I0,0W0,0B1\n1F0,1I0,1F1,1W0,1B1\n"))
+    assert grid.split("\n")[2:] == [
+        "rank 0 F0 F1 R0 I0 W0  .  . B1 --   22.2%     2",
+        "rank 1  . F0 I0 F1 W0 B1 --  .  .   33.3%     1",
+        "F2 forward of microbatch 2, B its backward, I its input gradient, W its weight gradient, R its forward again, "
+        ". idle; peak: live activations, in microbatches x stages",
+    ]
+
+
+def test_wide_grids_wrap_if_asked() -> None:
+    schedule = one_f_one_b(2, 12)
+    whole = render_grid(schedule).split("\n")
+    lines = render_grid(schedule, width=60, wrap=True).split("\n")
+    assert max(map(len, lines[1:-1])) <= 60
+    assert lines[0] == whole[0] and lines[-1] == whole[-1]
+    panels = [lines[1 + 3 * index : 4 + 3 * index] for index in range((len(lines) - 2) // 3)]
+    assert len(panels) >= 2
+    for row in range(3):
+        joined = " ".join(" ".join(panel[row].removeprefix(f"rank {row - 1}").split()) for panel in panels)
+        assert joined == " ".join(whole[1 + row].removeprefix(f"rank {row - 1}").split())
+    # Some screens later something is left out after all.
+    long = render_grid(one_f_one_b(2, 2000), width=60, wrap=True).split("\n")
+    assert len(long) < 70 and "slots" in long[-1]
+
+
+def test_columns_and_colours() -> None:
+    schedule = one_f_one_b(2, 2)
+    timeline = simulate(lower(schedule), Costs.uniform(2))
+    plain = render_grid(timeline, columns={"memory": ["1.50 GiB", "2"], "x": ["", "y"]})
+    first, second = plain.split("\n")[1:3]
+    assert first.endswith("  bubble  peak    memory  x")
+    assert second.endswith("     2  1.50 GiB")
+    painted = render_grid(
+        timeline,
+        columns={"memory": ["1.50 GiB", "2"], "x": ["", "y"]},
+        paint=lambda text, kind: f"<{kind or 'idle'}:{text}>",
+    )
+    # One bar over both slots of a backward; the gap is before it.
+    assert " <B:B0><B: --> " in painted and " <F:F1>" in painted and " <idle:.>" in painted
+    assert "".join(re.split(r"<\w+:|>", painted)) == plain
+
+
+def test_actions_that_are_too_short_for_a_slot() -> None:
+    schedule = one_f_one_b(2, 3)
+    costs = Costs(forward=(1.0, 1e-9), backward=(2.0, 0.0))
+    lines = render_grid(simulate(lower(schedule), costs), width=100_000).split("\n")
+    assert lines[-1] == "6 actions are too short to be seen"
+    assert [cell for cell in lines[2].split() if cell[0] in "FB"] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+    assert not {"F", "B"} & {cell[0] for cell in lines[3].split()[2:]}
+    nothing = Costs(forward=(0.0, 0.0), backward=(0.0, 0.0))
+    assert render_grid(simulate(lower(schedule), nothing)).endswith("12 actions are too short to be seen")

@@ -2,17 +2,31 @@
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
+from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
+from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.vee import zb_v
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule, peak_activations
+from megalite.pipeline.ir.schedule import LiveUnits, Schedule, live_units, peak_activations
 from megalite.pipeline.ir.validate import validate
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [gpipe(3, 4, 2), one_f_one_b(4, 6), interleaved(2, 3, 5, 3), forward_only(2, 2, 5), one_f_one_b(1, 1)],
+    [
+        looped_bfs(3, 2, 4),
+        one_f_one_b(4, 6),
+        interleaved(2, 3, 5, 3),
+        forward_only(loop_placement(2, 2), 5),
+        one_f_one_b(1, 1),
+        zb_v(3, 4),
+        recompute_ahead(zb_h1(3, 4)),
+    ],
 )
 def test_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
@@ -57,3 +71,23 @@ def test_peak_activations_counts_from_f_to_b() -> None:
     row = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0F2", "0F3", "0B1", "0B2", "0B3")]
     assert peak_activations([row, row[:1]], forward_only=False) == (3, 1)
     assert peak_activations([row[:2]], forward_only=True) == (1,)
+
+
+def test_what_is_split_and_recomputed() -> None:
+    schedule = Schedule.from_csv("0F0,0F1,0R1,0I0,0W0,0B1\n")
+    assert schedule.split == {(0, 0)} and schedule.recomputed == {(0, 1)}
+    assert schedule.input_gradient(0, 0) == Action(Kind.I, 0, 0)
+    assert schedule.input_gradient(0, 1) == Action(Kind.B, 0, 1)
+
+
+def test_live_units_after_each_action() -> None:
+    (row,) = Schedule.from_csv("0F0,0F1,0R1,0I0,0B1,0W0\n").actions
+    assert live_units(row) == [
+        LiveUnits(activations=1, inputs=0, deferred=0),
+        LiveUnits(activations=1, inputs=1, deferred=0),
+        LiveUnits(activations=2, inputs=1, deferred=0),
+        LiveUnits(activations=1, inputs=1, deferred=1),
+        LiveUnits(activations=0, inputs=0, deferred=1),
+        LiveUnits(activations=0, inputs=0, deferred=0),
+    ]
+    assert peak_activations([row], forward_only=False) == (2,)

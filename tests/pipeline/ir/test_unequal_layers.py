@@ -9,6 +9,7 @@ import pytest
 
 import megalite.pipeline.ir.unequal_layers as unequal_layers
 from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.generators.placements import loop_placement
 from megalite.pipeline.ir.partition import partition_layers
 from tests.pipeline.ir.test_partition import cuts
 
@@ -33,7 +34,10 @@ def drawn(rng: random.Random, num_stages: int) -> tuple[list[str], str]:
 def both(costs: list[str], last: str, num_stages: int, num_ranks: int) -> tuple[tuple, tuple]:
     """Score of the cut found and of the best."""
     found = partition_layers(
-        len(costs), num_stages, num_ranks, layer_cost=[float(cost) for cost in costs], last_cost=float(last)
+        len(costs),
+        loop_placement(num_ranks, num_stages // num_ranks),
+        layer_cost=[float(cost) for cost in costs],
+        last_cost=float(last),
     )
     assert sum(found) == len(costs) and min(found[:-1], default=1) >= 1 and len(found) == num_stages
     exact = (num_ranks, [Fraction(cost) for cost in costs], Fraction(last))
@@ -69,21 +73,23 @@ def test_what_is_too_large_to_try_is_close(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_equal_costs_in_a_list_are_the_equal_cut() -> None:
-    assert partition_layers(10, 4, 2, layer_cost=[2.0] * 10) == partition_layers(10, 4, 2)
+    assert partition_layers(10, loop_placement(2, 2), layer_cost=[2.0] * 10) == partition_layers(
+        10, loop_placement(2, 2)
+    )
 
 
 def test_layers_that_differ_are_weighed_not_counted() -> None:
-    assert partition_layers(8, 2, 2, layer_cost=[1.0, 1.0, *[2.0] * 6]) == (5, 3)
-    assert partition_layers(5, 2, 2, layer_cost=[1.0, 1.0, 1.0, 1.0, 4.0]) == (4, 1)
+    assert partition_layers(8, loop_placement(2, 1), layer_cost=[1.0, 1.0, *[2.0] * 6]) == (5, 3)
+    assert partition_layers(5, loop_placement(2, 1), layer_cost=[1.0, 1.0, 1.0, 1.0, 4.0]) == (4, 1)
 
 
 def test_large_is_quick() -> None:
     start = time.process_time()
     costs = [1.0 if layer < 3 else 1.37 for layer in range(128)]
-    assert sum(partition_layers(128, 64, 16, layer_cost=costs, last_cost=2.9)) == 128
+    assert sum(partition_layers(128, loop_placement(16, 4), layer_cost=costs, last_cost=2.9)) == 128
     assert time.process_time() - start < 5.0
 
 
 def test_a_layer_must_cost_something() -> None:
     with pytest.raises(ConfigError, match=r"layer 0\.0"):
-        partition_layers(3, 1, 1, layer_cost=[1.0, 0.0, 2.0])
+        partition_layers(3, loop_placement(1, 1), layer_cost=[1.0, 0.0, 2.0])

@@ -1,0 +1,262 @@
+"""A list scheduler: runs the pipeline on a clock and lets each free rank choose what to do next."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from math import inf
+from typing import Literal, NamedTuple
+
+from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.auto_problem import Problem
+from megalite.pipeline.ir.schedule import ActionLists
+from megalite.pipeline.ir.simulate import Link
+
+ROUNDING = 1e-12
+"""Relative: sums of floats in another order may differ by this much, and no more."""
+
+Order = Literal["backward", "alternate", "forward"]
+
+
+class Rules(NamedTuple):
+    """How ranks choose."""
+
+    lead: tuple[int, ...]
+    """Per stage, how many microbatches may at most be between their F and their I."""
+    order: tuple[Order, ...]
+    """Per rank, what goes first where both an F and an I could start; "alternate": the other one than last time."""
+    fill: tuple[float, ...]
+    """Per rank, the share of a W that must be done before the next F or I could start, for the W to start.
+
+    At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come.
+    """
+    forward_deepest: bool = True
+    """Among the F that could start, whether the one of the last stage goes first or that of the first stage."""
+    backward_deepest: bool = True
+    """The same among the I."""
+
+
+class Outcome(NamedTuple):
+    """The lists that came out, and the time and memory that they should take."""
+
+    words: tuple[tuple[tuple[Kind, int], ...], ...]
+    """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
+    makespan: float
+    span: float
+    """The longest time from a rank's first start to its last end."""
+    memory: float
+    """The ranks' peaks, summed."""
+
+    def actions(self) -> ActionLists:
+        """Per rank, the actions."""
+        return tuple(tuple(_with_microbatches(word)) for word in self.words)
+
+
+def _with_microbatches(word: tuple[tuple[Kind, int], ...]) -> Iterator[Action]:
+    done: Counter[tuple[Kind, int]] = Counter()
+    for kind, stage in word:
+        # A stage's k-th gradient is microbatch k's, be it an I or a B.
+        counted = Kind.I if kind is Kind.B else kind
+        yield Action(kind, stage, done[counted, stage])
+        done[counted, stage] += 1
+        done[Kind.W, stage] += kind is Kind.B
+
+
+def list_schedule(problem: Problem, rules: Rules) -> Outcome:
+    """Lets each rank, whenever it is free, start an F, I or W by the rules, until all is done.
+
+    Memory is lent as a careful banker lends: an F starts only if the microbatches could then still be finished one by
+    one, oldest first. For each rank that is a matter of its own activations, since what W needs can always be freed by
+    running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
+    there is no room to keep what the W needs.
+
+    Time: linear in the number of actions.
+    """
+    run = _Run(problem, rules)
+    run.run()
+    return Outcome(
+        words=tuple(map(tuple, run.words)),
+        makespan=max(run.free),
+        span=max(end - start for start, end in zip(run.first, run.free, strict=True)),
+        memory=sum(run.peak),
+    )
+
+
+class _Run:
+    """The clock and where everything stands."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        self.problem, self.rules = problem, rules
+        num_stages, num_ranks = len(problem.placement), len(problem.stages)
+        # Per stage, when the inputs of the next F and I arrive, as far as that is known.
+        self.inputs: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.inputs[0].extend([0.0] * problem.num_microbatches)
+        # Per stage, how many have been started.
+        self.forwards = [0] * num_stages
+        self.backwards = [0] * num_stages
+        self.weights = [0] * num_stages
+        # Per rank.
+        self.forward_order = [own[::-1] if rules.forward_deepest else own for own in problem.stages]
+        self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
+        self.room = [limit * (1.0 + ROUNDING) for limit in problem.room]
+        self.burst = [max(problem.burst[stage] for stage in own) for own in problem.stages]
+        self.held = [0.0] * num_ranks
+        self.deferred = [0.0] * num_ranks
+        self.peak = [0.0] * num_ranks
+        self.words: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
+        self.free = [0.0] * num_ranks
+        self.first = [inf] * num_ranks
+        self.last_was_forward = [False] * num_ranks
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.events = [(0.0, rank) for rank in range(num_ranks)]
+        """When a rank has something to decide: it becomes free, or something arrives."""
+
+    def run(self) -> None:
+        events, free = self.events, self.free
+        while events:
+            now, rank = heappop(events)
+            if now >= free[rank]:
+                self._decide(rank, now)
+
+    def _decide(self, rank: int, now: float) -> None:
+        forward, forward_known = self._next_forward(rank, now)
+        gradient, gradient_known = self._next_gradient(rank, now)
+        weight = self._next_weight(rank)
+        if forward >= 0 and gradient >= 0:
+            order = self.rules.order[rank]
+            if order == "backward" or (order == "alternate" and self.last_was_forward[rank]):
+                forward = -1
+        if forward >= 0:
+            if weight < 0 or self._fits(rank, self.problem.hold[forward]):
+                self._start_forward(rank, forward, now)
+            else:
+                # The F is safe to start, so all that can be in its way is what the Ws keep.
+                self._start_weight(rank, weight, now)
+        elif gradient >= 0:
+            if self._fits(rank, self.problem.burst[gradient] + self.problem.deferred[gradient]):
+                self._start_gradient(rank, gradient, now, Kind.I)
+            elif weight >= 0:
+                self._start_weight(rank, weight, now)
+            else:
+                self._start_gradient(rank, gradient, now, Kind.B)
+        else:
+            known = min(forward_known, gradient_known)
+            if weight >= 0 and known - now >= self.rules.fill[rank] * self.problem.weight_grad[weight]:
+                self._start_weight(rank, weight, now)
+            elif known < inf:
+                heappush(self.events, (known, rank))
+
+    def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
+        """The stage whose F should start now, or -1 and when one will have arrived, as far as known."""
+        known = inf
+        for stage in self.forward_order[rank]:
+            arrivals = self.inputs[stage]
+            if not arrivals or arrivals[0] >= known:
+                continue
+            if self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(
+                rank, stage
+            ):
+                if arrivals[0] <= now:
+                    return stage, now
+                known = arrivals[0]
+        return -1, known
+
+    def _next_gradient(self, rank: int, now: float) -> tuple[int, float]:
+        """The stage whose I or B should start now, or -1 and when one will have arrived, as far as known."""
+        known = inf
+        for stage in self.backward_order[rank]:
+            arrivals = self.gradients[stage]
+            if arrivals:
+                if arrivals[0] <= now:
+                    return stage, now
+                known = min(known, arrivals[0])
+        return -1, known
+
+    def _next_weight(self, rank: int) -> int:
+        """The stage with the oldest W to do, or -1."""
+        best, oldest = -1, self.problem.num_microbatches
+        for stage in self.problem.stages[rank]:
+            if self.weights[stage] < min(self.backwards[stage], oldest):
+                best, oldest = stage, self.weights[stage]
+        return best
+
+    def _fits(self, rank: int, size: float) -> bool:
+        return self.held[rank] + self.deferred[rank] + size <= self.room[rank]
+
+    def _safe(self, rank: int, stage: int) -> bool:
+        """Whether after one more F of the stage the rank can still see its microbatches through, oldest first."""
+        hold, room = self.problem.hold, self.room[rank] - self.burst[rank]
+        own = self.problem.stages[rank]
+        if len(own) == 1:
+            return self.held[rank] + hold[stage] <= room
+        done = [self.forwards[each] + (each == stage) for each in own]
+        # Microbatches with as many F done need the same; the oldest of them has the most others around it.
+        for count, following in enumerate([*done[1:], min(self.backwards[each] for each in own)], start=1):
+            if following >= done[count - 1]:
+                continue
+            held = 0.0
+            for each, forwards in zip(own, done, strict=True):
+                held += hold[each] * max(0, forwards - max(following, self.backwards[each]))
+            if held + sum(hold[each] for each in own[count:]) > room:
+                return False
+        return True
+
+    def _start_forward(self, rank: int, stage: int, now: float) -> None:
+        problem = self.problem
+        end = now + problem.forward[stage]
+        self.inputs[stage].popleft()
+        self.forwards[stage] += 1
+        self.held[rank] += problem.hold[stage]
+        self.last_was_forward[rank] = True
+        if stage + 1 == len(problem.placement):
+            self.gradients[stage].append(end)
+        else:
+            target = problem.placement[stage + 1]
+            arrival = self._arrival(rank, target, end, problem.forward_links[stage])
+            self.inputs[stage + 1].append(arrival)
+            heappush(self.events, (arrival, target))
+        self._note(rank, Kind.F, stage, now, end)
+
+    def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
+        problem = self.problem
+        # Straight after its own F a microbatch still has its graph: there is nothing to run again.
+        behind = self.words[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
+        end = now + problem.input_grad[stage] + (0.0 if behind else problem.again[stage])
+        self.gradients[stage].popleft()
+        self.backwards[stage] += 1
+        self.last_was_forward[rank] = False
+        if kind is Kind.B:
+            end += problem.weight_grad[stage]
+            self.weights[stage] += 1
+        else:
+            self.deferred[rank] += problem.deferred[stage]
+        during = self.held[rank] + self.deferred[rank] + problem.burst[stage]
+        self.peak[rank] = max(self.peak[rank], during)
+        self.held[rank] -= problem.hold[stage]
+        if stage > 0:
+            target = problem.placement[stage - 1]
+            arrival = self._arrival(rank, target, end, problem.backward_links[stage])
+            # The R of the next I runs while the gradient is under way.
+            arrival -= problem.again[stage - 1]
+            self.gradients[stage - 1].append(arrival)
+            heappush(self.events, (max(arrival, self.free[target]), target))
+        self._note(rank, kind, stage, now, end)
+
+    def _start_weight(self, rank: int, stage: int, now: float) -> None:
+        self.weights[stage] += 1
+        self.deferred[rank] -= self.problem.deferred[stage]
+        self._note(rank, Kind.W, stage, now, now + self.problem.weight_grad[stage])
+
+    def _note(self, rank: int, kind: Kind, stage: int, now: float, end: float) -> None:
+        self.peak[rank] = max(self.peak[rank], self.held[rank] + self.deferred[rank])
+        self.words[rank].append((kind, stage))
+        self.first[rank] = min(self.first[rank], now)
+        self.free[rank] = end
+        heappush(self.events, (end, rank))
+
+    def _arrival(self, source: int, target: int, end: float, link: Link) -> float:
+        if link.seconds_per_message == 0.0:
+            return end + link.latency
+        edge = source, target
+        self.link_free[edge] = max(self.link_free.get(edge, 0.0), end) + link.seconds_per_message
+        return self.link_free[edge] + link.latency

@@ -1,0 +1,128 @@
+"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a track a rank, arrows for messages."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.dependencies import dependencies
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import Event, Timeline
+
+CATEGORIES: Mapping[Kind, str] = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.R: "recompute",
+}
+"""What a viewer can filter by."""
+
+_NANOSECONDS = 1e9
+_INSIDE = 0.01
+"""How far inside its slice, as a share of it, an arrow begins or ends: viewers bind it to the slice around it."""
+
+
+def trace_of(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+    """The trace of one simulated step.
+
+    Args:
+        seconds_per_unit: What one unit of the timeline's costs is, e.g. 1e-3 for milliseconds.
+    """
+    events = [
+        event._replace(start=event.start * seconds_per_unit, end=event.end * seconds_per_unit)
+        for event in timeline.events
+    ]
+    return merge_traces({timeline.schedule.name: events})
+
+
+def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
+    """Several timelines in one trace, e.g. {"measured": ..., "ideal": ...}: a process each, in the order given.
+
+    A slice is named as its action (`2F0`), its category is the kind, its arguments are stage and microbatch. Arrows
+    lead from each result to the computation on another rank that needs it. A source may hold several steps one after
+    the other: the k-th time of an action then belongs to the k-th times of the others.
+
+    Args:
+        sources: Name -> events with times in seconds from a start that all sources share.
+
+    Returns:
+        The trace; `json.dump` writes it. Times are in microseconds, to the nanosecond.
+    """
+    events: list[dict[str, Any]] = []
+    flow = 0
+    for process, (name, timed) in enumerate(sources.items()):
+        events.append(_meta("process_name", process, 0, name=name))
+        events.append(_meta("process_sort_index", process, 0, sort_index=process))
+        for rank in sorted({event.rank for event in timed}):
+            events.append(_meta("thread_name", process, rank, name=f"rank {rank}"))
+            events.append(_meta("thread_sort_index", process, rank, sort_index=rank))
+        events.extend(_slice(process, event) for event in timed)
+        for producer, consumer in _messages(timed):
+            shared = {"name": str(producer.action), "cat": "message", "id": flow, "pid": process}
+            begin = producer.end - _INSIDE * (producer.end - producer.start)
+            arrive = consumer.start + _INSIDE * (consumer.end - consumer.start)
+            events.append({**shared, "ph": "s", "tid": producer.rank, "ts": _nanoseconds(begin) / 1e3})
+            events.append(
+                {**shared, "ph": "f", "bp": "e", "tid": consumer.rank, "ts": _nanoseconds(arrive) / 1e3}
+            )
+            flow += 1
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _meta(what: str, process: int, rank: int, **arguments: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": rank, "args": arguments}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * _NANOSECONDS)
+
+
+def _slice(process: int, event: Event) -> dict[str, Any]:
+    kind, stage, microbatch = event.action
+    # Both ends are rounded before the length is taken: slices that touch then still touch and never overlap.
+    start, end = _nanoseconds(event.start), _nanoseconds(event.end)
+    return {
+        "ph": "X",
+        "name": str(event.action),
+        "cat": CATEGORIES[kind],
+        "pid": process,
+        "tid": event.rank,
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
+        "args": {"stage": stage, "microbatch": microbatch},
+    }
+
+
+def _messages(timed: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Each pair of events of which the second reads, on another rank, what the first has made."""
+    times: dict[Action, list[Event]] = defaultdict(list)
+    for event in sorted(timed, key=lambda event: event.start):
+        times[event.action].append(event)
+    if not times:
+        return
+    schedule = _as_schedule(times)
+    for action, occurrences in times.items():
+        for needed in dependencies(action, schedule):
+            # A measured step may lack events that its recorder has not seen; their arrows are left out.
+            for producer, consumer in zip(times.get(needed, ()), occurrences, strict=False):
+                if producer.rank != consumer.rank:
+                    yield producer, consumer
+
+
+def _as_schedule(times: Mapping[Action, Sequence[Event]]) -> Schedule:
+    """The schedule whose actions these are, as far as dependencies ask for it."""
+    owners = {action.stage: events[0].rank for action, events in times.items()}
+    num_ranks = max(owners.values()) + 1
+    num_stages = max(owners) + 1
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for action in times:
+        rows[owners[action.stage]].append(action)
+    return Schedule(
+        name="trace",
+        num_ranks=num_ranks,
+        num_stages=num_stages,
+        num_microbatches=max(action.microbatch for action in times) + 1,
+        placement=tuple(owners.get(stage, 0) for stage in range(num_stages)),
+        actions=tuple(map(tuple, rows)),
+    )

@@ -1,0 +1,256 @@
+"""The action lists as integers: what the checks, the clock, lowering and the memory replay compute with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind
+from megalite.pipeline.ir.dependencies import NEEDS, SEND_OF, Need, other_end_of
+from megalite.pipeline.ir.errors import ScheduleError
+from megalite.pipeline.ir.schedule import ActionLists, Schedule
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+CODES = {kind: code for code, kind in enumerate(Kind)}
+"""Kind -> the number that stands for it in a table."""
+_IS_COMPUTE = np.array([kind in COMPUTE for kind in Kind])
+_BACKWARD_KINDS = np.array(
+    [kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F) for kind in Kind],
+)
+_HUGE = 2**62
+NOWHERE = -1
+"""Instead of an index: there is no such action."""
+
+
+class Fault(ScheduleError):
+    """A ScheduleError that knows the cells it speaks of."""
+
+    def __init__(self, message: str, marks: dict[int, int]) -> None:
+        super().__init__(message)
+        self.marks = marks
+        """Rank -> position."""
+
+
+class Crossing(NamedTuple):
+    """A need that comes as a message, on the stages where producer and reader are on two ranks."""
+
+    reader: Kind
+    need: Need
+    send: Kind
+    receive: Kind
+    stages: IntArray
+    """Of the reader."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Actions by index: rank 0's list, then rank 1's, and so on."""
+
+    schedule: Schedule
+    rows: ActionLists
+    first: tuple[int, ...]
+    """Per rank the index of its first action, and at the end the number of actions."""
+    rank: IntArray
+    kind: IntArray
+    stage: IntArray
+    microbatch: IntArray
+
+    @classmethod
+    def of(cls, rows: ActionLists, schedule: Schedule) -> "Table":
+        """The table of these lists, which may be the schedule's own or a program's for it."""
+        flat = list(chain.from_iterable(rows))
+        lengths = [len(row) for row in rows]
+        return cls(
+            schedule=schedule,
+            rows=rows,
+            first=(0, *np.cumsum(lengths, dtype=np.int64).tolist()),
+            rank=np.repeat(np.arange(len(rows)), lengths),
+            kind=np.fromiter(map(CODES.__getitem__, map(itemgetter(0), flat)), np.int64, len(flat)),
+            stage=_integers(flat, 1),
+            microbatch=_integers(flat, 2),
+        )
+
+    @cached_property
+    def computes(self) -> BoolArray:
+        """Per action, whether it computes rather than communicates."""
+        return _IS_COMPUTE[self.kind]
+
+    @cached_property
+    def place(self) -> IntArray:
+        """[kind, stage, microbatch] -> index of the first such action, or NOWHERE. REDUCE_GRAD has microbatch 0 here.
+
+        For lists that `refuse_illegal` let pass.
+
+        Raises:
+            Fault: the ids span so many more cells than there are actions that most cannot be there.
+        """
+        stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
+        if stages * microbatches > 8 * len(self.kind) + 1024:
+            self._fail_sparse()
+        place = np.full((len(CODES), stages, microbatches), NOWHERE)
+        # Backwards, because of two equal actions the one written last stays.
+        place.reshape(-1)[self._cells[::-1]] = np.arange(len(self.kind))[::-1]
+        return place
+
+    @cached_property
+    def _cells(self) -> IntArray:
+        """Per action its cell of `place`."""
+        of_stage = (self.kind * self.schedule.num_stages + self.stage) * self.schedule.num_microbatches
+        return of_stage + np.maximum(self.microbatch, 0)
+
+    def _fail_sparse(self) -> NoReturn:
+        forwards = {(a.stage, a.microbatch) for row in self.rows for a in row if a.kind is Kind.F}
+        size = self.schedule.num_microbatches
+        cells = ((s, i) for s in range(self.schedule.num_stages) for i in range(size))
+        stage, microbatch = next(cell for cell in cells if cell not in forwards)
+        self.fail_missing(Action(Kind.F, stage, microbatch), "")
+
+    def needed(self, need: Need) -> IntArray:
+        """[stage, microbatch] -> index of the action that the need asks for, `need.offset` stages further.
+
+        Rows whose neighbour does not exist are NOWHERE, as are actions that are not there.
+        """
+        found = self.place[CODES[need.kinds[0]]]
+        for kind in need.kinds[1:]:
+            found = np.where(found == NOWHERE, self.place[CODES[kind]], found)
+        if need.offset == 0:
+            return found
+        moved = np.full_like(found, NOWHERE)
+        if need.offset < 0:
+            moved[-need.offset :] = found[: need.offset]
+        else:
+            moved[: -need.offset] = found[need.offset :]
+        return moved
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """The needs of computations that messages satisfy."""
+        return tuple(self._crossings())
+
+    def _crossings(self) -> Iterator[Crossing]:
+        placement = np.array(self.schedule.placement)
+        for kind in Kind:
+            for need in NEEDS[kind] if kind in COMPUTE else ():
+                if need.offset == 0:
+                    continue
+                stages = np.arange(len(placement))
+                stages = stages[(stages + need.offset >= 0) & (stages + need.offset < len(placement))]
+                stages = stages[placement[stages] != placement[stages + need.offset]]
+                send = SEND_OF[need.kinds[-1]]
+                yield Crossing(kind, need, send, other_end_of(send), stages)
+
+    @cached_property
+    def receives(self) -> BoolArray:
+        """Per action, whether it is a computation that reads a message."""
+        remote = np.zeros((len(CODES), self.schedule.num_stages), dtype=bool)
+        for crossing in self.crossings:
+            remote[CODES[crossing.reader], crossing.stages] = True
+        return remote[self.kind, self.stage]
+
+    @cached_property
+    def producers(self) -> tuple[list[int], list[int]]:
+        """By index, which action of its own stage and which of a neighbouring stage each computation needs.
+
+        One beyond the last index stands for one that is not there, two beyond for none needed.
+        """
+        num_actions = len(self.kind)
+        found = np.full((2, num_actions), num_actions + 1)
+        stages = np.arange(self.schedule.num_stages)
+        for kind in COMPUTE:
+            consumers = self.place[CODES[kind]]
+            for need in NEEDS[kind]:
+                neighbour = stages + need.offset
+                exists = (consumers != NOWHERE) & ((neighbour >= 0) & (neighbour < len(stages)))[:, None]
+                needed = self.needed(need)[exists]
+                found[int(need.offset != 0), consumers[exists]] = np.where(
+                    needed == NOWHERE, num_actions, needed
+                )
+        return found[0].tolist(), found[1].tolist()
+
+    def is_kind(self, *kinds: Kind) -> BoolArray:
+        """Per action, whether it is of one of these kinds."""
+        wanted = np.zeros(len(CODES), dtype=bool)
+        wanted[[CODES[kind] for kind in kinds]] = True
+        return wanted[self.kind]
+
+    def action(self, index: int) -> Action:
+        """The action itself."""
+        rank, position = self.where(index)
+        return self.rows[rank][position]
+
+    def where(self, index: int) -> tuple[int, int]:
+        """(rank, position in its list)."""
+        rank = int(self.rank[index])
+        return rank, int(index) - self.first[rank]
+
+    def at(self, index: int) -> str:
+        """Where an action is, in words."""
+        rank, position = self.where(index)
+        return f"at position {position} of rank {rank}"
+
+    def refuse_illegal(self) -> None:
+        """Checks each action by itself: known ids, the rank of its stage, and in a forward-only schedule no backward.
+
+        Raises:
+            Fault: the first that is none.
+        """
+        schedule = self.schedule
+        known = (self.stage >= 0) & (self.stage < schedule.num_stages)
+        here = np.array(schedule.placement)[np.where(known, self.stage, 0)] == self.rank
+        reductions = self.kind == CODES[Kind.REDUCE_GRAD]
+        counted = (self.microbatch >= 0) & (self.microbatch < schedule.num_microbatches)
+        legal = known & here & np.where(reductions, self.microbatch == NO_MICROBATCH, counted)
+        if schedule.forward_only:
+            legal &= ~_BACKWARD_KINDS[self.kind]
+        if not legal.all():
+            index = int(np.argmin(legal))
+            rank, _ = self.where(index)
+            objection = schedule.objection(rank, self.action(index))
+            self.fail(
+                index, objection or "the schedule is forward-only: F and its messages are all there may be"
+            )
+
+    def refuse_doubled(self) -> None:
+        """Checks that no action occurs twice.
+
+        Raises:
+            Fault: the first second occurrence.
+        """
+        originals = self.place.reshape(-1)[self._cells]
+        doubled = originals != np.arange(len(originals))
+        if doubled.any():
+            index = int(np.argmax(doubled))
+            _, position = self.where(int(originals[index]))
+            self.fail(index, f"it occurs a second time, first at position {position}")
+
+    def fail(self, index: int, reason: str) -> NoReturn:
+        """Raises the fault of one cell."""
+        rank, position = self.where(index)
+        raise Fault(
+            f"schedule {self.schedule.name}: {self.action(index)} (rank {rank}, position {position}): {reason}",
+            {rank: position},
+        )
+
+    def fail_missing(self, action: Action, remark: str, beside: int = NOWHERE) -> NoReturn:
+        """Raises the fault of an action that is not there; `beside`: the index of a cell to show."""
+        rank = self.schedule.placement[action.stage]
+        raise Fault(
+            f"schedule {self.schedule.name}: {action} is missing on rank {rank}{remark}",
+            {} if beside == NOWHERE else dict([self.where(beside)]),
+        )
+
+
+def _integers(actions: list[Action], field: int) -> IntArray:
+    values = map(itemgetter(field), actions)
+    try:
+        return np.fromiter(values, np.int64, len(actions))
+    except OverflowError:
+        # Out of any range that matters; legality will say so.
+        return np.array([max(-_HUGE, min(action[field], _HUGE)) for action in actions])

@@ -1,0 +1,237 @@
+"""A program's messages as integers, and the checks that make them sound: everything but deadlock."""
+
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+
+from megalite.pipeline.ir.actions import RECVS, SENDS, Action, Kind
+from megalite.pipeline.ir.dependencies import NEEDS, other_end
+from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A program whose lists are complete, in order and rightly wired. Whether a rank waits for ever is left open.
+
+    Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives.
+    """
+
+    program: Program
+    table: Table
+    channels: tuple[tuple[int, int], ...]
+    """(source rank, destination rank) of each channel that has messages."""
+    channel: IntArray
+    """Per message, which channel it goes over."""
+    send: IntArray
+    """Per message, the index of its send."""
+    receive: IntArray
+    """Per message, the index of its receive."""
+    reader: IntArray
+    """Per message, the index of the computation that needs it."""
+
+    def awaited(self, *, rendezvous: bool) -> IntArray:
+        """Per action the message that it waits for, or NOWHERE.
+
+        A reader waits for what it reads. With `rendezvous` a send that finds `send_window` sends pending on its channel
+        waits for the oldest of them.
+        """
+        waits = np.full(len(self.table.kind), NOWHERE)
+        waits[self.reader] = np.arange(len(self.reader))
+        window = self.program.send_window
+        if rendezvous and window < len(self.send):
+            later = np.arange(window, len(self.send))
+            later = later[self.channel[later] == self.channel[later - window]]
+            waits[self.send[later]] = later - window
+        return waits
+
+    def posted(self) -> IntArray:
+        """Per action the message whose send or receive it is, or NOWHERE."""
+        posts = np.full(len(self.table.kind), NOWHERE)
+        posts[self.send] = posts[self.receive] = np.arange(len(self.send))
+        return posts
+
+
+def wire(program: Program) -> Wiring:
+    """The program's messages, found and checked in time linear in its length.
+
+    Raises:
+        Fault: the first that is wrong of sizes, agreement with the schedule, legality of each action, completeness,
+            order on each rank, messages, order on each channel.
+    """
+    _check_sizes(program)
+    table = Table.of(program.actions, program.schedule)
+    table.refuse_illegal()
+    _check_same_computation(program, table)
+    table.refuse_doubled()
+    _check_complete(table)
+    _check_order(table)
+    _check_messages(table)
+    return _in_channel_order(program, table)
+
+
+def _check_sizes(program: Program) -> None:
+    schedule = program.schedule
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, program.send_window)
+    wrong = None
+    if min(sizes) < 1:
+        wrong = (
+            "ranks, stages, microbatches and send window are {}, {}, {}, {}; each must be 1 or more".format(
+                *sizes
+            )
+        )
+    elif len(schedule.placement) != schedule.num_stages:
+        wrong = f"placement lists {len(schedule.placement)} stages but there are {schedule.num_stages}"
+    elif not set(schedule.placement) <= set(range(schedule.num_ranks)):
+        wrong = f"placement {schedule.placement} names a rank beyond 0 to {schedule.num_ranks - 1}"
+    elif len(program.actions) != schedule.num_ranks:
+        wrong = f"there are {len(program.actions)} action lists for {schedule.num_ranks} ranks"
+    if wrong:
+        raise Fault(f"schedule {schedule.name}: {wrong}", {})
+
+
+def _check_same_computation(program: Program, table: Table) -> None:
+    planned_rows = program.schedule.actions
+    for rank, row in enumerate(program.actions):
+        computes = table.computes[table.first[rank] : table.first[rank + 1]].tolist()
+        planned = planned_rows[rank] if rank < len(planned_rows) else ()
+        if tuple(compress(row, computes)) == planned:
+            continue
+        positions = compress(range(len(row)), computes)
+        wanted = iter(planned)
+        position = next((position for position in positions if row[position] != next(wanted, None)), None)
+        raise Fault(
+            f"schedule {program.schedule.name}: what rank {rank} computes in the program, in its order, is not what its "
+            f"schedule says: {'it ends too early' if position is None else f'see {row[position]} at position {position}'}; "
+            f"lower the schedule again",
+            {} if position is None else {rank: position},
+        )
+
+
+def _check_complete(table: Table) -> None:
+    """Each pair of stage and microbatch has one F and one B, or I and W; each stage one REDUCE_GRAD."""
+    there = table.place != NOWHERE
+    forward, whole, inner, weight = (there[CODES[kind]] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    _fail_first_missing(table, Kind.F, ~forward, "")
+    if table.schedule.forward_only:
+        return
+    doubled = whole & (inner | weight)
+    if doubled.any():
+        halves = table.place[[CODES[Kind.I], CODES[Kind.W]]][:, doubled]
+        index = int(halves[halves != NOWHERE].min())
+        _, stage, microbatch = table.action(index)
+        both = Action(Kind.B, stage, microbatch)
+        at = table.at(int(table.place[CODES[Kind.B], stage, microbatch]))
+        table.fail(
+            index, f"its microbatch has a whole backward too, {both} {at}; a backward is either B or I and W"
+        )
+    _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", beside=Kind.F)
+    _fail_first_missing(table, Kind.I, weight & ~inner, " (its W is there)", beside=Kind.W)
+    _fail_first_missing(table, Kind.W, inner & ~weight, " (its I is there)", beside=Kind.I)
+    reduced = there[CODES[Kind.REDUCE_GRAD], :, 0]
+    if not reduced.all():
+        table.fail_missing(Action(Kind.REDUCE_GRAD, int(np.argmin(reduced)), -1), "")
+
+
+def _fail_first_missing(
+    table: Table, kind: Kind, missing: BoolArray, remark: str, *, beside: Kind | None = None
+) -> None:
+    if not missing.any():
+        return
+    stage, microbatch = (int(cell[0]) for cell in np.nonzero(missing))
+    shown = NOWHERE if beside is None else int(table.place[CODES[beside], stage, microbatch])
+    table.fail_missing(Action(kind, stage, microbatch), remark, shown)
+
+
+def _check_order(table: Table) -> None:
+    """What an action needs of its own rank comes before it: a producer, or the receive of a producer's message."""
+    faults: list[tuple[int, int, Action]] = []
+    for kind in Kind:
+        if kind in RECVS:
+            continue
+        for need in NEEDS[kind]:
+            consumers, producers = table.place[CODES[kind]], table.needed(need)
+            if kind is Kind.REDUCE_GRAD:
+                consumers, producers = consumers[:, 0], producers.max(axis=1)
+            # NOWHERE, for what comes by message or not at all, comes before everything.
+            faults += _first_late(table, consumers, producers, consumers != NOWHERE)
+    for crossing in table.crossings:
+        readers = table.place[CODES[crossing.reader]][crossing.stages]
+        receives = table.place[CODES[crossing.receive]][crossing.stages]
+        sends = table.place[CODES[crossing.send]][crossing.stages + crossing.need.offset]
+        for kind, ends, offset in (
+            (crossing.receive, receives, 0),
+            (crossing.send, sends, crossing.need.offset),
+        ):
+            lacking = (readers != NOWHERE) & (ends == NOWHERE)
+            if lacking.any():
+                reader = int(readers[lacking].min())
+                _, stage, microbatch = table.action(reader)
+                faults.append((reader, NOWHERE, Action(kind, stage + offset, microbatch)))
+        faults += _first_late(table, readers, receives, readers != NOWHERE)
+    if faults:
+        index, producer, needed = min(faults)
+        if producer == NOWHERE:
+            table.fail(index, f"it needs {needed}, which no rank has")
+        table.fail(index, f"it needs {needed}, which comes only later, {table.at(producer)}")
+
+
+def _first_late(
+    table: Table, consumers: IntArray, producers: IntArray, there: BoolArray
+) -> list[tuple[int, int, Action]]:
+    """The first consumer whose producer is on its rank, but after it."""
+    late = there & (producers > consumers) & (table.rank[producers] == table.rank[consumers])
+    if not late.any():
+        return []
+    which = int(np.argmin(np.where(late, consumers, len(table.kind))))
+    producer = int(producers.reshape(-1)[which])
+    return [(int(consumers.reshape(-1)[which]), producer, table.action(producer))]
+
+
+def _check_messages(table: Table) -> None:
+    """No send or receive beyond those that the computations need."""
+    wanted = np.zeros((len(CODES), table.schedule.num_stages), dtype=bool)
+    for crossing in table.crossings:
+        wanted[CODES[crossing.receive], crossing.stages] = True
+        wanted[CODES[crossing.send], crossing.stages + crossing.need.offset] = True
+    surplus = table.is_kind(*SENDS, *RECVS) & ~wanted[table.kind, table.stage]
+    if surplus.any():
+        table.fail(int(np.argmax(surplus)), "no action on another rank depends on this message")
+
+
+def _in_channel_order(program: Program, table: Table) -> Wiring:
+    num_ranks, placement = program.schedule.num_ranks, np.array(program.schedule.placement)
+    parts = []
+    for crossing in table.crossings:
+        sources = crossing.stages + crossing.need.offset
+        readers = table.place[CODES[crossing.reader]][crossing.stages]
+        receives = table.place[CODES[crossing.receive]][crossing.stages]
+        sends = table.place[CODES[crossing.send]][sources]
+        keys = np.broadcast_to(
+            (placement[sources] * num_ranks + placement[crossing.stages])[:, None], readers.shape
+        )
+        parts.append(np.stack((keys, sends, receives, readers))[:, readers != NOWHERE])
+    key, send, receive, reader = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0), dtype=np.int64)
+    order = np.lexsort((send, key))
+    key, send, receive, reader = key[order], send[order], receive[order], reader[order]
+    in_order = receive[np.lexsort((receive, key))]
+    wrong = np.flatnonzero(in_order != receive)
+    if len(wrong):
+        message = int(wrong[np.argmin(in_order[wrong])])
+        _fail_channel_order(
+            table, int(in_order[message]), int(send[message]), message - int(np.argmax(key == key[message]))
+        )
+    used, channel = np.unique(key, return_inverse=True)
+    channels = tuple((int(edge) // num_ranks, int(edge) % num_ranks) for edge in used)
+    return Wiring(program, table, channels, channel, send, receive, reader)
+
+
+def _fail_channel_order(table: Table, receive: int, send: int, number: int) -> None:
+    sent = table.action(send)
+    source, destination = int(table.rank[send]), int(table.rank[receive])
+    table.fail(
+        receive,
+        f"message {number} from rank {source} to rank {destination} is {sent}, {table.at(send)}, so {other_end(sent)} must "
+        f"be posted here: a channel delivers in the order of the sends",
+    )

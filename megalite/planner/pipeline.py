@@ -1,0 +1,195 @@
+"""Which pipeline a config runs: placement, stages, schedule, program. Training and dry run ask here."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from megalite.config.batch import microbatch_counts
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.pipeline.ir.auto import build_auto
+from megalite.pipeline.ir.costs_file import read_costs
+from megalite.pipeline.ir.errors import ScheduleError
+from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import build_schedule, placement_for
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.pipeline.ir.validate import ValidationReport, validate
+from megalite.planner.costs import flop_costs
+from megalite.planner.sizes import stage_sizes
+from megalite.planner.stages import StagePlan, cut_stages
+from megalite.topology.layout import ParallelLayout
+
+GIB = 1 << 30
+
+
+def placement_of(config: RunConfig) -> tuple[int, ...]:
+    """Per virtual stage its pipeline rank; the same for every number of microbatches of the run.
+
+    Raises:
+        ConfigError: the schedule cannot be had; see `schedule_of`.
+    """
+    p = config.parallel
+    if p.pipeline_schedule_file is not None:
+        return _read(config).placement
+    if p.schedule_name == "auto":
+        return _auto_placement(_Key(config))
+    return placement_for(p.schedule_name, p.pp, p.vpp)
+
+
+def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
+    """The stages of a validated config with a known vocabulary, in order."""
+    return cut_stages(config, placement_of(config))
+
+
+def layout_of(config: RunConfig) -> ParallelLayout:
+    """Ranks and groups of a validated config."""
+    p = config.parallel
+    assert p.dp is not None, "validate() resolves dp"
+    placement = placement_of(config)
+    return ParallelLayout(
+        tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order, placement=placement
+    )
+
+
+def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
+    """The training schedule of a validated config for a step of that many microbatches.
+
+    Raises:
+        ConfigError: the schedule does not take these sizes (the message names some that it takes), its file cannot be
+            read, or nothing fits the memory limit.
+    """
+    p = config.parallel
+    if p.pipeline_schedule_file is not None:
+        schedule = _read(config)
+        if schedule.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"pipeline_schedule_file {p.pipeline_schedule_file} is for {schedule.num_microbatches} microbatches, but "
+                f"a step of this run has {num_microbatches}; use a global_batch_size with {schedule.num_microbatches} "
+                f"microbatches (global batch = microbatches x micro batch size x dp), or a file for {num_microbatches}"
+            )
+        return schedule
+    if p.schedule_name == "auto":
+        return _auto(_Key(config), placement_of(config), num_microbatches)
+    return build_schedule(
+        p.schedule_name,
+        num_ranks=p.pp,
+        num_chunks=p.vpp,
+        num_microbatches=num_microbatches,
+        group=p.microbatch_group_size_per_virtual_pipeline_stage,
+        warm_up=p.pipeline_warmup,
+        recompute_ahead=config.training.recompute_ahead,
+    )
+
+
+def lowered(config: RunConfig, schedule: Schedule) -> Program:
+    """The schedule with its communication, as the config's knobs want it."""
+    p = config.parallel
+    return lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
+
+
+def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
+    """Validate a training program of the config, its memory limit included.
+
+    Raises:
+        ConfigError: it is not valid or needs more memory, with the cell and the grid.
+    """
+    limit = config.parallel.pipeline_memory_limit
+    sizes = stage_sizes(config, stages)
+    try:
+        return validate(program, sizes=sizes, limit=None if limit is None else limit * GIB)
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _read(config: RunConfig) -> Schedule:
+    """The schedule of pipeline_schedule_file, with the sizes of the config."""
+    p = config.parallel
+    path = Path(p.pipeline_schedule_file or "")
+    try:
+        schedule = Schedule.from_csv(path.read_text(encoding="utf-8"), name=path.name)
+        validate(lowered(config, schedule))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read pipeline_schedule_file {path}: {error.strerror}; write one with megalite schedule --write-csv"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"pipeline_schedule_file {path} is no text ({error.reason}); write one with megalite schedule --write-csv"
+        ) from None
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline_schedule_file {path}: {error}") from None
+    if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:
+        raise ConfigError(
+            f"pipeline_schedule_file {path} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but pp is "
+            f"{p.pp} and pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp}; use --pp {schedule.num_ranks} --vpp "
+            f"{schedule.num_stages // schedule.num_ranks}"
+        )
+    if schedule.forward_only:
+        raise ConfigError(
+            f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each"
+        )
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A config that can be looked up: it is the same if it reads the same."""
+
+    config: RunConfig = field(compare=False)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", repr(self.config))
+
+
+def _costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
+    """Those of the file if one is given, else FLOPs."""
+    path = config.parallel.pipeline_costs
+    if path is None:
+        return flop_costs(config, stages)
+    placement = tuple(plan.rank for plan in stages)
+    return read_costs(Path(path)).costs(placement, ahead=config.training.recompute_ahead)
+
+
+@lru_cache(maxsize=32)
+def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    config = key.config
+    p = config.parallel
+    stages = cut_stages(config, placement)
+    costs, sizes = _costs(config, stages), stage_sizes(config, stages)
+    return build_auto(
+        placement,
+        num_microbatches,
+        costs,
+        sizes=sizes,
+        limit=None if p.pipeline_memory_limit is None else p.pipeline_memory_limit * GIB,
+        recv_prefetch=p.pipeline_recv_prefetch,
+        send_window=p.pipeline_send_window,
+        recompute_ahead=config.training.recompute_ahead,
+    )
+
+
+@lru_cache(maxsize=8)
+def _auto_placement(key: _Key) -> tuple[int, ...]:
+    """Round and round, or with two chunks a V where that gives the shorter step at the largest batch."""
+    config = key.config
+    p = config.parallel
+    loop = loop_placement(p.pp, p.vpp)
+    if p.vpp != 2:
+        return loop
+    count = microbatch_counts(config)[-1]
+    found: list[tuple[float, tuple[int, ...]]] = []
+    refused: list[ConfigError] = []
+    for placement in (v_placement(p.pp), loop):
+        try:
+            schedule = _auto(key, placement, count)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        costs = _costs(config, cut_stages(config, placement))
+        found.append((simulate(lowered(config, schedule), costs).makespan, placement))
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda each: each[0])[1]

@@ -1,0 +1,73 @@
+"""What a split backward keeps for its weight gradients, measured, against the planner's bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.planner.sizes import deferred_bytes
+from megalite.tensor_parallel.parameter import ShardedParameter, attach_tape
+from megalite.tensor_parallel.weight_tape import WeightTape
+from tests.models.live_bytes import LiveBytes
+from tests.models.test_activation_bytes import GPT, S, layers_alone, settled
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, tiny_config
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 4,
+    "add_bias_linear": False,
+    "moe_ffn_hidden_size": 192,
+    "moe_shared_expert_intermediate_size": 128,
+}
+"""All experts for each token: how many rows one gets is then known."""
+
+
+def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Bytes alive after an I, its results not counted, and those planned."""
+    config = tiny_config(world_size, **{**GPT, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
+    stage, plan = layers_alone(context, config)
+    tape = WeightTape()
+    attach_tape(stage, tape)
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        parameter.main_grad = torch.zeros(parameter.shape)
+    samples = config.training.micro_batch_size
+    losses = AuxiliaryLosses(1.0 / samples, 1.0 / (samples * S), 1.0, torch.device("cpu"))
+    forward_context = stage.context(tuple(range(samples)), auxiliary=losses)
+    with LiveBytes() as live:
+        x = torch.randn(stage.activation_shape(samples), dtype=torch.bfloat16).requires_grad_()
+        y = stage(x, forward_context)
+        with tape.recording(0):
+            y.backward(torch.ones_like(y))
+        results = [x.grad, *(parameter.grad for parameter in stage.parameters())]
+        found = sum(grad.untyped_storage().nbytes() for grad in results if grad is not None)
+        del x, y, forward_context
+        alive = settled(lambda: live.now - found)
+        tape.run(0)
+        assert settled(lambda: live.now - found) < alive / 20
+    return alive, deferred_bytes(config, plan)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {"num_layers": 2}),
+        (1, {**LLAMA, "ffn_hidden_size": 320}),
+        (1, {**LLAMA, **EXPERTS}),
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sequence_parallel": True, "num_layers": 2}),
+        (2, {"cp": 2}),
+        (1, {"num_layers": 2, "recompute_granularity": "full"}),
+    ],
+    ids=str,
+)
+def test_deferred_bytes_are_the_planned_ones(world_size: int, settings: dict[str, Any]) -> None:
+    ranks = (
+        [kept(RankContext(0, {}), 1, settings)]
+        if world_size == 1
+        else run_ranks(world_size, kept, world_size, settings)
+    )
+    for alive, planned in ranks:
+        assert alive == pytest.approx(planned, rel=0.03)

@@ -1,0 +1,296 @@
+"""Each named schedule against its closed forms, size by size: time, memory and messages.
+
+F, I, W are one stage's times, B = I + W, v stages a rank. The bubble is the makespan less v m (F+B), what a rank
+computes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs, smallest_group
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.generators.vee import zb_v
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
+from megalite.pipeline.ir.schedule import Schedule, live_units, peak_activations
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
+from megalite.pipeline.ir.validate import validate
+
+
+class Size(NamedTuple):
+    """One row of the grid; `name` with the warm-up for 1f1b."""
+
+    name: str
+    p: int
+    v: int
+    m: int
+    group: int | None = None
+
+    def schedule(self) -> Schedule:
+        name, _, warm_up = self.name.partition(" ")
+        return build_schedule(
+            name,
+            num_ranks=self.p,
+            num_chunks=self.v,
+            num_microbatches=self.m,
+            group=self.group,
+            warm_up=warm_up or "pa",
+        )
+
+
+NAMES = ("gpipe", "1f1b pa", "1f1b pb", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+def sizes(name: str) -> Iterator[Size]:
+    """m < p, m = p, and no multiple of p included."""
+    if name == "interleaved":
+        for p, v, m in product((1, 2, 3, 4, 5, 6), (2, 3, 4), range(1, 15)):
+            legal: list[int | None] = [n for n in range(p, m + 1) if not 0 < m % n < p]
+            yield from (Size(name, p, v, m, group) for group in legal[:4] or [None])
+    elif name == "looped-bfs":
+        for p, v, m in product((1, 2, 3, 4, 5, 6), (2, 3, 4), range(1, 15)):
+            yield Size(name, p, v, m)
+    else:
+        for p, m in product(range(1, 9), range(1, 25)):
+            if name != "dualpipe-v" or m >= 2 * p:
+                yield Size(name, p, 2 if name in ("zb-v", "dualpipe-v") else 1, m)
+
+
+def run(schedule: Schedule, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, p2p: float = 0.0) -> Timeline:
+    costs = Costs.uniform(schedule.num_stages, forward=f, backward=i + w, weight_grad=w, p2p=p2p)
+    # Four actions of lead, as if receives were posted at will.
+    return simulate(lower(schedule, recv_prefetch=4), costs)
+
+
+def bubble(size: Size, f: int, i: int, w: int) -> int | None:
+    """The closed form; None where there is none: split schedules with few microbatches or a V with unequal F, I, W."""
+    name, p, v, m, _ = size
+    hops = p - 1
+    equal = f == i == w
+    if name in ("gpipe", "1f1b pa", "1f1b pb"):
+        return hops * (f + i + w)
+    if name in ("interleaved", "looped-bfs"):
+        # A full rank stage costs v of these: (p-1)(F+B)/v. Fewer microbatches than ranks wait at each wrap of the loop.
+        return (hops + (v - 1) * max(p - m, 0)) * (f + i + w)
+    if name == "zb-h1" and (m >= p or equal):
+        # (p-1)(F+I-W) where W <= I, F: the last rank cannot start before (p-1)F, and W > F gains no more.
+        return hops * max(f, i + max(f - w, 0)) + (max(p - m, 0) * f if equal else 0)
+    if name == "zb-h2" and (m >= 2 * p - 1 or equal):
+        return hops * max(f, i - f, f + i - 2 * w) + (max(2 * p - 1 - m, 0) // 2 * f if equal else 0)
+    if name == "zb-v" and equal:
+        return (hops + max(3 * p - 1 - 2 * m, 0)) * f
+    if name == "dualpipe-v" and equal:
+        return hops * f
+    return None
+
+
+def test_the_grid_is_large() -> None:
+    grid = [size for name in NAMES for size in sizes(name)]
+    assert len(grid) == len(set(grid)) >= 2000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_makespans(name: str) -> None:
+    """Each size with F = I = W, and with other times in turn where the closed form has F, I and W."""
+    others = list(product((1, 2, 3), repeat=3))
+    compared = 0
+    for index, size in enumerate(sizes(name)):
+        schedule = size.schedule()
+        for f, i, w in ((1, 1, 1), others[index % len(others)]):
+            wanted = bubble(size, f, i, w)
+            if wanted is not None:
+                assert run(schedule, f, i, w).makespan == size.m * size.v * (f + i + w) + wanted, (
+                    size,
+                    f,
+                    i,
+                    w,
+                )
+                compared += 1
+    assert compared >= len(list(sizes(name)))
+
+
+def test_spans_of_split_schedules() -> None:
+    """From a rank's first action to its last: what a step takes if the next need not wait for all ranks."""
+    for p, m in product(range(1, 6), range(1, 12)):
+        for f, i, w in product((1, 2, 3), repeat=3):
+            ideal = m * (f + i + w)
+            if m >= p:
+                span = ideal + (p - 1) * (i + max(f - w, 0))
+                assert max(run(zb_h1(p, m), f, i, w).spans) == span
+            if m >= 2 * p - 1:
+                # (p-1)(F+I-2W), unless W is so long that there is none, or I so long that it sets the pace.
+                span = ideal + (p - 1) * max(0, i - f, f + i - 2 * w)
+                assert max(run(zb_h2(p, m), f, i, w).spans) == span
+        if m >= 2 * p - 1:
+            assert run(zb_v(p, m)).spans == (6 * m,) * p
+
+
+def activations(size: Size, rank: int) -> int:
+    """The most live activations on a rank, in stage activations; a bound where few microbatches leave room."""
+    name, p, v, m, group = size
+    left = p - rank
+    if name in ("gpipe", "looped-bfs"):
+        return m * v
+    if name in ("1f1b pa", "zb-h1"):
+        return min(m, left)
+    if name in ("1f1b pb", "zb-h2"):
+        return min(m, 2 * left - 1)
+    if name == "interleaved":
+        return min(m * v, 2 * (left - 1) + (v - 1) * (group or smallest_group(p, m)) + 1)
+    return 2 * p if name == "zb-v" else 2 * p + 1
+
+
+def deferred(size: Size, rank: int) -> int:
+    """Microbatches on a rank whose W is put off, when most activations are alive."""
+    if size.name == "zb-h1":
+        return min(rank, size.m)
+    if size.name == "zb-h2":
+        return min(2 * rank, size.m)
+    return 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_live_activations(name: str) -> None:
+    for size in sizes(name):
+        found = peak_activations(size.schedule().actions, forward_only=False)
+        wanted = tuple(activations(size, rank) for rank in range(size.p))
+        if name == "zb-v" and size.m < 2 * size.p - 1:
+            assert all(peak <= limit for peak, limit in zip(found, wanted, strict=True)), size
+        else:
+            assert found == wanted, size
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+def test_memory_of_split_schedules(name: str) -> None:
+    """(p-r) M_B + r M_W for ZB-H1, (2(p-r)-1) M_B + 2r M_W for ZB-H2, 2p M_B and (2p+1) M_B flat for the Vs.
+
+    That is what is held between actions. While an I runs, both its activations and what its W will need are there: one
+    M_W more at the peak, on ranks of ZB-H1 and ZB-H2 that have an I at all.
+    """
+    full, kept = 4.0, 1.0
+    compared = 0
+    for size in sizes(name):
+        schedule = size.schedule()
+        limits = [full * activations(size, r) + kept * deferred(size, r) for r in range(size.p)]
+        between = [
+            max(full * units.activations + kept * units.deferred for units in live_units(row))
+            for row in schedule.actions
+        ]
+        assert all(held <= limit for held, limit in zip(between, limits, strict=True)), size
+        if size.m < {"zb-h1": size.p, "dualpipe-v": 0}.get(name, 2 * size.p - 1):
+            continue
+        assert between == limits, size
+        bytes_of = Sizes.uniform(schedule.num_stages, activation=full, deferred=kept)
+        peaks = [peak.size for peak in memory_peaks(lower(schedule), bytes_of)]
+        if name in ("zb-h1", "zb-h2"):
+            assert peaks == [limit + (kept if rank else 0.0) for rank, limit in enumerate(limits)], size
+        else:
+            assert all(limit <= peak <= limit + kept for peak, limit in zip(peaks, limits, strict=True)), size
+        compared += 1
+    assert compared > 40
+
+
+def sends(size: Size, rank: int) -> int:
+    """2m for one stage a rank, 2mv for v, less where a stage is at an end or at the turn of a V."""
+    name, p, v, m, _ = size
+    if p == 1:
+        return 0
+    if name in ("zb-v", "dualpipe-v"):
+        return 2 * m if rank in (0, p - 1) else 4 * m
+    return 2 * m * v - m * (rank == 0) - m * (rank == p - 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sends(name: str) -> None:
+    for size in list(sizes(name))[::3]:
+        report = validate(lower(size.schedule()))
+        assert report.sends == tuple(sends(size, rank) for rank in range(size.p)), size
+
+
+def test_what_latency_costs_1f1b() -> None:
+    """GPipe, and 1F1B with the deep warm-up, pay 2c a hop; the shallow one loses a round trip time and again."""
+    for p, m, c in product(range(2, 7), range(1, 14), (0.25, 0.5, 1.0)):
+        ramps = 3 * (m + p - 1) + 2 * (p - 1) * c
+        assert run(gpipe(p, m), p2p=c).makespan == ramps
+        assert run(one_f_one_b(p, m, "pb"), p2p=c).makespan == ramps
+        assert run(one_f_one_b(p, m), p2p=c).makespan == ramps + 2 * c * ((m - 1) * (p - 1) // p)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "group", "ratio"),
+    [
+        ("gpipe", 1, None, 1.583),
+        ("1f1b pa", 1, None, 1.854),
+        ("1f1b pb", 1, None, 1.583),
+        ("interleaved", 2, None, 1.531),
+        ("interleaved", 4, None, 1.917),
+        ("interleaved", 2, 16, 1.365),
+        ("looped-bfs", 2, None, 1.365),
+        ("zb-h1", 1, None, 1.4375),
+        ("zb-h2", 1, None, 1.219),
+        ("zb-v", 2, None, 1.427),
+    ],
+)
+def test_interleaving_deeper_is_no_gain_once_messages_cost(
+    name: str, v: int, group: int | None, ratio: float
+) -> None:
+    """Makespan / ideal for p = 8, m = 16, messages of half a rank's forward, from an independent simulator."""
+    schedule = Size(name, 8, v, 16, group).schedule()
+    assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=0.5).makespan / 48 == pytest.approx(ratio, abs=1e-3)
+
+
+def steps(schedule: Schedule, count: int) -> Schedule:
+    """Several steps one after the other, with no barrier in between."""
+    m = schedule.num_microbatches
+    rows = tuple(
+        tuple(Action(kind, stage, i + step * m) for step in range(count) for kind, stage, i in row)
+        for row in schedule.actions
+    )
+    return replace(schedule, num_microbatches=count * m, actions=rows)
+
+
+def test_a_zero_bubble_needs_steps_that_overlap() -> None:
+    """p = 8, m = 16, F = I = W: in a synchronous step ZB-H2 is no shorter than ZB-H1, for twice the memory."""
+    h1, h2, vee = zb_h1(8, 16), zb_h2(8, 16), zb_v(8, 16)
+    assert run(h1).makespan / 48 == run(h2).makespan / 48 == pytest.approx(1.146, abs=1e-3)
+    assert run(vee).makespan / 96 == pytest.approx(1.073, abs=1e-3)
+    periods = [run(steps(s, 3)).makespan - run(steps(s, 2)).makespan for s in (h1, h2, vee)]
+    assert [periods[0] / 48, periods[1] / 48, periods[2] / 96] == [pytest.approx(1.146, abs=1e-3), 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "f", "i", "w", "c", "h1", "h2"),
+    [
+        (8, 24, 18.52, 18.09, 9.34, 0.60, 0.1585, 0.1083),
+        (8, 64, 29.94, 29.62, 19.39, 0.54, 0.0554, 0.0294),
+        (16, 48, 11.35, 11.25, 8.13, 0.38, 0.1397, 0.0672),
+    ],
+)
+def test_published_bubble_rates_of_split_schedules(
+    p: int, m: int, f: float, i: float, w: float, c: float, h1: float, h2: float
+) -> None:
+    """Qi et al., "Zero Bubble Pipeline Parallelism" (2023): profiled milliseconds and the rates over the longest span."""
+    assert run(zb_h1(p, m), f, i, w, p2p=c).span_bubble_fraction == pytest.approx(h1, abs=2e-4)
+    assert run(zb_h2(p, m), f, i, w, p2p=c).span_bubble_fraction == pytest.approx(h2, abs=2e-4)
+
+
+def test_interleaving_takes_any_count_of_microbatches() -> None:
+    """With the smallest legal group: at the ideal bubble from p microbatches on, and ahead of 1F1B below."""
+    for p, m in ((4, 10), (4, 6)):
+        schedule = interleaved(p, 2, m)
+        assert run(schedule).makespan == 3 * (2 * m + p - 1)
+    assert [smallest_group(4, m) for m in (10, 6, 3)] == [5, 6, 3]
+    # Ten microbatches on four ranks: 6.0 microbatches' activations instead of the 5.5 of groups of four.
+    assert peak_activations(interleaved(4, 2, 10).actions, forward_only=False)[0] == 12
+    assert peak_activations(interleaved(4, 2, 8).actions, forward_only=False)[0] == 11
+    # Four microbatches on eight ranks.
+    assert run(interleaved(8, 2, 4), 0.5, 0.5, 0.5).makespan == 28.5
+    assert run(looped_bfs(8, 2, 4), 0.5, 0.5, 0.5).makespan == 28.5
+    assert run(one_f_one_b(8, 4)).makespan == 33.0

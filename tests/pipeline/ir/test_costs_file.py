@@ -1,0 +1,154 @@
+"""costs.json: what it may say, and what a mistake in it is answered with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.costs_file import CostTable, parse_costs, read_costs
+from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.simulate import Link
+
+LOOP = loop_placement(2, 2)
+FULL = {
+    "unit": "ms",
+    "forward": 4,
+    "input_grad": [3.0, 5.0],
+    "weight_grad": [1.0, 2.0, 3.0, 4.0],
+    "recompute": 2.0,
+    "p2p": 0.25,
+    "links": {"0->1": {"latency": 0.5, "seconds_per_message": 0.125}, "1 -> 0": {"latency": 1}},
+    "memory": {"activation": [8e9, 6e9], "deferred": 2e9, "kept_input": 1e6, "message": 5e5},
+}
+
+
+def test_everything() -> None:
+    table = parse_costs(FULL)
+    costs = table.costs(LOOP)
+    assert costs.forward == (2.0,) * 4, "a rank's share is divided over its stages"
+    assert costs.weight_grad == (1.0, 2.0, 3.0, 4.0)
+    assert costs.backward == (1.5 + 1, 2.5 + 2, 1.5 + 3, 2.5 + 4), "one value a rank is divided as well"
+    assert costs.recompute == (1.0,) * 4
+    assert (costs.p2p, table.unit) == (0.25, "ms")
+    assert costs.links == {(0, 1): Link(0.5, 0.125), (1, 0): Link(1.0, 0.0)}
+    sizes = table.sizes(LOOP)
+    assert sizes is not None
+    assert sizes.activation == (4e9, 3e9, 4e9, 3e9)
+    assert sizes.deferred == (1e9,) * 4
+    assert sizes.kept_input == (1e6,) * 4, "each stage keeps an input, however few layers it has"
+    assert sizes.message == 5e5
+
+
+def test_values_of_ranks_follow_the_placement() -> None:
+    table = parse_costs({"forward": [2, 4]})
+    assert table.costs(v_placement(2)).forward == (1.0, 2.0, 2.0, 1.0)
+    assert table.costs(loop_placement(2, 1)).forward == (2.0, 4.0)
+
+
+def test_backwards() -> None:
+    one = loop_placement(1, 1)
+
+    def halves(data: dict[str, Any]) -> tuple[float, float]:
+        costs = parse_costs(data).costs(one)
+        weight = costs.weight_grad or (costs.backward[0] / 2,)
+        return costs.backward[0] - weight[0], weight[0]
+
+    assert halves({"forward": 3}) == (3.0, 3.0)
+    assert halves({"forward": 3, "backward": 5}) == (2.5, 2.5)
+    assert halves({"forward": 3, "backward": 5, "weight_grad": 2}) == (3.0, 2.0)
+    assert halves({"forward": 3, "input_grad": 4, "weight_grad": 0}) == (4.0, 0.0)
+
+
+def test_the_default_and_recomputation() -> None:
+    costs = CostTable().costs(LOOP)
+    assert (costs.forward, costs.backward, costs.weight_grad) == ((0.5,) * 4, (1.0,) * 4, (0.5,) * 4)
+    assert costs.recompute is None
+    assert CostTable().sizes(LOOP) is None
+    # An R is a forward again, unless the file knows better.
+    assert CostTable().costs(LOOP, ahead=True).recompute == (0.5,) * 4
+    assert parse_costs({"forward": 2, "recompute": 1}).costs(LOOP, ahead=True).recompute == (0.5,) * 4
+
+
+BAD: list[tuple[Any, tuple[str, ...]]] = [
+    ([1], ("the file is [1]", "expected an object with forward")),
+    ({}, ("there is no forward", '"forward": 1')),
+    ({"forwards": 1}, ("unknown key forwards", "did you mean forward?", "weight_grad")),
+    ({"forward": -1}, ("forward is -1", "from 0 to")),
+    ({"forward": "1"}, ('forward is "1"', "use a number")),
+    ({"forward": True}, ("forward is True",)),
+    ({"forward": float("nan")}, ("forward is nan",)),
+    ({"forward": 10**400}, ("forward is 1000",)),
+    ({"forward": [1, None]}, ("forward[1] is None",)),
+    ({"forward": 1, "p2p": [1]}, ("p2p is [1]", "use a number")),
+    ({"forward": 1, "backward": 2, "input_grad": 1}, ("backward 2 and input_grad 1 are both given", "keep")),
+    ({"forward": 1, "input_grad": 1}, ("input_grad 1 is given without weight_grad", "add weight_grad")),
+    ({"forward": 1, "weight_grad": 1}, ("weight_grad 1 is given without input_grad", "add input_grad")),
+    ({"forward": 1, "unit": "sec"}, ('unit is "sec"', "s, ms, us, ns")),
+    ({"forward": 1, "unit": []}, ("unit is []",)),
+    ({"forward": 1, "links": []}, ("links is []", '"0->1"')),
+    ({"forward": 1, "links": {"0-1": {}}}, ('links has "0-1"', '"0->1"')),
+    ({"forward": 1, "links": {"0->x": {}}}, ('links has "0->x"',)),
+    ({"forward": 1, "links": {"1->1": {"latency": 1}}}, ('"1->1" leads from a rank to itself',)),
+    ({"forward": 1, "links": {"0->1": {"latency": 1}, "0 -> 1": {"latency": 2}}}, ("is given twice",)),
+    ({"forward": 1, "links": {"0->1": {}}}, ("links 0->1 has no latency",)),
+    ({"forward": 1, "links": {"0->1": {"latency": 1, "bandwith": 1}}}, ("links 0->1 has an unknown key bandwith", "seconds_per_message")),
+    ({"forward": 1, "memory": 3}, ("memory is 3", "activation, deferred")),
+    ({"forward": 1, "memory": {}}, ("memory has no activation",)),
+    ({"forward": 1, "memory": {"activation": [1, -2]}}, ("memory.activation[1] is -2",)),
+    ({"forward": 1, "memory": {"activation": 1, "kept_input": [1]}}, ("memory.kept_input is [1]",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "says"), BAD, ids=range(len(BAD)))
+def test_mistakes(data: Any, says: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_costs(data, source="my.json")
+    message = str(caught.value)
+    assert message.startswith("my.json: ")
+    assert "\n" not in message
+    for text in says:
+        assert text in message
+
+
+MISFITS: list[tuple[Any, tuple[str, ...]]] = [
+    ({"forward": [1, 1, 1]}, ("forward has 3 values", "4 stages on 2 ranks", "give 4, one a stage, or 2, one a rank")),
+    ({"forward": 1, "input_grad": 1, "weight_grad": []}, ("weight_grad has 0 values",)),
+    ({"forward": 1, "backward": 2, "weight_grad": [1, 3]}, ("weight_grad of stage 1 is 1.5", "its backward 1", "use at most 1")),
+    ({"forward": 1, "links": {"0->2": {"latency": 1}}}, ('links has "0->2"', "there are 2 ranks", "use 0 to 1")),
+    ({"forward": 0, "backward": 0}, ("all 0", "no time passes")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "says"), MISFITS, ids=range(len(MISFITS)))
+def test_what_does_not_fit_the_pipeline(data: Any, says: tuple[str, ...]) -> None:
+    table = parse_costs(data, source="my.json")
+    with pytest.raises(ConfigError) as caught:
+        table.costs(LOOP)
+    for text in ("my.json: ", *says):
+        assert text in str(caught.value)
+
+
+def test_memory_that_does_not_fit() -> None:
+    table = parse_costs({"forward": 1, "memory": {"activation": [1, 2, 3]}})
+    with pytest.raises(ConfigError, match=r"memory\.activation has 3 values"):
+        table.sizes(LOOP)
+
+
+def test_reads_files(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(FULL))
+    assert read_costs(path).costs(LOOP) == parse_costs(FULL).costs(LOOP)
+    for text, says in (
+        (b"{", "it is not JSON"),
+        (b'{"forward": 1, "forward": 2}', "has forward twice"),
+        (b'{"forward": 1\xff}', "not UTF-8"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b'{"forward": 1e999}', "forward is inf"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=says):
+            read_costs(path)
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file.*--costs"):
+        read_costs(tmp_path / "none.json")

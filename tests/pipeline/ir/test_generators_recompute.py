@@ -1,0 +1,109 @@
+"""Recompute-ahead: where an R goes, what it buys and what it holds."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.interleaved import interleaved
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
+from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import Costs, simulate
+
+
+def with_r_everywhere(schedule: Schedule) -> Schedule:
+    """An R before each backward, also where its forward has just run: the form of the published percentages."""
+    rows = tuple(
+        tuple(
+            each
+            for action in row
+            for each in ((Action(Kind.R, *action[1:]), action) if action.kind in GRADIENTS else (action,))
+        )
+        for row in schedule.actions
+    )
+    return replace(schedule, actions=rows)
+
+
+def makespan(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
+    """With a recomputation that costs a forward."""
+    costs = Costs.uniform(schedule.num_stages, forward=forward, backward=backward, recompute=forward)
+    return simulate(lower(schedule), costs).makespan
+
+
+def test_orders_written_out() -> None:
+    def rows(schedule: Schedule) -> list[str]:
+        return [" ".join(map(str, row)) for row in recompute_ahead(schedule).actions]
+
+    assert rows(one_f_one_b(2, 3)) == [
+        "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2",
+        "1F0 1B0 1F1 1B1 1F2 1B2",  # each backward right after its forward: the graph is kept
+    ]
+    assert rows(zb_h1(2, 3))[1] == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    assert rows(gpipe(1, 2)) == ["0F0 0F1 0R0 0B0 0R1 0B1"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gpipe(3, 4),
+        one_f_one_b(3, 6),
+        interleaved(2, 2, 4),
+        zb_h1(3, 5),
+        zb_h2(3, 5),
+        zb_v(3, 6),
+        dualpipe_v(3, 7),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> None:
+    """Nothing but R is added, and no two graphs are ever alive on a rank."""
+    ahead = recompute_ahead(schedule)
+    for row, before in zip(ahead.actions, schedule.actions, strict=True):
+        assert tuple(action for action in row if action.kind is not Kind.R) == before
+        for earlier, action in pairwise(row):
+            if action.kind in GRADIENTS:
+                assert earlier[1:] == action[1:] and earlier.kind in (Kind.F, Kind.R)
+    graphs = memory_peaks(lower(ahead), Sizes.uniform(schedule.num_stages))
+    assert [peak.size for peak in graphs] == [1.0] * schedule.num_ranks
+    assert makespan(ahead) <= makespan(schedule)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "saved"), [(8, 16, 0.076), (16, 64, 0.047), (64, 512, 0.027)]
+)
+def test_known_savings(ranks: int, microbatches: int, saved: float) -> None:
+    """1F1B with F = R and B = 2F: the bubble is (p-1)(F+B) instead of (p-1)(F+R+B); ours is shorter by 2F."""
+    inside = (microbatches + ranks - 1) * 4
+    ahead = microbatches * 4 + (ranks - 1) * 3
+    assert 1 - ahead / inside == pytest.approx(saved, abs=6e-4)
+    schedule = one_f_one_b(ranks, microbatches)
+    if ranks < 64:
+        assert makespan(schedule) == inside
+        assert makespan(with_r_everywhere(schedule)) == ahead
+    assert makespan(recompute_ahead(schedule)) == ahead - 2
+
+
+def test_1f1b_formula() -> None:
+    for ranks in range(2, 7):
+        for microbatches in range(2, 11):
+            for forward, backward in ((1, 1), (1, 2), (2, 3)):
+                wanted = microbatches * (2 * forward + backward) + (ranks - 1) * (forward + backward)
+                schedule = one_f_one_b(ranks, microbatches)
+                assert makespan(with_r_everywhere(schedule), forward, backward) == wanted
+                assert makespan(recompute_ahead(schedule), forward, backward) == wanted - 2 * forward
+
+
+def test_it_takes_training_schedules_once() -> None:
+    with pytest.raises(ConfigError, match=r"forward_only has no backward.*give a training schedule"):
+        recompute_ahead(forward_only(loop_placement(2, 1), 3))
+    with pytest.raises(ConfigError, match=r"gpipe recomputes already.*without any R"):
+        recompute_ahead(recompute_ahead(gpipe(2, 3)))

@@ -1,0 +1,159 @@
+"""Chrome traces: what a viewer needs to draw tracks, slices and arrows."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.dependencies import dependencies
+from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.perfetto import merge_traces, trace_of
+from megalite.pipeline.ir.simulate import Costs, Event, Timeline, simulate
+
+Trace = dict[str, Any]
+
+
+def timeline(name: str = "zb-v", ranks: int = 3, chunks: int = 2, count: int = 6) -> Timeline:
+    schedule = build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=count)
+    costs = Costs.uniform(schedule.num_stages, forward=1 / 3, backward=0.7, weight_grad=0.31, p2p=0.05)
+    return simulate(lower(schedule), costs)
+
+
+def of_phase(trace: Trace, phase: str) -> list[Trace]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def slice_around(trace: Trace, end: Trace) -> Trace:
+    """The one slice of the track that a flow's end is in."""
+    (found,) = [
+        each
+        for each in of_phase(trace, "X")
+        if (each["pid"], each["tid"]) == (end["pid"], end["tid"])
+        and each["ts"] < end["ts"] < each["ts"] + each["dur"]
+    ]
+    return found
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 2), ("1f1b", 1), ("zb-h1", 1)])
+def test_slices_are_the_events(name: str, chunks: int) -> None:
+    found = timeline(name, chunks=chunks)
+    trace = json.loads(json.dumps(trace_of(found)))
+    slices = of_phase(trace, "X")
+    assert [(each["tid"], each["name"]) for each in slices] == [
+        (event.rank, str(event.action)) for event in found.events
+    ]
+    for each, event in zip(slices, found.events, strict=True):
+        assert each["ts"] == pytest.approx(event.start * 1e6, abs=1e-3)
+        assert each["ts"] + each["dur"] == pytest.approx(event.end * 1e6, abs=2e-3)
+        assert each["args"] == {"stage": event.action.stage, "microbatch": event.action.microbatch}
+    kinds = {each["name"].strip("0123456789"): each["cat"] for each in slices}
+    meanings = {
+        "F": "forward",
+        "B": "backward",
+        "I": "input gradient",
+        "W": "weight gradient",
+    }
+    assert {Kind.F, Kind.W} <= set(kinds) or name in ("interleaved", "1f1b")
+    assert kinds == {kind: meanings[kind] for kind in kinds}
+
+
+def test_slices_of_a_track_do_not_overlap() -> None:
+    trace = trace_of(timeline())
+    tracks: dict[int, list[Trace]] = {}
+    for each in of_phase(trace, "X"):
+        tracks.setdefault(each["tid"], []).append(each)
+    assert sorted(tracks) == [0, 1, 2]
+    for row in tracks.values():
+        row.sort(key=lambda each: each["ts"])
+        for before, after in pairwise(row):
+            # In whole nanoseconds: thirds of a second touch without rounding into one another.
+            assert round((before["ts"] + before["dur"]) * 1e3) <= round(after["ts"] * 1e3)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
+def test_an_arrow_for_each_message(name: str, chunks: int) -> None:
+    found = timeline(name, chunks=chunks)
+    schedule = found.schedule
+    trace = trace_of(found)
+    starts = {event["id"]: event for event in of_phase(trace, "s")}
+    ends = {event["id"]: event for event in of_phase(trace, "f")}
+    assert len(starts) == len(of_phase(trace, "s"))
+    assert starts.keys() == ends.keys()
+    drawn = set()
+    for number, start in starts.items():
+        end = ends[number]
+        assert end["bp"] == "e"
+        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
+        drawn.add((slice_around(trace, start)["name"], slice_around(trace, end)["name"]))
+    wanted = {
+        (str(producer), str(action))
+        for row in schedule.actions
+        for action in row
+        for producer in dependencies(action, schedule)
+        if schedule.placement[producer.stage] != schedule.placement[action.stage]
+    }
+    assert drawn == wanted
+    program = lower(schedule)
+    assert len(starts) == sum(
+        action.kind in ("SEND_F", "SEND_B") for row in program.actions for action in row
+    )
+
+
+def test_names_of_processes_and_tracks() -> None:
+    found = timeline()
+    late = [event._replace(start=event.start * 1.1, end=event.end * 1.1) for event in found.events]
+    trace = merge_traces({"measured": late, "ideal": found.events})
+    names = [
+        (event["name"], event["pid"], event["tid"], event["args"]["name"])
+        for event in of_phase(trace, "M")
+        if event["name"] in ("process_name", "thread_name")
+    ]
+    assert names == [
+        entry
+        for process, name in enumerate(("measured", "ideal"))
+        for entry in [
+            ("process_name", process, 0, name),
+            *[("thread_name", process, rank, f"rank {rank}") for rank in range(3)],
+        ]
+    ]
+    slices = of_phase(trace, "X")
+    assert len(slices) == 2 * len(found.events)
+    flows = of_phase(trace, "s") + of_phase(trace, "f")
+    assert len({(flow["id"], flow["ph"]) for flow in flows}) == len(flows), "ids are shared by processes"
+    for flow in flows:
+        slice_around(trace, flow)
+
+
+def test_units() -> None:
+    found = timeline()
+    trace = trace_of(found, seconds_per_unit=1e-3)
+    last = max(each["ts"] + each["dur"] for each in of_phase(trace, "X"))
+    assert last == pytest.approx(found.makespan * 1e3, abs=1e-3)
+
+
+def test_several_steps_in_one_source() -> None:
+    found = timeline("1f1b", ranks=2, chunks=1, count=2)
+    events = [
+        event._replace(start=event.start + step * 100.0, end=event.end + step * 100.0)
+        for step in range(3)
+        for event in found.events
+    ]
+    trace = merge_traces({"measured": events})
+    starts, ends = of_phase(trace, "s"), of_phase(trace, "f")
+    assert len(starts) == len(ends) == 3 * 4
+    for start, end in zip(starts, ends, strict=True):
+        assert start["ts"] // 100e6 == end["ts"] // 100e6
+
+
+def test_parts_of_a_step() -> None:
+    """One rank's recorder alone has nobody to draw arrows to."""
+    events = [Event(1, Action(Kind.F, 1, 3), 0.5, 0.75), Event(1, Action(Kind.B, 1, 3), 0.75, 1.5)]
+    trace = merge_traces({"measured": events, "nothing": []})
+    assert of_phase(trace, "s") == []
+    assert [(each["name"], each["ts"], each["dur"]) for each in of_phase(trace, "X")] == [
+        ("1F3", 0.5e6, 0.25e6),
+        ("1B3", 0.75e6, 0.75e6),
+    ]

@@ -1,0 +1,169 @@
+"""The picture of a schedule, read back as XML."""
+
+import re
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+
+from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
+from megalite.pipeline.ir.svg import Panel, draw_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str, ranks: int, chunks: int, count: int, scale: float = 1.0) -> Timeline:
+    schedule = build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=count)
+    return on_clock(schedule, scale)
+
+
+def on_clock(schedule: Schedule, scale: float = 1.0) -> Timeline:
+    costs = Costs.uniform(
+        schedule.num_stages, forward=scale, backward=2 * scale, recompute=scale, p2p=0.1 * scale
+    )
+    return simulate(lower(schedule), costs)
+
+
+def panel(found: Timeline) -> Panel:
+    return Panel(found, tuple(f"{peak} GiB" for peak in found.peak_activations), "a summary")
+
+
+def picture(panels: list[Panel], unit: str = "") -> str:
+    return draw_svg(panels, unit=unit, peak="what it is")
+
+
+def boxes(root: ET.Element) -> dict[Action, ET.Element]:
+    """The boxes of actions, by what they say they are."""
+    found = {}
+    for box in root.iter(f"{SVG}rect"):
+        title = box.find(f"{SVG}title")
+        if title is not None:
+            assert title.text is not None
+            action = Action.parse(title.text.partition(":")[0])
+            assert action not in found
+            found[action] = box
+    return found
+
+
+def texts(root: ET.Element) -> list[str]:
+    return [text.text or "" for text in root.iter(f"{SVG}text")]
+
+
+def number(box: ET.Element, name: str) -> float:
+    return float(box.attrib[name])
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 3), ("1f1b", 1), ("zb-h2", 1)])
+def test_boxes_are_the_events_to_scale(name: str, chunks: int) -> None:
+    found = timeline(name, 3, chunks, 6)
+    drawn = boxes(ET.fromstring(picture([panel(found)])))
+    assert len(drawn) == len(found.events)
+    first = drawn[found.events[0].action]
+    last = max(found.events, key=lambda event: event.end)
+    scale = (number(drawn[last.action], "x") - number(first, "x")) / (last.start - found.events[0].start)
+    rows = [number(drawn[row[0]], "y") for row in found.schedule.actions]
+    assert rows == sorted(set(rows))
+    for event in found.events:
+        box = drawn[event.action]
+        assert box.attrib["class"].startswith(event.action.kind)
+        assert number(box, "y") == rows[event.rank]
+        assert number(box, "x") == pytest.approx(number(first, "x") + event.start * scale, abs=0.02)
+        assert number(box, "width") == pytest.approx((event.end - event.start) * scale - 1, abs=0.02)
+    # A shade for each of the rank's stages.
+    stages = {
+        (event.action.stage, drawn[event.action].attrib["class"][1:])
+        for event in found.events
+        if event.rank == 1
+    }
+    assert [shade for _, shade in sorted(stages)] == [str(chunk) for chunk in range(chunks)]
+
+
+def test_every_class_has_a_fill_of_its_own() -> None:
+    text = picture([panel(timeline("interleaved", 2, 3, 4)), panel(timeline("zb-v", 2, 2, 4))])
+    fills = dict(re.findall(r"\.([FBIWR]\d) \{ fill: (#[0-9a-f]{6}); \}", text))
+    used = {box.attrib["class"] for box in ET.fromstring(text).iter(f"{SVG}rect")} - {"idle"}
+    assert used == set(fills)
+    assert len(set(fills.values())) == len(fills)
+
+
+def test_recomputation_is_drawn() -> None:
+    schedule = recompute_ahead(build_schedule("1f1b", num_ranks=3, num_chunks=1, num_microbatches=4))
+    text = picture([panel(on_clock(schedule))])
+    assert "R forward again" in texts(ET.fromstring(text))
+    assert any(box.attrib["class"] == "R0" for box in boxes(ET.fromstring(text)).values())
+
+
+def test_words() -> None:
+    found = timeline("zb-h1", 3, 1, 5)
+    words = texts(ET.fromstring(picture([panel(found)], unit="ms")))
+    assert "zb-h1: 3 ranks, 5 microbatches" in words
+    assert "a summary" in words
+    assert [text for text in words if text.endswith("GiB")] == [
+        f"{peak} GiB" for peak in found.peak_activations
+    ]
+    shares = [f"{idle / found.makespan:.1%}" for idle in found.idle]
+    assert [text for text in words if text.endswith("%")] == shares
+    assert {"time, ms", "F forward", "W weight gradient", "idle", "rank 2"} <= set(words)
+    assert "R forward again" not in words
+    assert "peak: what it is" in words
+
+
+def test_numbers_only_where_they_fit() -> None:
+    def numbers(found: Timeline) -> int:
+        root = ET.fromstring(picture([panel(found)]))
+        return sum(text.attrib.get("class") == "number" for text in root.iter(f"{SVG}text"))
+
+    few, many = timeline("1f1b", 2, 1, 4), timeline("1f1b", 2, 1, 400)
+    assert numbers(few) == len(few.events)
+    assert numbers(many) == 0
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e5])
+def test_axis_has_round_numbers_in_any_unit(scale: float) -> None:
+    found = timeline("1f1b", 4, 1, 8, scale)
+    root = ET.fromstring(picture([panel(found)]))
+    ticks = [
+        float(text.text or "")
+        for text in root.iter(f"{SVG}text")
+        if text.attrib.get("text-anchor") == "middle"
+    ]
+    assert 4 <= len(ticks) <= 10
+    assert ticks[0] == 0 and ticks[-1] <= found.makespan * (1 + 1e-9)
+    steps = {f"{after - before:.3g}" for before, after in pairwise(ticks)}
+    assert len(steps) == 1
+    assert f"{float(steps.pop()):.0e}"[0] in "125"
+    width, _ = number(root, "width"), number(root, "height")
+    assert 600 < width < 2100
+
+
+def test_panels_share_the_time_scale_and_do_not_overlap() -> None:
+    short, long = timeline("1f1b", 2, 1, 4), timeline("gpipe", 4, 1, 8)
+    root = ET.fromstring(picture([panel(short), panel(long)]))
+    rows = [box for box in root.iter(f"{SVG}rect") if box.attrib["class"] == "idle"][:-1]  # but the legend's
+    assert len(rows) == 6
+    assert number(rows[0], "width") / short.makespan == pytest.approx(
+        number(rows[-1], "width") / long.makespan, rel=1e-3
+    )
+    tops = [number(row, "y") for row in rows]
+    assert all(after - before >= number(rows[0], "height") for before, after in pairwise(tops))
+    titles = [text for text in root.iter(f"{SVG}text") if text.attrib.get("class") == "title"]
+    assert tops[1] < number(titles[1], "y") < tops[2]
+    height, width = number(root, "height"), number(root, "width")
+    for element in (*root.iter(f"{SVG}text"), *root.iter(f"{SVG}rect")):
+        assert 0 <= number(element, "x") < width and 0 <= number(element, "y") < height
+
+
+def test_stands_alone_and_is_the_same_every_time() -> None:
+    schedule = Schedule.from_csv("0F0,0B0\n1F0,1B0\n", name='<a "b" & c>')
+    text = picture([panel(on_clock(schedule))])
+    assert text == picture([panel(on_clock(schedule))])
+    root = ET.fromstring(text)  # the name is escaped
+    assert any('<a "b" & c>' in words for words in texts(root))
+    assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"<script|<image|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text

@@ -1,0 +1,121 @@
+"""Pipeline stages of our own layers in fp32, with buckets as in training, for the executor's tests."""
+
+from typing import Any
+
+import torch
+
+from megalite.data_parallel.all_reduce import AllReduce
+from megalite.data_parallel.strategy import StrategyGroups
+from megalite.pipeline.executor import Executor, Tracer
+from megalite.pipeline.ir.schedule import Program
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_tape
+from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.topology.group import Group
+
+ROWS, H, F_SIZE = 6, 16, 24
+
+
+class Stage(torch.nn.Module):
+    """x + down(tanh(up(x·norm))), with biases; the last one gives a loss."""
+
+    def __init__(self, stage: int, *, last: bool, make: ParameterFactory) -> None:
+        super().__init__()
+        self.last = last
+        self.norm = make.make(f"{stage}.norm", (H,), value=1.0)
+        self.up = ColumnParallelLinear(f"{stage}.up", (F_SIZE, H), std=0.4, bias=True, make=make)
+        self.down = RowParallelLinear(f"{stage}.down", (H, F_SIZE), std=0.4, bias=True, make=make)
+
+    def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        y = x + self.down(torch.tanh(self.up(x * self.norm)))
+        return (y**2).sum() * (microbatch + 1) if self.last else y
+
+
+def build_stage(stage: int, num_stages: int) -> Stage:
+    make = ParameterFactory(tp=Group.solo("tp"), seed=7, dtype=torch.float32, device=torch.device("cpu"))
+    return Stage(stage, last=stage == num_stages - 1, make=make)
+
+
+def data(microbatch: int) -> torch.Tensor:
+    return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(99 + microbatch))
+
+
+def strategy_of(stages: dict[int, Stage], dp: Group) -> AllReduce:
+    """Buckets so small that each stage has several."""
+    groups = StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp"))
+    return AllReduce(
+        stages, groups=groups, bucket_size=200, grad_dtype=torch.float32, overlap_grad_reduce=True
+    )
+
+
+def gradients(stages: dict[int, Stage]) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in stages.values():
+        for parameter in stage.parameters():
+            assert isinstance(parameter, ShardedParameter) and parameter.main_grad is not None
+            assert parameter.grad is None
+            found[parameter.info.spec.name] = parameter.main_grad.clone()
+    return found
+
+
+class Rank:
+    """One pipeline rank with its stages, tapes and buckets.
+
+    Args:
+        first_microbatch: the number that microbatch 0 has among all that data-parallel ranks share.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        edges: dict[tuple[int, int], Group],
+        *,
+        dp: Group | None = None,
+        first_microbatch: int = 0,
+        tracer: Tracer | None = None,
+        **options: Any,
+    ) -> None:
+        schedule = program.schedule
+        self.first_microbatch = first_microbatch
+        self.stages = {stage: build_stage(stage, schedule.num_stages) for stage in schedule.stages_of(rank)}
+        self.strategy = strategy_of(self.stages, dp or Group.solo("dp"))
+        self.tapes = {stage: WeightTape() for stage in self.stages}
+        for stage, module in self.stages.items():
+            attach_tape(module, self.tapes[stage])
+        self.executor = Executor(
+            program,
+            rank=rank,
+            edges=edges,
+            forward=self.forward,
+            activation_shape=(ROWS, H),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            reducer=None if schedule.forward_only else self.strategy,
+            **{"tapes": self.tapes, "check_memory": True, "tracer": tracer, **options},
+        )
+
+    def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        microbatch += self.first_microbatch
+        return self.stages[stage](data(microbatch) if x is None else x, microbatch)
+
+    def step(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Losses, and the reduced gradients."""
+        self.strategy.zero_grad()
+        losses = [loss.item() for loss in self.executor.run()]
+        self.strategy.finish_gradients()
+        return losses, gradients(self.stages)
+
+
+def one_rank(num_stages: int, microbatches: range) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and gradients without a pipeline, microbatches ascending."""
+    stages = {stage: build_stage(stage, num_stages) for stage in range(num_stages)}
+    strategy_of(stages, Group.solo("dp"))
+    losses = []
+    for microbatch in microbatches:
+        x = data(microbatch)
+        for stage in stages.values():
+            x = stage(x, microbatch)
+        x.backward()
+        losses.append(x.item())
+    return losses, gradients(stages)

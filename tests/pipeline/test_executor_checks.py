@@ -1,0 +1,164 @@
+"""What the executor asks for, checks and tells, on one rank: tapes, memory, traces, errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import megalite.pipeline.executor as executor
+from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.topology.group import Group, Work
+from tests.pipeline.stages import Rank, one_rank
+
+
+def test_a_split_program_needs_tapes() -> None:
+    program = lower(Schedule.from_csv("0F0,1F0,1I0,0B0,1W0\n", name="mine"))
+    for tapes, given in ((None, "none"), ({0: WeightTape()}, r"\[0\]")):
+        with pytest.raises(
+            ConfigError,
+            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but tapes has {given}: give a weight tape for stages \[1\]",
+        ):
+            Rank(program, 0, {}, tapes=tapes)
+    Rank(program, 0, {}, tapes={1: WeightTape()})
+
+
+class Leaky(WeightTape):
+    """Keeps a microbatch that has run."""
+
+    @property
+    def pending(self) -> int:
+        return 1 if self.ran else super().pending
+
+    ran = False
+
+    def run(self, microbatch: int) -> None:
+        super().run(microbatch)
+        self.ran = True
+
+
+def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> None:
+    program = lower(Schedule.from_csv("0F0,0I0,0W0\n"))
+    me = Rank(program, 0, {}, tapes={0: Leaky()})
+    with pytest.raises(
+        AssertionError,
+        match=r"after 0W0 rank 0 holds LiveUnits\(activations=0, inputs=0, deferred=1\); the program says LiveUnits\(activations=0, inputs=0, deferred=0\)",
+    ):
+        me.executor.run()
+    Rank(program, 0, {}, tapes={0: Leaky()}, check_memory=False).executor.run()
+
+
+@contextmanager
+def kept_graph(me: Rank) -> Iterator[None]:
+    """An executor that forgets to let go of an input that it kept."""
+    take = executor.StepState.take_input
+
+    def keep(step: executor.StepState, key: tuple[int, int]) -> torch.Tensor | None:
+        x = take(step, key)
+        step.kept_inputs[key] = x
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor.StepState, "take_input", keep)
+        yield
+
+
+def test_an_input_kept_too_long_is_noticed() -> None:
+    me = Rank(lower(Schedule.from_csv("0F0,0R0,0B0\n")), 0, {})
+    me.executor.run()
+    with kept_graph(me), pytest.raises(AssertionError, match="after 0B0 rank 0 holds"):
+        me.executor.run()
+
+
+class Notes:
+    """A tracer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, action: Action) -> None:
+        self.events.append(f"start {action}")
+
+    def end(self, action: Action) -> None:
+        self.events.append(f"end {action}")
+
+
+class Wire(Group):
+    """An edge whose other end is not there: messages come when they are waited for."""
+
+    def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
+        return Message(self.name, lambda: None)
+
+    def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
+        return Message(self.name, lambda: tensor.fill_(1.0))
+
+
+class Message:
+    def __init__(self, name: str, arrive: Any) -> None:
+        self.name, self.arrive = name, arrive
+
+    def wait(self) -> None:
+        self.arrive()
+        NOTES.events.append(f"wait {self.name}")
+
+
+NOTES = Notes()
+
+
+def traced(csv: str, rank: int) -> list[str]:
+    NOTES.events.clear()
+    edges: dict[tuple[int, int], Group] = {
+        (one, one ^ 1): Wire(f"{one}->{one ^ 1}", (one, one ^ 1), int(one != rank)) for one in range(2)
+    }
+    Rank(lower(Schedule.from_csv(csv)), rank, edges, tracer=NOTES).executor.run()
+    return list(NOTES.events)
+
+
+def test_the_tracer_sees_each_computation_after_its_message_has_come() -> None:
+    csv = "0F0,0R0,0I0,0W0\n1F0,1B0\n"
+    assert traced(csv, 0) == [
+        *("start 0F0", "end 0F0", "start 0R0", "end 0R0"),
+        *("wait 1->0", "start 0I0", "end 0I0", "start 0W0", "end 0W0"),
+        "wait 0->1",  # its own send, at the end of the step
+    ]
+    assert traced(csv, 1) == [
+        *("wait 0->1", "start 1F0", "end 1F0", "start 1B0", "end 1B0"),
+        "wait 1->0",
+    ]
+
+
+def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:
+    me = Rank(lower(Schedule.from_csv("0F0,0I0,0W0\n")), 0, {})
+
+    def fail(microbatch: int) -> None:
+        raise ValueError("boom")
+
+    me.tapes[0].run = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="boom") as caught:
+        me.executor.run()
+    (note,) = caught.value.__notes__
+    assert note.startswith("in 0W0 on pipeline rank 0 of:\n")
+
+
+def test_running_ahead_recomputes_what_it_says() -> None:
+    """A pair with an R runs its forward twice, first without a graph; its loss counts once."""
+    schedule = recompute_ahead(Schedule.from_csv("0F0,0F1,0B0,0B1\n"))
+    assert schedule.recomputed == {(0, 0), (0, 1)}
+    me = Rank(lower(schedule), 0, {})
+    seen: list[tuple[int, bool]] = []
+    plain = me.forward
+
+    def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        seen.append((microbatch, torch.is_grad_enabled()))
+        return plain(stage, microbatch, x)
+
+    me.executor._forward = forward
+    losses = me.executor.run()
+    assert seen == [(0, False), (1, False), (0, True), (1, True)]
+    assert [loss.item() for loss in losses] == one_rank(1, range(2))[0]

@@ -1,0 +1,226 @@
+"""Every schedule through the executor: in fp32 the bits of one rank, with the memory that the program says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import megalite.pipeline.executor as executor
+from megalite.data_parallel.buckets import Bucket
+from megalite.pipeline.ir.generators.forward_only import forward_only
+from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule, live_units
+from megalite.pipeline.ir.validate import validate
+from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.topology.group import Work
+from tests.pipeline.stages import Rank, gradients, one_rank
+from tests.support.ranks import RankContext, run_ranks
+
+CSV = {
+    "mixed": """0F0,0F1,0F2,0I0,0B1,0I2,0W0,0W2
+1F0,1I0,1F1,1W0,1B1,1F2,1R2,1I2,1W2
+""",
+    "turn": """0F0,0F1,3F0,3I0,3F1,3I1,3W0,0B0,3W1,0I1,0W1
+1F0,2F0,1F1,2F1,2I0,1I0,2W0,2I1,1I1,1W0,2W1,1W1
+""",
+}
+"""Backwards whole and in halves on one stage, several W at the end, and one pair that runs its forward again; and a V
+whose turn, on rank 1, is split.
+"""
+
+Case = tuple[str, int, int, int, dict[str, Any]]
+"""Schedule, ranks, chunks, microbatches, options."""
+
+CASES: list[Case] = [
+    ("gpipe", 2, 1, 3, {}),
+    ("gpipe", 4, 1, 4, {}),
+    ("1f1b", 4, 1, 6, {}),
+    ("1f1b", 4, 1, 7, {"warm_up": "pb"}),
+    ("1f1b", 4, 1, 2, {}),
+    ("interleaved", 2, 3, 4, {}),
+    ("interleaved", 4, 2, 5, {}),
+    ("interleaved", 2, 2, 4, {"group": 4}),
+    ("looped-bfs", 4, 2, 3, {}),
+    ("zb-h1", 2, 1, 4, {}),
+    ("zb-h1", 4, 1, 6, {}),
+    ("zb-h2", 4, 1, 8, {}),
+    ("zb-v", 2, 2, 4, {}),
+    ("zb-v", 4, 2, 8, {}),
+    ("zb-v", 4, 2, 3, {}),
+    ("dualpipe-v", 2, 2, 5, {}),
+    ("dualpipe-v", 4, 2, 8, {}),
+]
+AHEAD = {"recompute_ahead": True}
+CASES += [
+    (name, ranks, chunks, microbatches, {**options, **AHEAD})
+    for name, ranks, chunks, microbatches, options in CASES
+    if (name, ranks)
+    in (("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zb-h1", 4), ("zb-v", 4), ("dualpipe-v", 2))
+]
+CASES += [("mixed", 2, 1, 3, {}), ("turn", 2, 2, 2, {})]
+
+
+def schedule_of(case: Case) -> Schedule:
+    name, ranks, chunks, microbatches, options = case
+    if name in CSV:
+        return Schedule.from_csv(CSV[name], name=name)
+    return build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches, **options)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(map(str, [*case[:4], *case[4]]))
+
+
+def edges_of(context: RankContext, schedule: Schedule, **axes: int) -> Any:
+    return context.topology(pp=schedule.num_ranks, placement=schedule.placement, **axes)
+
+
+def run_case(context: RankContext, case: Case) -> dict[str, Any]:
+    """Two steps of one executor: its state starts afresh."""
+    schedule = schedule_of(case)
+    program = lower(schedule)
+    validate(program)
+    me = Rank(program, context.rank, edges_of(context, schedule).edges)
+    return {"steps": [me.step() for _ in range(2)], "stages": schedule.stages_of(context.rank)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
+    num_stages, microbatches = case[1] * case[2], case[3]
+    losses, expected = one_rank(num_stages, range(microbatches))
+    seen = set()
+    for rank in run_ranks(case[1], run_case, case):
+        for found, grads in rank["steps"]:
+            # Of several chunks on one rank the last alone gives losses.
+            assert found == (losses if num_stages - 1 in rank["stages"] else [])
+            for name, grad in grads.items():
+                assert torch.equal(grad, expected[name]), name
+        seen |= grads.keys()
+    assert seen == expected.keys()
+
+
+def test_the_cases_cover_what_a_backward_can_be() -> None:
+    """Whole, split, recomputed and split, several pairs deferred at once, hand-overs of both on one rank."""
+    schedules = [schedule_of(case) for case in CASES]
+    assert any(schedule.split and schedule.recomputed & schedule.split for schedule in schedules)
+    deferred = [
+        max(units.deferred for row in schedule.actions for units in live_units(row)) for schedule in schedules
+    ]
+    assert max(deferred) >= 3
+    turns = [
+        (schedule, stage)
+        for schedule in schedules
+        for stage in range(schedule.num_stages - 1)
+        if schedule.placement[stage] == schedule.placement[stage + 1]
+    ]
+    assert any((stage + 1, 0) in schedule.split for schedule, stage in turns)
+    assert any((stage + 1, 0) not in schedule.split for schedule, stage in turns)
+
+
+def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int) -> list[float]:
+    schedule = forward_only(placement, microbatches)
+    me = Rank(lower(schedule), context.rank, edges_of(context, schedule).edges)
+    losses = [loss.item() for loss in me.executor.run()]
+    assert all(not grad.any() for grad in gradients(me.stages).values())
+    return losses
+
+
+@pytest.mark.parametrize("placement", [loop_placement(4, 1), loop_placement(2, 2), v_placement(4)], ids=str)
+def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
+    found = run_ranks(max(placement) + 1, evaluate, placement, 5)
+    losses, _ = one_rank(len(placement), range(5))
+    for rank, ours in enumerate(found):
+        assert ours == (losses if rank == placement[-1] else [])
+
+
+def on_two_replicas(context: RankContext, case: Case) -> dict[str, Any]:
+    schedule = schedule_of(case)
+    topology = edges_of(context, schedule, dp=2)
+    me = Rank(
+        lower(schedule),
+        topology.pp.rank,
+        topology.edges,
+        dp=topology.dp,
+        first_microbatch=topology.dp.rank * case[3],
+    )
+    events, grads = overlapped(me)
+    return {"grads": grads, "events": events}
+
+
+def overlapped(me: Rank) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Begin and end of each backward and W, and the start of each reduction, in a step."""
+    events: list[str] = []
+    backward, reduce = executor._engine_backward, me.strategy._reduce
+
+    def noted_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
+        events.append("begin")
+        backward(output, grad)
+        events.append("end")
+
+    def noted_reduce(bucket: Bucket) -> Work:
+        events.append("reduce")
+        return reduce(bucket)
+
+    def noted_run(tape: WeightTape, microbatch: int) -> None:
+        events.append("begin")
+        run(tape, microbatch)
+        events.append("end")
+
+    run = WeightTape.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_engine_backward", noted_backward)
+        patch.setattr(me.strategy, "_reduce", noted_reduce)
+        patch.setattr(WeightTape, "run", noted_run)
+        _, grads = me.step()
+    return events, grads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("zb-h1", 2, 1, 4, {}),
+        ("zb-h2", 2, 1, 3, {}),
+        ("zb-v", 2, 2, 4, {}),
+        ("dualpipe-v", 2, 2, 4, {}),
+        ("mixed", 2, 1, 3, {}),
+        ("1f1b", 2, 1, 3, AHEAD),
+    ],
+    ids=name_of,
+)
+def test_reductions_run_under_the_last_weight_gradients_and_sum_all_of_them(case: Case) -> None:
+    """Started too early, an all-reduce would miss gradients or double them."""
+    num_stages, microbatches = case[1] * case[2], case[3]
+    halves = [one_rank(num_stages, range(first, first + microbatches))[1] for first in (0, microbatches)]
+    for rank in run_ranks(4, on_two_replicas, case):
+        for name, grad in rank["grads"].items():
+            assert torch.equal(grad, halves[0][name] + halves[1][name]), name
+        events = rank["events"]
+        last = len(events) - 1 - events[::-1].index("begin")
+        inside = events[last + 1 : events.index("end", last)]
+        assert inside.count("reduce") >= 2, "weights' buckets fill one after the other"
+        assert set(events[events.index("end", last) + 1 :]) <= {"reduce"}
+        assert "reduce" not in events[: events.index("end")]
+
+
+def test_with_weights_pending_other_buckets_start_before_them() -> None:
+    """Norms and biases are complete when the last W comes; its own weights' buckets start inside it, none after it."""
+    program = lower(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n"))
+    me = Rank(program, 0, {})
+    events, grads = overlapped(me)
+    early = sum(all_of_one(bucket, "norm", "bias") for bucket in buckets(me))
+    late = len(buckets(me)) - early
+    assert early == 3 and late == 2
+    assert events == ["begin", "end"] * 3 + ["reduce"] * early + ["begin"] + ["reduce"] * late + ["end"]
+    for name, grad in one_rank(1, range(2))[1].items():
+        assert torch.equal(grads[name], grad), name
+
+
+def buckets(me: Rank) -> list[Bucket]:
+    return list(me.strategy.all_buckets())
+
+
+def all_of_one(bucket: Bucket, *kinds: str) -> bool:
+    names = [placed.parameter.info.spec.name for placed in bucket.placed]
+    return all(name.rpartition(".")[2] in kinds for name in names)
