@@ -12,7 +12,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
-from megalite.pipeline.ir.generators import interleaved
+from megalite.pipeline.ir.generators.interleaved import interleaved
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sharding import ShardSpec
 from tests.e2e.programs import REPOSITORY

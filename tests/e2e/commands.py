@@ -31,6 +31,7 @@ SHELL_WORDS = {"cd", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source
 
 WRAPPERS = {
     "pretrain_gpt.py": "train",
+    "tools/draw_schedule.py": "schedule",
     "tools/generate_text.py": "generate",
     "tools/preprocess_data.py": "preprocess",
 }

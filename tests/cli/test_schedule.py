@@ -1,0 +1,343 @@
+"""`megalite schedule`: what it prints and writes, and what it says to bad input."""
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.main import main as megalite
+from megalite.cli.schedule import main
+from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Schedule
+from tests.e2e.programs import REPOSITORY
+
+Captured = pytest.CaptureFixture[str]
+COSTS = {
+    "unit": "ms",
+    "forward": [2, 2, 3],
+    "input_grad": 2,
+    "weight_grad": 1,
+    "memory": {"activation": 3 * 2**30, "deferred": 2**30},
+}
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("costs.json").write_text(json.dumps(COSTS))
+
+
+@pytest.fixture
+def run(capsys: Captured) -> Any:
+    """Runs a command line that must work; returns what it prints."""
+
+    def run(line: str) -> str:
+        status = main(line.split())
+        said = capsys.readouterr()
+        assert (status, said.err) == (0, "")
+        return said.out
+
+    return run
+
+
+def test_the_grid_and_its_totals(run: Any) -> None:
+    lines = run("--schedule 1f1b --pp 3 --microbatches 4").splitlines()
+    assert lines[0] == "schedule 1f1b: 3 ranks, one stage each, 4 microbatches; one slot = 1"
+    assert lines[2] == "rank 0 F0 F1 F2  .  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --   33.3%     3"
+    assert lines[7:] == [
+        "makespan 18 (1.500 of the ideal 12), bubble 33.3%, without a barrier between steps 33.3%",
+        "sends a step, by rank: 4 8 4",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_by_name_with_the_chunks_that_it_needs(name: str, run: Any) -> None:
+    data = json.loads(run(f"--schedule {name} --pp 3 --microbatches 6 --json --lowered"))
+    chunks = data["num_stages"] // 3
+    schedule = build_schedule(name, num_ranks=3, num_chunks=chunks, num_microbatches=6)
+    assert [rank["actions"] for rank in data["ranks"]] == [list(map(str, row)) for row in schedule.actions]
+    program = lower(schedule)
+    assert [rank["program"] for rank in data["ranks"]] == [list(map(str, row)) for row in program.actions]
+    assert [rank["sends"] for rank in data["ranks"]] == [
+        sum("SEND" in action for action in rank["program"]) for rank in data["ranks"]
+    ]
+    # A rank's share costs 3 for each microbatch, however many stages it has.
+    assert [rank["busy"] for rank in data["ranks"]] == pytest.approx([18.0] * 3)
+    assert data["makespan"] == pytest.approx(max(event["end"] for event in data["events"]))
+    for rank in data["ranks"]:
+        assert rank["idle_fraction"] == pytest.approx(1 - 18.0 / data["makespan"])
+    assert data["ideal"] == pytest.approx(18.0)
+    assert 0 <= data["span_bubble_fraction"] <= data["bubble_fraction"] + 1e-9
+    assert data["peak_shares"] * chunks == max(rank["peak_activations"] for rank in data["ranks"])
+
+
+def test_auto_is_no_slower_than_the_named_ones(run: Any) -> None:
+    found = json.loads(run("--compare --pp 3 --microbatches 6 --costs costs.json --json"))
+    assert found["refused"] == {}
+    times = {each["name"]: each["makespan"] for each in found["schedules"]}
+    assert list(times) == [*SCHEDULES, "auto"]
+    assert times["auto"] <= min(times.values()) * (1 + 1e-9)
+
+
+def test_default_schedule_and_knobs(run: Any) -> None:
+    base = "--pp 2 --microbatches 6"
+    assert run(base).startswith("schedule 1f1b")
+    assert run(f"{base} --vpp 3").startswith("schedule interleaved: 2 ranks, 6 stages")
+    assert run(f"{base} --vpp 2 --group 3") != run(f"{base} --vpp 2")
+    deep = json.loads(run(f"{base} --warm-up pb --json"))
+    assert [rank["peak_activations"] for rank in deep["ranks"]] == [3, 1]
+    ahead = run(f"{base} --recompute-ahead")
+    assert " R0 " in ahead and "R its forward again" in ahead
+    early = run(f"{base} --lowered --recv-prefetch 3")
+    assert early != run(f"{base} --lowered") and early.split("program:")[1].count("RECV") == 12
+    # Messages that take longer than what makes them: with a wider window ranks wait less for their sends.
+    Path("slow.json").write_text('{"forward": 1, "p2p": 5}')
+    narrow, wide = (
+        json.loads(
+            run(f"--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --send-window {window} --json")
+        )["makespan"]
+        for window in (1, 4)
+    )
+    assert wide < narrow
+
+
+@pytest.mark.parametrize(("name", "placement"), [("1f1b", [0, 1, 2]), ("zb-v", [0, 1, 2, 2, 1, 0])])
+def test_forward_only(name: str, placement: list[int], run: Any) -> None:
+    data = json.loads(run(f"--schedule {name} --pp 3 --microbatches 4 --forward-only --json"))
+    assert data["placement"] == placement and data["forward_only"]
+    assert {action[1] for rank in data["ranks"] for action in rank["actions"]} == {"F"}
+
+
+def test_memory_in_bytes(run: Any) -> None:
+    line = "--schedule zb-h1 --pp 3 --microbatches 6 --costs costs.json"
+    lines = run(line).splitlines()
+    assert lines[1].endswith("bubble  peak  for W    memory")
+    assert lines[2].endswith(" 3      0  9.00 GiB")
+    # At its peak rank 2 runs an I: one graph, and three microbatches (this one too) that wait for their W.
+    data = json.loads(run(f"{line} --json"))
+    assert [rank["peak_bytes"] for rank in data["ranks"]] == [9 * 2**30, 8 * 2**30, 6 * 2**30]
+    assert [rank["peak_deferred"] for rank in data["ranks"]] == [0, 2, 3]
+    assert run(f"{line} --memory-limit 9GiB") == run(line)
+
+
+def test_csv_there_and_back(run: Any) -> None:
+    said = run("--schedule zb-v --pp 2 --microbatches 4 --write-csv mine.csv")
+    assert said.splitlines()[-1] == "wrote mine.csv"
+    schedule = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
+    assert Schedule.from_csv(Path("mine.csv").read_text()).actions == schedule.actions
+    again = run("--csv mine.csv")
+    assert again.splitlines()[1:] == said.splitlines()[1:-1]
+    assert again.startswith("schedule mine.csv: 2 ranks, 4 stages, 4 microbatches")
+
+
+def test_compare(run: Any) -> None:
+    text = run("--compare gpipe 1f1b interleaved zb-v dualpipe-v --pp 4 --microbatches 6 --vpp 3")
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0] == [
+        "schedule",
+        "vpp",
+        "makespan",
+        "of",
+        "ideal",
+        "bubble",
+        "no",
+        "barrier",
+        "peak",
+        "for",
+        "W",
+        "sends",
+    ]
+    # Name, chunks, makespan m(F+B) + the bubble, ratio, bubble share, peak in whole shares, W waiting, sends.
+    assert rows[1] == ["gpipe", "1", "27", "1.500", "33.3%", "33.3%", "6", "0", "12"]
+    assert rows[2] == ["1f1b", "1", "27", "1.500", "33.3%", "33.3%", "4", "0", "12"]
+    assert rows[3][:2] == ["interleaved", "3"]
+    assert rows[4][:2] == ["zb-v", "2"]
+    reason = "dualpipe-v: not possible: schedule dualpipe-v with pp 4 needs 8 microbatches or more but has 6"
+    assert text.splitlines()[-1].startswith(reason)
+
+
+def test_compare_with_ones_own(run: Any) -> None:
+    run("--schedule interleaved --pp 2 --microbatches 4 --vpp 3 --write-csv 1f1b.csv")
+    found = json.loads(run("--csv 1f1b.csv --compare 1f1b looped-bfs --json --svg all.svg --trace all.json"))
+    assert [(each["name"], each["num_stages"]) for each in found["schedules"]] == [
+        ("1f1b.csv", 6),
+        ("1f1b", 2),
+        ("looped-bfs", 6),
+    ]
+    assert found["written"] == ["all.svg", "all.json"]
+    titles = [text.text or "" for text in ET.parse("all.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert [title.split(":")[0] for title in titles if "ranks" in title] == ["1f1b.csv", "1f1b", "looped-bfs"]
+    trace = json.loads(Path("all.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
+    assert names == ["1f1b.csv", "1f1b", "looped-bfs"]
+
+
+def test_compare_when_nothing_fits(run: Any) -> None:
+    text = run("--compare gpipe 1f1b --pp 4 --microbatches 8 --memory-limit 2")
+    assert [line.split(":")[:2] for line in text.splitlines()] == [
+        ["gpipe", " not possible"],
+        ["1f1b", " not possible"],
+    ]
+    assert "limit of 2" in text
+    assert (
+        run("--compare gpipe 1f1b --pp 4 --microbatches 8 --memory-limit 4")
+        .splitlines()[1]
+        .startswith("1f1b")
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "scale"), [("", 1e3), ("--costs costs.json", 1e3), ("--costs s.json", 1e6)]
+)
+def test_traces_are_in_microseconds(costs: str, scale: float, run: Any) -> None:
+    Path("s.json").write_text('{"forward": 1, "unit": "s"}')
+    line = f"--schedule zb-h1 --pp 3 --microbatches 4 {costs}"
+    makespan = json.loads(run(f"{line} --json"))["makespan"]
+    run(f"{line} --trace trace.json")
+    slices = [
+        event for event in json.loads(Path("trace.json").read_text())["traceEvents"] if event["ph"] == "X"
+    ]
+    assert max(each["ts"] + each["dur"] for each in slices) == pytest.approx(makespan * scale)
+
+
+def test_colours(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--schedule zb-h1 --pp 2 --microbatches 3"
+    plain = run(line)
+    assert "\x1b" not in plain
+    painted = run(f"{line} --color always")
+    assert COLOUR.sub("", painted) == plain
+    assert len(set(COLOUR.findall(painted))) == 6  # F, B, I, W, idle, and the end of each
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for name, value, coloured in (("TERM", "xterm", True), ("TERM", "dumb", False), ("NO_COLOR", "1", False)):
+        with monkeypatch.context() as environment:
+            environment.setenv("COLUMNS", "240")
+            environment.setenv("TERM", "xterm")
+            environment.delenv("NO_COLOR", raising=False)
+            environment.setenv(name, value)
+            assert (run(line) == painted) == coloured
+            assert "\x1b" not in run(f"{line} --color never")
+
+
+def test_a_narrow_terminal_wraps(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--schedule zb-v --pp 4 --microbatches 8 --color never").splitlines()
+    grid = [line for line in lines if line.startswith("rank ")]
+    assert len(grid) > 4 and max(map(len, grid)) <= 80
+    assert sum(" 7F7" in line for line in grid) == 1
+
+
+BAD = [
+    ("", ("--pp is missing", "--pp 4 --microbatches 8")),
+    ("--pp 4", ("--microbatches is missing",)),
+    ("--pp x --microbatches 2", ("invalid int value: 'x'", "--help")),
+    ("--pp 0 --microbatches 2", ("--pp is 0", "1 or more")),
+    ("--pp 2 --microbatches -1", ("--microbatches is -1", "1 or more")),
+    ("--pp 2 --microbatches 2 --vpp 0", ("--vpp is 0", "1 or more")),
+    ("--pp 100 --microbatches 100000", ("10,000,000 cells", "at most 1,000,000")),
+    ("--pp 2 --microbatches 2 --schedule zbv", ("no schedule zbv: did you mean zb-v", "dualpipe-v, auto")),
+    ("--pp 2 --microbatches 2 --compare zbv", ("no schedule zbv: did you mean zb-v",)),
+    ("--pp 2 --microbatches 2 --sched 1f1b", ("unrecognized arguments: --sched",)),
+    ("--pp 2 --microbatches 2 --schedule zb-v --vpp 3", ("zb-v", "vpp", "3", "2")),
+    ("--pp 4 --microbatches 6 --schedule dualpipe-v", ("needs 8 microbatches", "has 6")),
+    ("--pp 2 --microbatches 2 --group 2", ("--group 2 has no effect without schedule interleaved",)),
+    ("--pp 2 --microbatches 2 --schedule gpipe --warm-up pb", ("--warm-up pb has no effect without schedule 1f1b",)),
+    ("--pp 2 --microbatches 2 --forward-only --recompute-ahead", ("--recompute-ahead has no effect",)),
+    ("--pp 2 --microbatches 2 --forward-only --warm-up pb", ("--warm-up pb has no effect",)),
+    ("--pp 2 --microbatches 2 --forward-only --schedule auto", ("nothing to build for forwards alone",)),
+    ("--pp 2 --microbatches 2 --compare --schedule 1f1b", ("--schedule has no effect with --compare",)),
+    ("--pp 2 --microbatches 2 --compare --lowered", ("--lowered has no effect with --compare",)),
+    ("--csv good.csv --pp 2", ("--pp has no effect with --csv good.csv",)),
+    ("--csv none.csv", ("cannot read none.csv: No such file", "one line a rank")),
+    ("--csv costs.json", ("schedule costs.json, line 1, cell 1: not a pipeline action",)),
+    ("--csv forward.csv --compare", ("forward.csv has no backwards",)),
+    ("--pp 2 --microbatches 2 --recv-prefetch -1", ("recv_prefetch is -1",)),
+    ("--pp 2 --microbatches 2 --send-window 0", ("send_window is 0",)),
+    ("--pp 2 --microbatches 2 --costs none.json", ("cannot read none.json",)),
+    ("--pp 2 --microbatches 2 --costs costs.json", ("costs.json: forward has 3 values", "give 2, one a stage")),
+    ("--pp 2 --microbatches 2 --memory-limit much", ("--memory-limit is much", "12GiB")),
+    ("--pp 2 --microbatches 2 --memory-limit 0", ("--memory-limit is 0",)),
+    ("--pp 2 --microbatches 2 --memory-limit 2GiB", ("2GiB is in bytes", "default costs say nothing of memory")),
+    ("--pp 2 --microbatches 2 --svg none/x.svg", ("cannot write none/x.svg: No such file",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "says"), BAD, ids=[line or "nothing" for line, _ in BAD])
+def test_bad_input_is_one_line(line: str, says: tuple[str, ...], capsys: Captured) -> None:
+    Path("good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    Path("forward.csv").write_text("0F0\n1F0\n")
+    assert main(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    for text in says:
+        assert text in said.err
+
+
+FAULTS = [
+    ("missing", "0F0,0B0\n1F0\n", ("1B0 is missing",)),
+    ("doubled", "0F0,0B0\n1F0,1B0,1B0\n", ("1B0 (rank 1", "a second time", ">1B0<")),
+    ("misplaced", "0F0,1F0,0B0\n1B0\n", ("stage 1 is on line 1 and, with 1B0, on line 2",)),
+    ("order", "0B0,0F0\n1F0,1B0\n", ("0B0", "0F0")),
+    ("deadlock", "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n", ("deadlocks", "1B1 on rank 1", "stuck at 2F0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "says"), FAULTS, ids=[name for name, _, _ in FAULTS])
+def test_a_bad_schedule_is_shown_with_its_cell(
+    name: str, text: str, says: tuple[str, ...], capsys: Captured
+) -> None:
+    path = Path(f"{name}.csv")
+    path.write_text(text)
+    assert main(["--csv", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"error: schedule {name}.csv")
+    for part in says:
+        assert part in said.err
+    if name != "misplaced":
+        assert "rank 0: " in said.err and "drawn as far as it gets:" in said.err
+
+
+@pytest.mark.parametrize(("costs", "limit", "says"), [
+    ("", "2", ("holds 3", "limit of 2")),
+    ("--costs costs.json", "8GiB", ("holds 9.00 GiB", "limit of 8.00 GiB")),
+])  # fmt: skip
+def test_more_memory_than_the_limit(costs: str, limit: str, says: tuple[str, ...], capsys: Captured) -> None:
+    line = f"--schedule 1f1b --pp 3 --microbatches 5 {costs} --memory-limit {limit}"
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: schedule 1f1b: 0F2 (rank 0") and ">0F2<" in said
+    for part in says:
+        assert part in said
+
+
+def test_help_and_the_script(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        megalite(["schedule", "--help"])
+    assert ended.value.code == 0
+    assert "--memory-limit" in capsys.readouterr().out
+    line = ["--pp", "2", "--microbatches", "2"]
+    assert megalite(["schedule", *line]) == 0
+    script = [sys.executable, str(REPOSITORY / "tools" / "draw_schedule.py"), *line]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout == capsys.readouterr().out
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; "
+        "sys.exit(main(['schedule', '--compare', '--pp', '2', '--microbatches', '4']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    assert "auto" in done.stdout

@@ -1,0 +1,96 @@
+"""docs/schedules.md: every command runs, prints what the page shows and draws the pictures that lie beside it."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.schedule import main
+from megalite.pipeline.ir.generators.registry import SCHEDULES
+from tests.e2e.commands import Command, commands_in
+from tests.e2e.programs import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "schedules.md").read_text(encoding="utf-8")
+IMAGES = Path("docs/images/schedules")
+COMMANDS = [
+    command
+    for command in commands_in(PAGE, "docs/schedules.md")
+    if command.words[:2] == ["megalite", "schedule"]
+]
+FAILING = ["stuck.csv"]
+
+Run = Callable[[Command], str]
+
+
+def block(language: str) -> str:
+    """The one block of the page in that language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def answers() -> dict[str, str]:
+    """Command line -> what the page shows under it; nothing for most."""
+    found: dict[str, list[str]] = {}
+    for text in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        line = ""
+        for shown in text.replace("\\\n", " ").splitlines():
+            if shown.startswith("$ "):
+                line = shown[2:].strip()
+                found[line] = []
+            else:
+                found[line].append(shown)
+    return {line: "\n".join(shown) for line, shown in found.items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command where the files of the page are; returns all that it prints."""
+    (tmp_path / IMAGES).mkdir(parents=True)
+    (tmp_path / "costs.json").write_text(block("json"))
+    (tmp_path / "stuck.csv").write_text(block("csv"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["--schedule", "1f1b", "--pp", "2", "--microbatches", "3", "--write-csv", "mine.csv"]) == 0
+    capsys.readouterr()
+
+    def run(command: Command) -> str:
+        status = main(command.words[2:])
+        said = capsys.readouterr()
+        expected = 2 if any(name in command.words for name in FAILING) else 0
+        assert status == expected, said.err
+        assert (said.err == "") == (status == 0)
+        return said.out + said.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.line[18:70])
+def test_command(command: Command, run: Run, tmp_path: Path) -> None:
+    said = run(command)
+    shown = answers()[command.line]
+    if shown:
+        assert [line.rstrip() for line in said.strip().splitlines()] == [
+            line.rstrip() for line in shown.strip().splitlines()
+        ]
+    for flag in ("--svg", "--trace", "--write-csv"):
+        if flag in command.words:
+            path = Path(command.words[command.words.index(flag) + 1])
+            text = (tmp_path / path).read_text()
+            if path.parent == IMAGES:
+                assert text == (REPOSITORY / path).read_text(), f"out of date: run {command.line}"
+            if flag == "--trace":
+                assert json.loads(text)["traceEvents"]
+
+
+def test_every_picture_is_drawn_by_a_command_and_shown() -> None:
+    drawn = {command.words[-1] for command in COMMANDS if "--svg" in command.words} - {"auto.svg"}
+    there = {str(IMAGES / path.name) for path in (REPOSITORY / IMAGES).glob("*")}
+    assert drawn == there
+    assert {f"docs/{name}" for name in re.findall(r"!\[.*?\]\((.*?)\)", PAGE)} == there
+    assert {f"{name}.svg" for name in SCHEDULES} <= {Path(name).name for name in there}
+
+
+def test_the_table_has_every_schedule() -> None:
+    rows = re.findall(r"^\| `([a-z0-9][a-z0-9-]+)`[ |,]", PAGE, re.MULTILINE)
+    assert set(rows[: rows.index("dualpipe-v") + 1]) == set(SCHEDULES)
