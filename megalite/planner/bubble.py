@@ -4,8 +4,7 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.pipeline.ir.generators.interleaved import smallest_group
 from megalite.pipeline.ir.simulate import simulate
-from megalite.planner.costs import flop_costs
-from megalite.planner.pipeline import lowered, schedule_of
+from megalite.planner.pipeline import costs_of, lowered, schedule_of
 from megalite.planner.stages import StagePlan
 
 SIMULATED_ACTIONS = 12_000
@@ -46,7 +45,7 @@ def _period(config: RunConfig, num_microbatches: int) -> int:
 def _times(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, float]:
     """(makespan, busy time of the busiest rank) of a step, in FLOPs of one token's worth of work."""
     program = lowered(config, schedule_of(config, num_microbatches))
-    timeline = simulate(program, flop_costs(config, stages))
+    timeline = simulate(program, costs_of(config, stages))
     return timeline.makespan, max(timeline.busy)
 
 

@@ -7,7 +7,7 @@ from megalite.planner.activations import recompute_units
 from megalite.planner.stages import StagePlan, stage_forward_flops
 
 
-def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
+def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool = False) -> Costs:
     """FLOPs of one token's worth of work on each stage.
 
     A backward counts as two forwards, of which the weight gradients are as much as the forward's matrix products with
@@ -19,15 +19,14 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
         forward=forward,
         backward=tuple(2.0 * cost for cost in forward),
         weight_grad=tuple(cost - core * plan.num_layers for cost, plan in zip(forward, stages, strict=True)),
-        recompute=tuple(float(_recompute_flops(config, plan)) for plan in stages),
+        # An R runs the stage as a whole, head and loss too.
+        recompute=forward if ahead else tuple(float(_recompute_flops(config, plan)) for plan in stages),
     )
 
 
 def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
     """FLOPs of one token's forward that a stage runs again in the backward; norms and activations count as nothing."""
     model, training = config.model, config.training
-    if training.recompute_ahead:
-        return stage_forward_flops(config, plan)  # the stage as a whole, head and loss too
     if training.recompute_granularity == "full":
         again = (index for unit in recompute_units(config, plan) for index in unit)
         return sum(layer_forward_flops(model, index, training.seq_length) for index in again)

@@ -32,7 +32,7 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
     """
     p = config.parallel
     if p.pipeline_schedule_file is not None:
-        return _read(config).placement
+        return _read(_Key(config)).placement
     if p.schedule_name == "auto":
         return _auto_placement(_Key(config))
     return placement_for(p.schedule_name, p.pp, p.vpp)
@@ -62,7 +62,7 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
     """
     p = config.parallel
     if p.pipeline_schedule_file is not None:
-        schedule = _read(config)
+        schedule = _read(_Key(config))
         if schedule.num_microbatches != num_microbatches:
             raise ConfigError(
                 f"pipeline_schedule_file {p.pipeline_schedule_file} is for {schedule.num_microbatches} microbatches, but "
@@ -103,8 +103,37 @@ def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -
         raise ConfigError(str(error)) from None
 
 
-def _read(config: RunConfig) -> Schedule:
+@dataclass(frozen=True)
+class _Key:
+    """A config that can be looked up: it is the same if it reads the same."""
+
+    config: RunConfig = field(compare=False)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", repr(self.config))
+
+
+def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
+    """FLOPs of each stage, with those of an R where the schedule has any."""
+    p = config.parallel
+    from_file = p.pipeline_schedule_file is not None and bool(_read(_Key(config)).recomputed)
+    return flop_costs(config, stages, ahead=from_file or config.training.recompute_ahead)
+
+
+def _costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
+    """What `auto` builds for: the costs of the file if one is given, else FLOPs."""
+    path = config.parallel.pipeline_costs
+    if path is None:
+        return costs_of(config, stages)
+    placement = tuple(plan.rank for plan in stages)
+    return read_costs(Path(path)).costs(placement, ahead=config.training.recompute_ahead)
+
+
+@lru_cache(maxsize=8)
+def _read(key: _Key) -> Schedule:
     """The schedule of pipeline_schedule_file, with the sizes of the config."""
+    config = key.config
     p = config.parallel
     path = Path(p.pipeline_schedule_file or "")
     try:
@@ -121,36 +150,27 @@ def _read(config: RunConfig) -> Schedule:
     except ScheduleError as error:
         raise ConfigError(f"pipeline_schedule_file {path}: {error}") from None
     if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:
+        chunks, rest = divmod(schedule.num_stages, schedule.num_ranks)
+        remedy = (
+            "a file whose stages are a multiple of its ranks"
+            if rest
+            else f"--pp {schedule.num_ranks} --vpp {chunks}"
+        )
         raise ConfigError(
             f"pipeline_schedule_file {path} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but pp is "
-            f"{p.pp} and pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp}; use --pp {schedule.num_ranks} --vpp "
-            f"{schedule.num_stages // schedule.num_ranks}"
+            f"{p.pp} and pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp}; use {remedy}"
+        )
+    granularity = config.training.recompute_granularity
+    if schedule.recomputed and granularity != "none":
+        raise ConfigError(
+            f"pipeline_schedule_file {path} recomputes by R actions, and recompute_granularity {granularity} would do so "
+            f"again inside them; use --recompute-granularity none, or a file without R"
         )
     if schedule.forward_only:
         raise ConfigError(
             f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each"
         )
     return schedule
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A config that can be looked up: it is the same if it reads the same."""
-
-    config: RunConfig = field(compare=False)
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", repr(self.config))
-
-
-def _costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
-    """Those of the file if one is given, else FLOPs."""
-    path = config.parallel.pipeline_costs
-    if path is None:
-        return flop_costs(config, stages)
-    placement = tuple(plan.rank for plan in stages)
-    return read_costs(Path(path)).costs(placement, ahead=config.training.recompute_ahead)
 
 
 @lru_cache(maxsize=32)

@@ -78,7 +78,11 @@ BY_ITSELF = {
     "layers of stages": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-layers 1,2", ("pipeline_layers 1,2 adds up to 3", "num_layers is 4", "use 2,2")),
     "sequence over tp": Case("--dry-run --vocab-size 384 --seq-length 33 --tp 2 --sequence-parallel", ("seq_length 33", "tp 2", "e.g. 34")),
     "batch": Case("--dry-run --vocab-size 384 --micro-batch-size 2 --dp 3 --global-batch-size 16", ("global_batch_size 16", "micro_batch_size·dp = 2·3 = 6", "use 12 or 18")),
-    "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6", ("interleaved", "6", "4")),
+    "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6 --pipeline-schedule dualpipe-v", ("dualpipe-v", "has 6", "use 8")),
+    "schedule file": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-schedule-file {nothing}.csv", ("cannot read pipeline_schedule_file {nothing}.csv", "megalite schedule --write-csv")),
+    "layout in words": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-layout Ett|ttt", ("pipeline_layout 'Ett|ttt'", "head L must come once, at the very end")),
+    "chunks of the schedule": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-schedule zb-v", ("zb-v takes two stages a rank but vpp is 1", "use vpp 2")),
+    "trace without a folder": Case("--dry-run --vocab-size 384 --trace", ("trace has no folder", "--run-dir")),
     "length of the run": Case("--data-path {data} --vocab-size 384", ("length of the run is not set", "--train-iters 1000")),
     "no data": Case("--train-iters 2", ("no data", "--data-path PREFIX")),
     "unknown flag": Case("--num-layer 4", ("unknown flag --num-layer", "did you mean --num-layers?")),
@@ -135,3 +139,64 @@ def test_refused_on_two_ranks(name: str, bad: Files) -> None:
     assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
     assert "step 1/" not in outcome.out
     assert outcome.seconds < 45  # about 4 s on two idle cores
+
+
+GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+
+BAD_SCHEDULES = {
+    "missing": (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "1B1 is missing on rank 1"),
+    "doubled": (["0F0,0F1,0B0,0B1,0B1", GOOD[1]], "0B1 (rank 0, position"),
+    "misplaced": (["0F0,0F1,1B0,0B0,0B1", "1F0,1F1,1B1"], "stage 1 is on line 1 and, with 1F0, on line 2"),
+    "out of order": (["0F0,0B0,0F1,0B1", "1B0,1F0,1F1,1B1"], "it needs 1F0, which comes only later"),
+    "deadlock": (["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "deadlocks whenever its sends complete"),
+}
+"""Files that are no schedule, and what is said."""
+
+
+def write_schedule(folder: Path, name: str, lines: list[str]) -> Path:
+    path = folder / f"{name}.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", BAD_SCHEDULES)
+def test_a_bad_schedule_is_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, says = BAD_SCHEDULES[name]
+    path = write_schedule(tmp_path, name, lines)
+    flags = "--dry-run --vocab-size 384 --num-layers 4 --pp 2 --global-batch-size 2 --pipeline-schedule-file"
+    assert main([*flags.split(), str(path)]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: pipeline_schedule_file {path}: ")
+    assert says in error
+    assert name == "misplaced" or "\nrank 0: " in error, "the lists around the cell"
+
+
+def test_a_schedule_that_needs_too_much_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--dry-run --vocab-size 384 --num-layers 4 --pp 2 --global-batch-size 8 --hidden-size 512 --seq-length 512"
+    assert main([*flags.split(), "--pipeline-memory-limit", "0.1"]) == 0
+    capsys.readouterr()
+    assert (
+        main([*flags.split(), "--pipeline-schedule", "gpipe", "--pipeline-memory-limit", "0.1"]) == BAD_INPUT
+    )
+    error = capsys.readouterr().err
+    assert "1F7 (rank 1, position " in error and "above the limit of 102.40 MiB" in error
+    assert "\nrank 1: " in error and ">1F7<" in error
+
+
+def test_a_deadlocking_schedule_stops_two_ranks_alike(corpus: Corpus, tmp_path: Path) -> None:
+    path = write_schedule(tmp_path, "deadlock", BAD_SCHEDULES["deadlock"][0])
+    flags = ["--pp", "2", "--global-batch-size", "2", "--pipeline-schedule-file", str(path)]
+    pairs = zip(RUN[::2], RUN[1::2], strict=True)
+    words = [word for pair in pairs if pair[0] not in flags for word in pair]
+    outcome = train(2, *words, *corpus.flags, *flags, seconds=90)
+    assert f"exitcode  : {BAD_INPUT} " in outcome.err and "exitcode  : 1 " not in outcome.err
+    assert "deadlocks whenever its sends complete" in outcome.err and "step 1/" not in outcome.out
+
+
+def test_a_file_of_ones_own_trains(corpus: Corpus, tmp_path: Path) -> None:
+    path = write_schedule(tmp_path, "mine", ["0F0,0F1,0I0,0I1,0W0,0W1", GOOD[1]])
+    flags = ["--pp", "2", "--global-batch-size", "2", "--pipeline-schedule-file", str(path)]
+    pairs = zip(RUN[::2], RUN[1::2], strict=True)
+    words = [word for pair in pairs if pair[0] not in flags for word in pair]
+    outcome = train(2, *words, *corpus.flags, *flags, "--pipeline-check-memory", seconds=90).require_success()
+    assert "schedule mine.csv" in outcome.out and "step 2/2" in outcome.out

@@ -1,5 +1,6 @@
 """A run on four ranks, stopped half way and continued on other layouts, is the run that one rank makes."""
 
+import json
 import re
 import shutil
 import sys
@@ -17,7 +18,19 @@ pytestmark = pytest.mark.e2e
 
 STEPS, SWITCH = 8, 4
 SCHEDULED = [*MODEL, *TRAINING, *f"--train-iters {STEPS} --eval-interval 2 --eval-iters 2".split()]
-FIRST = ["--tp", "2", "--pp", "2", "--vpp", "2"]
+FIRST = [
+    "--tp",
+    "2",
+    "--pp",
+    "2",
+    "--vpp",
+    "2",
+    "--pipeline-schedule",
+    "zb-v",
+    "--trace",
+    "--trace-steps",
+    "2",
+]
 SECOND = ["--tp", "1", "--pp", "2", "--dp", "2"]
 
 
@@ -26,9 +39,9 @@ class Runs:
     """Folders, and what was printed."""
 
     switched: Path
-    """tp 2, pp 2, vpp 2, then pp 2, dp 2."""
+    """tp 2, a V over pp 2 with its second step traced, then pp 2, dp 2."""
     shrunk: Path
-    """tp 2, pp 2, vpp 2, then one process without torchrun."""
+    """The same, then one process without torchrun."""
     whole: Path
     """One process, uninterrupted."""
     first_half: Outcome
@@ -85,6 +98,7 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
         "config.yaml",
         "metrics.jsonl",
         "tensorboard",
+        "trace-2.json",
     }
     config = files.load(runs.switched / "config.yaml")
     p = config.parallel
@@ -113,6 +127,26 @@ def test_tensorboard(runs: Runs) -> None:
     assert {"learning-rate", "grad-norm", "lm loss validation", "iteration-time"} <= set(
         events.Tags()["scalars"]
     )
+
+
+def test_trace(runs: Runs) -> None:
+    """Both tensor-parallel ranks' pipelines and the simulated one; the bubble is logged with its step alone."""
+    trace = json.loads((runs.switched / "trace-2.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
+    assert names == ["measured: tp 0 cp 0 dp 0", "measured: tp 1 cp 0 dp 0", "simulated"]
+    kinds = {event["cat"] for event in trace if event["ph"] == "X"}
+    assert kinds == {"forward", "backward", "input gradient", "weight gradient"}
+    measured = {
+        row["step"]: row["bubble_fraction"]
+        for row in records(runs.switched, "train")
+        if "bubble_fraction" in row
+    }
+    assert list(measured) == [2] and 0.0 <= measured[2] < 1.0
+    assert "step 2: measured bubble " in runs.first_half.out
+    events = EventAccumulator(str(runs.switched / "tensorboard"))
+    events.Reload()
+    (shown,) = events.Scalars("pipeline-bubble-fraction")
+    assert (shown.step, shown.value) == (2, pytest.approx(measured[2]))
 
 
 FIELDS = (
