@@ -74,10 +74,13 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     config = validate(_with_vocabulary(config), world_size, explicit)
     layout = layout_of(config)
     stages = plan_stages(config)
-    for count in microbatch_counts(config):
-        schedule = schedule_of(config, count)
-        if config.parallel.pipeline_memory_limit is not None:
-            proved(config, lowered(config, schedule), stages)
+    *smaller, largest = microbatch_counts(config)
+    for count in smaller:
+        if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
+            schedule_of(config, count)
+    schedule = schedule_of(config, largest)
+    if config.parallel.pipeline_memory_limit is not None:
+        proved(config, lowered(config, schedule), stages)
     memory = _memory(config, stages, schedule)
     return {
         "world_size": world_size,
@@ -193,6 +196,7 @@ def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
         "microbatches": schedule.num_microbatches,
         "all_microbatch_counts": list(microbatch_counts(config)),
         "bubble_fraction": bubble_fraction(config, stages, schedule.num_microbatches),
+        "costs": config.parallel.pipeline_costs or "FLOPs",
         "peak_activations": list(peak_activations(schedule.actions, forward_only=False)),
         "grid": render_grid(schedule) if drawn else None,
     }

@@ -73,7 +73,7 @@ def _stages(stages: list[dict[str, Any]]) -> str:
     for run in runs:
         first, last = run[0], run[-1]
         ends = [name for name in ("embedding", "head") if first[name]]
-        layers = f"{first['first_layer']}-{last['last_layer'] - 1}"
+        layers = _layers(first["first_layer"], last["last_layer"])
         each = f" in {len(run)} stages" if len(run) > 1 else ""
         lines.append(
             f"  stage {_range(first['stage'], last['stage']):<6} on pipeline rank "
@@ -81,6 +81,12 @@ def _stages(stages: list[dict[str, Any]]) -> str:
             f"{layers:<9} {first['parameters_per_rank']:>16,}  {' and '.join(ends)}{each}".rstrip()
         )
     return "\n".join(lines)
+
+
+def _layers(first: int, stop: int) -> str:
+    if first == stop:
+        return "none"
+    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
 
 
 def _alike(stages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -142,7 +148,7 @@ def _schedule(schedule: dict[str, Any]) -> str:
     )
     lines = [
         f"Schedule: {schedule['name']}, {schedule['virtual_stages']} virtual stages, {schedule['microbatches']} "
-        f"microbatches; bubble {schedule['bubble_fraction']:.1%} of the step by FLOPs",
+        f"microbatches; bubble {schedule['bubble_fraction']:.1%} of the step by {schedule['costs']}",
         f"  live activations at the peak, by pipeline rank (stages x microbatches): {shown}",
     ]
     if schedule["grid"]:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from megalite.cli.output import show
 from megalite.cli.schedule_study import (
+    AUTO,
     NAMES,
     Request,
     Study,
@@ -27,6 +28,7 @@ from megalite.cli.schedule_text import (
     peak_texts,
     summary,
 )
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
@@ -43,10 +45,6 @@ _WIDTH = 240
 """Of the grid where there is no terminal."""
 _SECONDS_OF_NO_UNIT = 1e-3
 """In a trace, a unit that has no name is a millisecond."""
-_MEMORY_UNITS = {"": 1.0, "B": 1.0}
-_MEMORY_UNITS |= {f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", 1)}
-_MEMORY_UNITS |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", 1)}
-
 _OF_SIZES = ("schedule", "pp", "vpp", "microbatches", "group", "warm_up", "recompute_ahead", "forward_only")
 """Flags that say what to build: a CSV file has said all of it."""
 _OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")
@@ -65,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         _check_flags(arguments)
+        if _builds(arguments) and sys.stderr.isatty():
+            print("building auto: seconds, up to minutes for many ranks and microbatches", file=sys.stderr)
         show(_answer(arguments))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _builds(arguments: argparse.Namespace) -> bool:
+    """`auto` is among what is asked for."""
+    compared = arguments.compare
+    return arguments.schedule == AUTO or (compared is not None and (not compared or AUTO in compared))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,7 +159,14 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     for name in given:
         if several and name in _OF_ONE:
             raise ConfigError(f"{_flag(name)} has no effect with --compare; remove one of them")
+    outputs = [path for path in (arguments.write_csv, arguments.svg, arguments.trace) if path is not None]
+    doubled = next((path for path in outputs if outputs.count(path) > 1), None)
+    if doubled is not None:
+        raise ConfigError(f"{doubled} is to be written twice; give each output a file of its own")
     named = arguments.compare if several else []
+    twice = next((name for name in named or [] if named.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--compare names {twice} twice; keep one of them")
     for name in named or []:
         if name not in NAMES:
             raise ConfigError(
@@ -231,17 +244,19 @@ def _request(arguments: argparse.Namespace, table: CostTable, own: Schedule | No
 
 def _limit(text: str, table: CostTable) -> float:
     """Bytes if the table has sizes, else microbatches."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([KMGT]?i?B|)\s*", text, re.ASCII)
-    if match is None or match[2] not in _MEMORY_UNITS or float(match[1]) <= 0:
-        raise ConfigError(
-            f"--memory-limit is {text}; use bytes such as 12GiB or 800MB, or microbatches such as 4"
-        )
-    if match[2] and table.memory is None:
+    size = parse_byte_size(text)
+    if size is not None and table.memory is None:
         raise ConfigError(
             f"--memory-limit {text} is in bytes, but {table.source} say nothing of memory; add memory to the file of "
             f"--costs, or give the limit in live microbatches, such as 4"
         )
-    return float(match[1]) * _MEMORY_UNITS[match[2]]
+    if size is None and re.fullmatch(r"\d+(\.\d*)?(e\d{1,2})?", text.strip(), re.ASCII):
+        size = float(text)
+    if not size:
+        raise ConfigError(
+            f"--memory-limit is {text}; use bytes such as 12GiB or 800MB, or microbatches such as 4"
+        )
+    return size
 
 
 def _write(arguments: argparse.Namespace, studies: Sequence[Study], unit: str) -> list[str]:

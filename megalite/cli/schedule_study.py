@@ -19,7 +19,7 @@ from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Program, Schedule, live_units
 from megalite.pipeline.ir.simulate import Timeline, simulate
-from megalite.pipeline.ir.validate import validate
+from megalite.pipeline.ir.validate import validate, validate_written
 
 AUTO = "auto"
 NAMES = (*SCHEDULES, AUTO)
@@ -158,7 +158,7 @@ def read_schedule(path: Path) -> Schedule:
         ScheduleError: its text is no schedule.
     """
     try:
-        return Schedule.from_csv(path.read_text(encoding="utf-8"), name=path.name)
+        return Schedule.from_csv(path.read_text(encoding="utf-8-sig"), name=path.name)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}; give a CSV file, one line a rank") from None
@@ -172,6 +172,7 @@ def study_file(schedule: Schedule, request: Request) -> Study:
     """
     _check_amount(request)
     try:
+        validate_written(schedule)
         return study(schedule, request)
     except ScheduleError as error:
         raise ScheduleError(f"{error}\ndrawn as far as it gets:\n{render_grid(schedule)}") from None
@@ -189,11 +190,16 @@ def study(schedule: Schedule, request: Request) -> Study:
     counted = sizes if sizes is not None or request.limit is None else _shares(schedule.placement)
     report = validate(program, sizes=counted, limit=request.limit)
     costs = request.table.costs(schedule.placement, ahead=bool(schedule.recomputed))
+    timeline = simulate(program, costs)
+    if not timeline.makespan:
+        raise ConfigError(
+            f"{request.table.source}: all that schedule {schedule.name} does takes no time; give its actions a cost above 0"
+        )
     peaks = report.peak_bytes if sizes is not None else None
     return Study(
         schedule,
         program,
-        simulate(program, costs),
+        timeline,
         report.sends,
         report.peak_receives,
         None if peaks is None else tuple(peak.size for peak in peaks),
@@ -269,7 +275,11 @@ def compare(
 ) -> tuple[list[Study], dict[str, str]]:
     """Studies of all the named schedules that can be had, `own` first; and for the others the reason.
 
-    Chunks are those of the schedules that take any number, the group is interleaved's, the warm-up 1f1b's.
+    Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and
+    two chunks and the V.
+
+    Raises:
+        ConfigError: none can be had.
     """
     studies: list[Study] = []
     refused: dict[str, str] = {}
@@ -285,9 +295,12 @@ def compare(
     for name in names:
         its = replace(
             request,
-            num_chunks=request.num_chunks if name in LOOPS or name == AUTO else None,
+            num_chunks=request.num_chunks if name in LOOPS else None,
             group=request.group if name == "interleaved" else None,
             warm_up=request.warm_up if name == "1f1b" else None,
         )
         attempt(name, lambda name=name, its=its: study_named(name, its))  # type: ignore[misc]
+    if not studies:
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(f"none of these schedules is possible\n{reasons}")
     return studies, refused

@@ -7,6 +7,8 @@ from typing import Any
 
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError
+from megalite.config.parallel import V_SCHEDULES
+from megalite.config.pipeline_layout import parse_pipeline_layout
 from megalite.config.run import RunConfig
 
 
@@ -89,6 +91,7 @@ def _resolve_derived(levels: Sequence[Level]) -> None:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
             level.add("vpp", _chunks(per_chunk, _sizes(levels)), per_chunk.source)
+    _chunks_of_layout_and_schedule(levels)
     for level in levels:
         first = level.derived.get("--decoder-first-pipeline-num-layers")
         last = level.derived.get("--decoder-last-pipeline-num-layers")
@@ -100,6 +103,25 @@ def _resolve_derived(levels: Sequence[Level]) -> None:
             raise ConfigError(
                 f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8"
             )
+
+
+def _chunks_of_layout_and_schedule(levels: Sequence[Level]) -> None:
+    """Where nobody says vpp, a layout in words says it by its stages, as Megatron-LM's does, and a V has two."""
+    pp = _value(levels, "pp")
+    if "vpp" in _overlay(levels) or pp < 2:
+        return
+    top = _overlay(levels)
+    layout, schedule = top.get("pipeline_layout"), top.get("pipeline_schedule")
+    if layout and layout.value is not None:
+        stages = len(parse_pipeline_layout(layout.value))
+        if stages % pp == 0 and stages > pp:
+            _level_of(layout, levels).add("vpp", stages // pp, layout.source)
+    elif schedule and schedule.value in V_SCHEDULES:
+        _level_of(schedule, levels).add("vpp", 2, schedule.source)
+
+
+def _level_of(given: Given, levels: Sequence[Level]) -> Level:
+    return next(level for level in levels if any(given is each for each in level.given.values()))
 
 
 def _value(levels: Sequence[Level], name: str) -> Any:

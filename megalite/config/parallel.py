@@ -8,6 +8,8 @@ PIPELINE_SCHEDULES = (
     *("1f1b", "interleaved", "gpipe", "looped-bfs"),
     *("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto"),
 )
+V_SCHEDULES = ("zb-v", "dualpipe-v")
+"""Two virtual stages a rank, down and up again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,8 @@ class ParallelConfig:
     pp: int = option(1, flags=("--pipeline-model-parallel-size",), basic=True)
     """Pipeline-parallel size: layers are split over this many ranks."""
     vpp: int = option(1, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
-    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved."""
+    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved. Not given, it is
+    what pipeline_layout or a V schedule needs."""
     dp: int | None = option(None, flags=("--data-parallel-size",))
     """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
     cp: int = option(1, flags=("--context-parallel-size",))
@@ -52,8 +55,8 @@ class ParallelConfig:
     """The same in words: E embedding, t layer, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
     pipeline_costs: str | None = option(None)
     """auto: JSON file with the times of each stage, as megalite schedule --costs reads; default: their FLOPs."""
-    pipeline_memory_limit: float | None = option(None)
-    """GiB that activations may take on a rank: a schedule that needs more is refused, auto keeps within."""
+    pipeline_memory_limit: str | None = option(None)
+    """What activations may take on a rank, e.g. 12GiB: a schedule that needs more is refused, auto keeps within."""
     pipeline_recv_prefetch: int = option(1)
     """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
     pipeline_send_window: int = option(1)

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 from megalite.config.errors import ConfigError
 
-_TOKEN = re.compile(r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d+)|(?P<comma>,))\s*")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*"
+)
+_MOST = 1_000_000
 _EXAMPLE = 'e.g. "Et*3|t*4|t*4|t*2L" for four stages of 3, 4, 4 and 2 layers'
 
 
@@ -26,7 +29,7 @@ def parse_pipeline_layout(text: str) -> list[int]:
         raise _wrong(text, f"the head L must come once, at the very end, but here it reads ...{items[-40:]}")
     empty = next((index for index, stage in enumerate(stages) if not stage), None)
     if empty is not None:
-        raise _wrong(text, f"stage {empty} of {len(stages)} is empty")
+        raise _wrong(text, f"stage {empty} of {len(stages)} is empty, and each needs something to do")
     return [stage.count("t") for stage in stages]
 
 
@@ -36,6 +39,8 @@ def _expanded(text: str) -> Iterator[str]:
     position = 0
     while position < len(text):
         token = _TOKEN.match(text, position)
+        if token is None and text[position] == "m":
+            raise _wrong(text, "multi-token prediction (m) is not supported")
         if token is None:
             raise _wrong(text, f"{text[position]!r} at character {position + 1} means nothing")
         position = token.end()
@@ -52,7 +57,10 @@ def _expanded(text: str) -> Iterator[str]:
             times = int(token["times"])
             if not groups[-1] or times < 1:
                 raise _wrong(text, f"*{times} at character {position} repeats nothing")
-            groups[-1].append(groups[-1].pop() * times)
+            repeated = groups[-1].pop()
+            if times * len(repeated) > _MOST:
+                raise _wrong(text, f"*{times} at character {position} makes more than {_MOST} items")
+            groups[-1].append(repeated * times)
     if len(groups) > 1:
         raise _wrong(text, "a ( is not closed")
     return iter(groups[0])

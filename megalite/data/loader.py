@@ -49,6 +49,7 @@ class BatchLoader:
         micro_batch_size: samples of one microbatch.
         spans: half-open ranges of positions that this rank holds, one after the other; default: the whole sequence.
         find_documents: say where documents start; a document ends with eod_token.
+        pin: put tensors where a GPU can copy them from while the host goes on.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class BatchLoader:
         micro_batch_size: int,
         spans: tuple[tuple[int, int], ...] | None = None,
         find_documents: bool = False,
+        pin: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         if (eod_mask_loss or find_documents) and eod_token is None:
@@ -80,6 +82,7 @@ class BatchLoader:
         self.micro_batch_size = micro_batch_size
         self.spans = spans or ((0, seq_length),)
         self.find_documents = find_documents
+        self.pin = pin
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[tuple[int, int], Future[list[Microbatch]]] | None = None
 
@@ -141,6 +144,8 @@ class BatchLoader:
         starts = None
         if self.find_documents:
             starts = tuple(_document_starts(sample, self.eod_token) for sample in samples[:, :-1])
+        if self.pin:
+            tokens, labels, loss_mask = (part.pin_memory() for part in (tokens, labels, loss_mask))
         return Microbatch(tokens, labels, loss_mask, ids, starts)
 
 

@@ -91,6 +91,10 @@ class Bucket:
         if self._awaited == 0:
             on_full()
 
+    def disarm(self) -> None:
+        """Count no longer."""
+        self._awaited = 0
+
     def _note(self) -> None:
         if self._awaited > 0:
             self._awaited -= 1

@@ -130,8 +130,12 @@ class DataParallelStrategy(ABC):
         """From all replicas' `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, also those of a step that failed half way."""
+        for work in self._reducing.values():
+            work.wait()
+        self._reducing.clear()
         for bucket in self.all_buckets():
+            bucket.disarm()
             bucket.grad.zero_()
 
     def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:

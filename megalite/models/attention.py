@@ -175,7 +175,7 @@ def _visible(rows: torch.Tensor, columns: torch.Tensor, visibility: Visibility) 
         return visible[None, None]
     samples = []
     for starts in visibility.document_starts:
-        first = torch.tensor(starts, device=rows.device)
+        first = torch.tensor(starts, pin_memory=rows.is_cuda).to(rows.device, non_blocking=True)
         of_row, of_column = (torch.searchsorted(first, places, right=True) for places in (rows, columns))
         samples.append(visible & (of_row.unsqueeze(1) == of_column))
     return torch.stack(samples).unsqueeze(1)

@@ -54,6 +54,7 @@ def document_position_ids(
     """Positions [s] counted from the start of each one's document: [s, b] for b samples' starts."""
     columns = []
     for starts in document_starts:
-        first = torch.tensor(starts, dtype=positions.dtype, device=positions.device)
+        first = torch.tensor(starts, dtype=positions.dtype, pin_memory=positions.is_cuda)
+        first = first.to(positions.device, non_blocking=True)
         columns.append(positions - first[torch.searchsorted(first, positions, right=True) - 1])
     return torch.stack(columns, dim=1)

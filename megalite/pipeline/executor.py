@@ -49,6 +49,9 @@ class WeightGradients(Protocol):
     def run(self, microbatch: int) -> None:
         """Compute them."""
 
+    def forget(self) -> None:
+        """Drop what an earlier step, that failed, has left."""
+
 
 class Tracer(Protocol):
     """Told when computations run: after their inputs have come, so that waiting lies between them."""
@@ -128,6 +131,8 @@ class Executor:
     def run(self) -> list[torch.Tensor]:
         """One step. Returns the microbatch losses if the last stage is here, else nothing; detached."""
         step = StepState()
+        for tape in self._tapes.values():
+            tape.forget()
         for position, action in enumerate(self._row):
             try:
                 if action.kind in COMPUTE:
@@ -171,6 +176,10 @@ class Executor:
             step.losses.append(output.detach())
         elif self._is_here(stage + 1):
             step.inputs[stage + 1, microbatch] = output.detach()
+            if has_graph:
+                # The next stage's input has the memory, and lets it go with its own backward.
+                require_own_memory(output)
+                free_output(output)
         elif not has_graph:
             step.leaving[key] = output
 

@@ -62,8 +62,8 @@ def state_bytes_per_parameter(precision: str) -> tuple[int, int, int]:
 
 
 def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
-    """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages not counted."""
-    sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0)
+    """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages and workspace not counted."""
+    sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0, workspace=None)
     # Without messages the computations alone decide, and they need no lowering.
     peaks = memory_peaks(Program(schedule, schedule.actions), sizes)
     return [round(peak.size) for peak in peaks]

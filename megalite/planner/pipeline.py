@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.pipeline.ir.auto import build_auto
@@ -15,13 +16,11 @@ from megalite.pipeline.ir.generators.registry import build_schedule, placement_f
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
-from megalite.pipeline.ir.validate import ValidationReport, validate
+from megalite.pipeline.ir.validate import ValidationReport, validate, validate_written
 from megalite.planner.costs import flop_costs
 from megalite.planner.sizes import stage_sizes
 from megalite.planner.stages import StagePlan, cut_stages
 from megalite.topology.layout import ParallelLayout
-
-GIB = 1 << 30
 
 
 def placement_of(config: RunConfig) -> tuple[int, ...]:
@@ -95,10 +94,8 @@ def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -
     Raises:
         ConfigError: it is not valid or needs more memory, with the cell and the grid.
     """
-    limit = config.parallel.pipeline_memory_limit
-    sizes = stage_sizes(config, stages)
     try:
-        return validate(program, sizes=sizes, limit=None if limit is None else limit * GIB)
+        return validate(program, sizes=stage_sizes(config, stages), limit=_limit(config))
     except ScheduleError as error:
         raise ConfigError(str(error)) from None
 
@@ -115,19 +112,19 @@ class _Key:
 
 
 def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
-    """FLOPs of each stage, with those of an R where the schedule has any."""
+    """The costs of the file if one is given, else FLOPs, with those of an R where the schedule has any."""
     p = config.parallel
     from_file = p.pipeline_schedule_file is not None and bool(_read(_Key(config)).recomputed)
-    return flop_costs(config, stages, ahead=from_file or config.training.recompute_ahead)
+    ahead = from_file or config.training.recompute_ahead
+    if p.pipeline_costs is not None:
+        return read_costs(Path(p.pipeline_costs)).costs(tuple(plan.rank for plan in stages), ahead=ahead)
+    return flop_costs(config, stages, ahead=ahead)
 
 
-def _costs(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
-    """What `auto` builds for: the costs of the file if one is given, else FLOPs."""
-    path = config.parallel.pipeline_costs
-    if path is None:
-        return costs_of(config, stages)
-    placement = tuple(plan.rank for plan in stages)
-    return read_costs(Path(path)).costs(placement, ahead=config.training.recompute_ahead)
+def _limit(config: RunConfig) -> float | None:
+    """Bytes of activations that a rank may have."""
+    text = config.parallel.pipeline_memory_limit
+    return None if text is None else parse_byte_size(text)
 
 
 @lru_cache(maxsize=8)
@@ -137,7 +134,9 @@ def _read(key: _Key) -> Schedule:
     p = config.parallel
     path = Path(p.pipeline_schedule_file or "")
     try:
-        schedule = Schedule.from_csv(path.read_text(encoding="utf-8"), name=path.name)
+        # Spreadsheets begin their files with a byte-order mark.
+        schedule = Schedule.from_csv(path.read_text(encoding="utf-8-sig"), name=path.name)
+        validate_written(schedule)
         validate(lowered(config, schedule))
     except OSError as error:
         raise ConfigError(
@@ -178,13 +177,13 @@ def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Sched
     config = key.config
     p = config.parallel
     stages = cut_stages(config, placement)
-    costs, sizes = _costs(config, stages), stage_sizes(config, stages)
+    costs, sizes = costs_of(config, stages), stage_sizes(config, stages)
     return build_auto(
         placement,
         num_microbatches,
         costs,
         sizes=sizes,
-        limit=None if p.pipeline_memory_limit is None else p.pipeline_memory_limit * GIB,
+        limit=_limit(config),
         recv_prefetch=p.pipeline_recv_prefetch,
         send_window=p.pipeline_send_window,
         recompute_ahead=config.training.recompute_ahead,
@@ -208,7 +207,7 @@ def _auto_placement(key: _Key) -> tuple[int, ...]:
         except ConfigError as error:
             refused.append(error)
             continue
-        costs = _costs(config, cut_stages(config, placement))
+        costs = costs_of(config, cut_stages(config, placement))
         found.append((simulate(lowered(config, schedule), costs).makespan, placement))
     if not found:
         raise refused[0]

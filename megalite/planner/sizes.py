@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.pipeline.ir.memory import Sizes
-from megalite.planner.activations import ELEMENT_BYTES, stage_activation_bytes
+from megalite.planner.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_activation_bytes
 from megalite.planner.stages import StagePlan
 
 
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
-    """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, and a message between ranks.
+    """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
+    what a backward computes again.
 
     Args:
         config: validated.
@@ -26,6 +27,7 @@ def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
         deferred=tuple(float(deferred_bytes(config, plan)) for plan in stages),
         kept_input=tuple(0.0 if plan.has_embedding else float(message) for plan in stages),
         message=float(message),
+        workspace=tuple(float(recompute_workspace_bytes(config, plan)) for plan in stages),
     )
 
 

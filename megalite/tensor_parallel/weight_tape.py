@@ -112,6 +112,10 @@ class WeightTape:
         for parameter, grad in returned.items():
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
+    def forget(self) -> None:
+        """Drop what is owed: of a step that failed."""
+        self._owed.clear()
+
     def _recorded(self, microbatch: int) -> deque[OwedGradient]:
         assert microbatch in self._owed, (
             f"microbatch {microbatch} was not recorded, or has been run already; recorded: {sorted(self._owed)}"

@@ -98,6 +98,9 @@ class _Run:
         self.total = step + steps_left(config, step=step, samples=samples)
         load_folder, save_folder = config.checkpoint.load, config.checkpoint.save
         self.saved_at = self.progress.step if same_folder(load_folder, save_folder) else None
+        for step in sorted(self.traces.steps if self.traces else ()):
+            if step > self.total:
+                log(f"step {step} is beyond the last step, {self.total}: it will not be traced")
         self.reporter = Reporter(
             log=log,
             sinks=self._open_sinks(),

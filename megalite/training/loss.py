@@ -20,9 +20,9 @@ def token_denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: 
 
     Collectives: one all-reduce of a number over dp.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for microbatch in microbatches:
-        total += microbatch.loss_mask.sum(dtype=torch.float64).to(device)
+    # Counted on the host, where the masks are, and filled in: a copy from there would make the host wait.
+    counted = sum(float(microbatch.loss_mask.sum(dtype=torch.float64)) for microbatch in microbatches)
+    total = torch.full((), counted, dtype=torch.float64, device=device)
     dp.all_reduce(total)
     return total.clamp_(min=1.0)
 

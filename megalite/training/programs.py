@@ -9,7 +9,10 @@ from megalite.planner.pipeline import lowered, plan_stages, proved, schedule_of
 
 
 class Programs:
-    """Every program that a run can need, made and validated at the start: a batch-size ramp-up has several.
+    """Every program that a run can need; a batch-size ramp-up has several.
+
+    At the start the smallest and the largest are made and proved, and it is asked whether the schedule takes the numbers
+    in between; their programs follow when they are first used. (The largest needs most memory.)
 
     Raises:
         ConfigError: the schedule cannot take a number of microbatches that the run will have, is not valid, or needs
@@ -21,8 +24,13 @@ class Programs:
         self.stages = plan_stages(config)
         """Every virtual stage of the model, in order."""
         self._made: dict[tuple[int, bool], Program] = {}
-        for count in microbatch_counts(config):
-            self.program(count)
+        first, *between = microbatch_counts(config)
+        self.program(first)
+        for count in between[:-1]:
+            if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
+                schedule_of(config, count)
+        if between:
+            self.program(between[-1])
 
     def program(self, microbatches: int, *, evaluation: bool = False) -> Program:
         """The program of a step (or of one evaluation batch) with that many microbatches."""

@@ -106,6 +106,7 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
                 config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size
             ),
             find_documents=replica.finds_documents,
+            pin=topology.device.type == "cuda",
         )
 
     return Loaders(

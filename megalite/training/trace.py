@@ -93,7 +93,8 @@ class TraceWriter:
         folder: Path,
         log: Callable[[str], None],
     ) -> None:
-        self._topology, self._steps, self._folder, self._log = topology, frozenset(steps), folder, log
+        self._topology, self._folder, self._log = topology, folder, log
+        self.steps = frozenset(steps)
         self.timer = ActionTimer(topology.device)
 
     def begin(self, step: int) -> None:
@@ -101,7 +102,7 @@ class TraceWriter:
 
         Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there.
         """
-        if step in self._steps:
+        if step in self.steps:
             self._topology.world.all_reduce(torch.zeros(1, device=self._topology.device))
             self.timer.begin()
 
@@ -110,7 +111,7 @@ class TraceWriter:
 
         Collectives: if the step is to be traced a gather of all ranks' times.
         """
-        if step not in self._steps:
+        if step not in self.steps:
             return None
         mine = [(str(action), start, end) for action, start, end in self.timer.take()]
         gathered = self._topology.world.gather_json(mine, self._topology.device)

@@ -71,7 +71,7 @@ def test_stable_keys() -> None:
         communication communication[].pipeline_rank communication[].group communication[].size
         communication[].operation communication[].volume_bytes communication[].sent_bytes
         schedule schedule.name schedule.virtual_stages schedule.microbatches schedule.all_microbatch_counts
-        schedule.bubble_fraction schedule.peak_activations schedule.grid
+        schedule.bubble_fraction schedule.costs schedule.peak_activations schedule.grid
         batch batch.micro_batch_size batch.dp batch.microbatches batch.global_batch_size batch.seq_length
         batch.tokens_per_step batch.batch_sizes batch.rampup_samples batch.train_steps batch.train_samples
         batch.train_tokens

@@ -67,8 +67,8 @@ LAYOUTS = [
     ),
     (
         4,
-        "--pp 4 --num-layers 4 --pipeline-layout E|tt||ttL",
-        "pipeline_layout 'E|tt||ttL': stage 2 of 4 is empty; e.g. \"Et*3|t*4|t*4|t*2L\" for four stages of 3, 4, 4 and 2 layers",
+        "--pp 4 --vpp 1 --num-layers 4 --pipeline-layout E|tt||ttL",
+        "pipeline_layout 'E|tt||ttL': stage 2 of 4 is empty, and each needs something to do; e.g. \"Et*3|t*4|t*4|t*2L\" for four stages of 3, 4, 4 and 2 layers",
     ),
     (
         3,

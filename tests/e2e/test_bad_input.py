@@ -146,7 +146,10 @@ GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
 BAD_SCHEDULES = {
     "missing": (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "1B1 is missing on rank 1"),
     "doubled": (["0F0,0F1,0B0,0B1,0B1", GOOD[1]], "0B1 (rank 0, position"),
-    "misplaced": (["0F0,0F1,1B0,0B0,0B1", "1F0,1F1,1B1"], "stage 1 is on line 1 and, with 1F0, on line 2"),
+    "misplaced": (
+        ["0F0,0F1,1B0,0B0,0B1", "1F0,1F1,1B1"],
+        "stage 1 is on line 1 with 1B0, action 3 there, and on line 2 with 1F0",
+    ),
     "out of order": (["0F0,0B0,0F1,0B1", "1B0,1F0,1F1,1B1"], "it needs 1F0, which comes only later"),
     "deadlock": (["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "deadlocks whenever its sends complete"),
 }
@@ -173,10 +176,11 @@ def test_a_bad_schedule_is_shown(name: str, tmp_path: Path, capsys: pytest.Captu
 
 def test_a_schedule_that_needs_too_much_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--dry-run --vocab-size 384 --num-layers 4 --pp 2 --global-batch-size 8 --hidden-size 512 --seq-length 512"
-    assert main([*flags.split(), "--pipeline-memory-limit", "0.1"]) == 0
+    assert main([*flags.split(), "--pipeline-memory-limit", "102.4MiB"]) == 0
     capsys.readouterr()
     assert (
-        main([*flags.split(), "--pipeline-schedule", "gpipe", "--pipeline-memory-limit", "0.1"]) == BAD_INPUT
+        main([*flags.split(), "--pipeline-schedule", "gpipe", "--pipeline-memory-limit", "102.4MiB"])
+        == BAD_INPUT
     )
     error = capsys.readouterr().err
     assert "1F7 (rank 1, position " in error and "above the limit of 102.40 MiB" in error

@@ -69,5 +69,5 @@ def test_peak_of_a_schedule_is_by_weight_and_knows_its_halves() -> None:
     assert activation_peaks(config, stages, one_f_one_b(2, 6)) == [2 * first, last]
     assert activation_peaks(config, stages, gpipe(2, 6)) == [6 * first, 6 * last]
     waiting = deferred_bytes(config, stages[1])
-    # Rank 1 of ZB-H1: while I of one microbatch runs, its graph and its notes are both there, with the W before it.
-    assert activation_peaks(config, stages, zb_h1(2, 6))[1] == last + 2 * waiting
+    # Rank 1 of ZB-H1: the graph of one microbatch, and what the W of the one before it waits with.
+    assert activation_peaks(config, stages, zb_h1(2, 6))[1] == last + waiting

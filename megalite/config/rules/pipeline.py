@@ -1,5 +1,6 @@
 """Rules about the pipeline: its schedule and the cut into stages."""
 
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.pipeline_layout import parse_pipeline_layout
 from megalite.config.rules.effect import refuse_idle, shown
@@ -29,7 +30,18 @@ def check_pipeline(config: RunConfig, explicit: frozenset[str]) -> None:
         )
     if config.training.recompute_ahead:
         _check_recompute_ahead(config)
-    logging = config.logging
+    limit = p.pipeline_memory_limit
+    if limit is not None and parse_byte_size(limit) is None:
+        raise ConfigError(
+            f"pipeline_memory_limit is {limit!r}; it is a size with its unit, e.g. 12GiB or 800MB"
+        )
+    logging, steps = config.logging, config.training.train_iters
+    late = [step for step in logging.trace_steps if steps is not None and step > steps]
+    if logging.trace and late:
+        raise ConfigError(
+            f"trace_steps {' '.join(map(str, logging.trace_steps))} has {late[0]} in it, but train_iters is {steps}; use "
+            f"steps up to {steps}"
+        )
     if not logging.trace:
         refuse_idle(config, explicit, ["trace_steps"], cause="without trace", remedy="add --trace")
     elif logging.run_dir is None:
@@ -101,9 +113,10 @@ def check_stages(config: RunConfig) -> None:
         return
     name = "pipeline_layers" if p.pipeline_layers is not None else "pipeline_layout, in layers"
     if len(cut) != stages:
+        remedy = f"--vpp {len(cut) // p.pp} or " if len(cut) % p.pp == 0 and p.pp > 1 else ""
         raise ConfigError(
             f"{name} {_commas(cut)} has {len(cut)} entries, but there are pp·vpp = {p.pp}·{p.vpp} = {stages} "
-            f"stages; use {_commas(_even(layers, stages))}"
+            f"stages; use {remedy}{_commas(_even(layers, stages))}"
         )
     if 0 in cut[1:-1] or cut == [0]:
         stage = cut.index(0, min(1, stages - 1))

@@ -77,7 +77,6 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
     {name: Bounds(1, 1) for name in _AT_LEAST_ONE}
     | {
         "pipeline_layers": Bounds(0, 1),
-        "pipeline_memory_limit": Bounds(0, 16, open=True),
         "pipeline_recv_prefetch": Bounds(0, 1),
         "pipeline_send_window": Bounds(1, 1),
         "trace_steps": Bounds(1, 3),

@@ -43,7 +43,7 @@ RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 NO_MICROBATCH = -1
 """The `microbatch` of a REDUCE_GRAD."""
 
-_TEXT = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)", re.ASCII)
+_TEXT = re.compile(rf"(\d{{1,18}})({'|'.join(sorted(Kind, key=len, reverse=True))})(\d{{0,18}})", re.ASCII)
 
 
 class Action(NamedTuple):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
+from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.auto_named import named_schedules, one_by_one
@@ -14,7 +15,7 @@ from megalite.pipeline.ir.auto_search import WORK, Objective, search
 from megalite.pipeline.ir.generators.recompute import recompute_ahead as with_recompute_ahead
 from megalite.pipeline.ir.list_scheduler import ROUNDING
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.memory import Sizes, memory_peaks
+from megalite.pipeline.ir.memory import Sizes, exceeds, memory_peaks, sufficient
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, Event, simulate
 
@@ -133,7 +134,10 @@ class _Judge:
             schedule=schedule,
             time=timeline.makespan if self.objective == "makespan" else max(timeline.spans),
             peaks=peaks,
-            excess=max(peak - most for peak, most in zip(peaks, self.limits, strict=True)),
+            excess=max(
+                peak - most if exceeds(peak, most) else 0.0
+                for peak, most in zip(peaks, self.limits, strict=True)
+            ),
         )
 
     def events(self, schedule: Schedule) -> tuple[Event, ...]:
@@ -219,11 +223,16 @@ def _limits(limit: float | tuple[float, ...] | None, num_ranks: int) -> tuple[fl
 def _without_messages(
     placement: tuple[int, ...], limits: tuple[float, ...], sizes: Sizes, send_window: int
 ) -> tuple[float, ...]:
-    """Per rank, what the limit leaves if each channel holds its usual number of messages."""
+    """Per rank, what the limit leaves if each channel holds its usual number of messages, and a backward runs."""
+    workspace = [0.0] * len(limits)
+    for rank, size in zip(placement, sizes.workspace or (), strict=False):
+        workspace[rank] = max(workspace[rank], size)
     hops = {(here, there) for here, there in pairwise(placement) if here != there}
     channels = hops | {(there, here) for here, there in hops}
     return tuple(
-        most - sizes.message * sum(send_window if rank == here else rank == there for here, there in channels)
+        most
+        - workspace[rank]
+        - sizes.message * sum(send_window if rank == here else rank == there for here, there in channels)
         for rank, most in enumerate(limits)
     )
 
@@ -234,14 +243,10 @@ def _positive_part(peak: float, most: float) -> float:
 
 def _no_room(leanest: _Judged, limits: tuple[float, ...]) -> ConfigError:
     rank = max(range(len(limits)), key=lambda rank: leanest.peaks[rank] - limits[rank])
-    need, most = _number(leanest.peaks[rank]), _number(limits[rank])
-    enough = _number(max(leanest.peaks))
+    need, most = readable_bytes(leanest.peaks[rank]), readable_bytes(limits[rank])
+    enough = sufficient(max(leanest.peaks))
     return ConfigError(
         f"schedule auto: no schedule of {leanest.schedule.num_ranks} ranks and {leanest.schedule.num_microbatches} "
         f"microbatches fits the memory limit: rank {rank} needs {need} at least, its limit is {most}. A limit of {enough} "
         f"works; so may smaller microbatches, recomputation or more ranks"
     )
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)

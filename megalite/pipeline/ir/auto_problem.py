@@ -32,6 +32,8 @@ class Problem:
     """Memory that an I or B needs on top: the graph of its R."""
     deferred: tuple[float, ...]
     """Memory from I to W."""
+    surplus: tuple[float, ...]
+    """By how much that is more than the graph which I frees in exchange."""
     room: tuple[float, ...]
     """Per rank, the memory that may be used."""
 
@@ -64,6 +66,7 @@ class Problem:
             hold=sizes.kept_input if ahead else sizes.activation,
             burst=sizes.activation if ahead else nothing,
             deferred=sizes.deferred,
+            surplus=tuple(max(0.0, d - a) for d, a in zip(sizes.deferred, sizes.activation, strict=True)),
             room=room,
         )
 

@@ -158,7 +158,7 @@ def read_costs(path: Path) -> CostTable:
         ConfigError: it cannot be read, is not JSON, or holds what `parse_costs` refuses.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}; give a JSON file with --costs") from None

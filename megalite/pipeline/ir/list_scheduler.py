@@ -133,7 +133,7 @@ class _Run:
                 # The F is safe to start, so all that can be in its way is what the Ws keep.
                 self._start_weight(rank, weight, now)
         elif gradient >= 0:
-            if self._fits(rank, self.problem.burst[gradient] + self.problem.deferred[gradient]):
+            if self._fits(rank, self.problem.burst[gradient] + self.problem.surplus[gradient]):
                 self._start_gradient(rank, gradient, now, Kind.I)
             elif weight >= 0:
                 self._start_weight(rank, weight, now)
@@ -225,12 +225,13 @@ class _Run:
         self.gradients[stage].popleft()
         self.backwards[stage] += 1
         self.last_was_forward[rank] = False
+        during = self.held[rank] + self.deferred[rank] + problem.burst[stage]
         if kind is Kind.B:
             end += problem.weight_grad[stage]
             self.weights[stage] += 1
         else:
+            during += problem.surplus[stage]
             self.deferred[rank] += problem.deferred[stage]
-        during = self.held[rank] + self.deferred[rank] + problem.burst[stage]
         self.peak[rank] = max(self.peak[rank], during)
         self.held[rank] -= problem.hold[stage]
         if stage > 0:

@@ -1,6 +1,7 @@
 """What a program holds in memory: a replay of each rank's list, in bytes."""
 
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import GRADIENTS, RECVS, SENDS, Kind
 from megalite.pipeline.ir.schedule import Program
-from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
+from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, IntArray, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,14 @@ class Sizes:
     activation: tuple[float, ...]
     """What the graph holds, the stage's input included: from F, or R if there is one, to B or I."""
     deferred: tuple[float, ...]
-    """What W needs: from I to W. Part of it was in the graph before."""
+    """What W needs: from I to W. It grows while I frees the graph, so that I holds no more than the larger of the two."""
     kept_input: tuple[float, ...]
     """What an F keeps whose pair has an R: from F to B or I."""
     message: float = 0.0
-    """A tensor between two ranks: from the posting of its receive to its reader; from its send until the send is known
-    to be complete."""
+    """A tensor between two stages: from the posting of its receive, or from its producer on the same rank, to its reader;
+    from its send until the send is known to be complete."""
+    workspace: tuple[float, ...] | None = None
+    """What a B or I needs while it runs and not after, such as activations that it computes again. Default 0."""
 
     @classmethod
     def uniform(
@@ -54,10 +57,11 @@ class Peak(NamedTuple):
 
 
 def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
-    """Per rank, the most that it holds at once. Exact: order alone decides it, not time.
+    """Per rank, the most that it holds at once. Order alone decides it, not time.
 
-    A received tensor belongs to the graph from its F on, and is freed with the B or I that reads it. A send is known
-    to be complete when the window makes a later send of its channel wait for it, or at the end of the step.
+    A tensor that is received, or handed over on the rank, belongs to the graph from its F on; a gradient is freed with
+    the B or I that reads it. A send is known to be complete when the window makes a later send of its channel wait for
+    it, or at the end of the step.
 
     Raises:
         ConfigError: sizes of another number of stages.
@@ -80,6 +84,17 @@ def table_peaks(table: Table, sizes: Sizes, send_window: int) -> tuple[Peak, ...
     return tuple(peaks)
 
 
+def exceeds(size: float, limit: float) -> bool:
+    """More than the limit by more than sums of thirds are off."""
+    return size > limit * (1.0 + 1e-9)
+
+
+def sufficient(size: float) -> str:
+    """A limit that a peak of this size keeps, as it can be given: `30709383168B`, or a bare number below 1024."""
+    # Rounded first: sums of thirds are a little off.
+    return f"{ceil(round(size, 3))}B" if size >= 1024 else f"{ceil(round(size * 1e6, 3)) / 1e6:.10g}"
+
+
 def activation_peaks(table: Table, send_window: int) -> tuple[int, ...]:
     """Per rank, the most (stage, microbatch) pairs whose graphs are alive at once: `schedule.peak_activations`."""
     units = Sizes.uniform(table.schedule.num_stages)
@@ -91,11 +106,13 @@ def _changes(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """By index, what each action takes when it starts, and what it frees (negative) when it ends."""
     begin, end = np.zeros((2, len(table.kind)))
-    activation = np.array(sizes.activation, dtype=np.float64)[table.stage]
-    deferred = np.array(sizes.deferred, dtype=np.float64)[table.stage]
-    kept = np.array(sizes.kept_input, dtype=np.float64)[table.stage]
+    activation, deferred, kept = (
+        np.array(values, dtype=np.float64)[table.stage]
+        for values in (sizes.activation, sizes.deferred, sizes.kept_input)
+    )
     again = table.place[CODES[Kind.R], table.stage, table.microbatch] != NOWHERE
-    received = np.where(table.receives, sizes.message, 0.0)
+    from_before, from_after = _handed_over(table)
+    received = np.where(table.receives | from_before | from_after, sizes.message, 0.0)
 
     forward, inner, weight = (table.is_kind(kind) for kind in (Kind.F, Kind.I, Kind.W))
     made = np.where(again, kept, activation)
@@ -105,12 +122,38 @@ def _changes(
     recompute = table.is_kind(Kind.R)
     begin[recompute] = activation[recompute]
     backward = table.is_kind(*GRADIENTS)
-    begin[inner] = deferred[inner]
     end[backward] = (-activation - received - np.where(again, kept, 0.0))[backward]
+    begin[inner] = np.maximum(deferred - activation, 0.0)[inner]
+    end[inner] += np.minimum(deferred, activation)[inner]
     end[weight] = -deferred[weight]
+    if sizes.workspace is not None:
+        room = np.array(sizes.workspace, dtype=np.float64)[table.stage]
+        begin[backward] += room[backward]
+        end[backward] -= room[backward]
+    # What is handed over waits for its reader.
+    end[_producers(table, from_before, Kind.F, -1)] += sizes.message
+    end[_producers(table, from_after, Kind.B, 1)] += sizes.message
     begin[table.is_kind(*RECVS)] = sizes.message
     begin[_first_sends(table, send_window)] = sizes.message
     return begin, end
+
+
+def _handed_over(table: Table) -> tuple[BoolArray, BoolArray]:
+    """Per action, whether it is an F with its input, or a B or I with its gradient, from a stage of the same rank."""
+    placement = np.array(table.schedule.placement)
+    same = np.concatenate((placement[1:] == placement[:-1], [False]))
+    before = np.concatenate(([False], same[:-1]))
+    forward = table.is_kind(Kind.F) & before[table.stage]
+    return forward, table.is_kind(*GRADIENTS) & same[table.stage]
+
+
+def _producers(table: Table, readers: BoolArray, kind: Kind, offset: int) -> IntArray:
+    """Indices of what made the tensors that these actions get on their own rank; B stands for I as well."""
+    stages, microbatches = table.stage[readers] + offset, table.microbatch[readers]
+    found = table.place[CODES[kind], stages, microbatches]
+    if kind is Kind.B:
+        found = np.where(found == NOWHERE, table.place[CODES[Kind.I], stages, microbatches], found)
+    return found[found != NOWHERE]
 
 
 def _first_sends(table: Table, count: int) -> IntArray:

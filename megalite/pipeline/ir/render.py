@@ -229,7 +229,9 @@ def _of_timeline(timeline: Timeline) -> _Grid:
         rows[event.rank][first:stop] = drawn
         hidden += not drawn
     bubbles = [idle / timeline.makespan if timeline.makespan else 0.0 for idle in timeline.idle]
-    return _Grid(rows, bubbles, [""] * schedule.num_ranks, f"{unit:g}", hidden)
+    in_slots = (time / unit for event in timeline.events for time in (event.start, event.end))
+    rounded = ", to which times are rounded" if any(abs(t - round(t)) > 1e-6 for t in in_slots) else ""
+    return _Grid(rows, bubbles, [""] * schedule.num_ranks, f"{unit:g}{rounded}", hidden)
 
 
 def _slots(action: Action, count: int, schedule: Schedule) -> Iterator[_Slot]:

@@ -78,27 +78,32 @@ class Schedule:
         """The schedule that `to_csv` wrote, or that a user did: one line a rank.
 
         Sizes and placement are inferred: a stage is on the rank in whose line it occurs. Empty cells are skipped, so
-        tables with bubbles in them load as well. Legality is not checked here: lower it and `validate` the program.
+        tables with bubbles in them load as well, and so are lines that start with #. Legality is not checked here: lower it and `validate` the program.
 
         Raises:
             ScheduleError: a cell is no action or communication, a stage occurs in two lines, or a stage is missing.
         """
-        lines = [line for line in text.splitlines() if line.strip()]
-        lists = tuple(
-            tuple(_parse_cells(line.split(","), name=name, rank=rank)) for rank, line in enumerate(lines)
-        )
+        lines = [
+            (number, line)
+            for number, line in enumerate(text.splitlines(), start=1)
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
+        lists = tuple(tuple(_parse_cells(line, name=name, number=number)) for number, line in lines)
         actions = [(rank, action) for rank, row in enumerate(lists) for action in row]
         if not actions:
             raise ScheduleError(
                 f"schedule {name}: there is no action in it; expected one line a rank such as 0F0,0B0"
             )
+        for (number, _), row in zip(lines, lists, strict=True):
+            if not row:
+                raise ScheduleError(
+                    f"schedule {name}: line {number} has no action; each line is a rank, and each rank needs a stage"
+                )
         owners: dict[int, int] = {}
         for rank, action in actions:
             if owners.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"schedule {name}: stage {action.stage} is on line {owners[action.stage] + 1} and, with {action}, "
-                    f"on line {rank + 1}; each stage belongs on the line of one rank"
-                )
+                numbers = [number for number, _ in lines]
+                raise ScheduleError(_on_two_lines(lists, action.stage, numbers, name=name))
         # Looked for before anything is made in the size of the largest number in the file.
         microbatches = {action.microbatch for _, action in actions}
         for what, there in (("stage", set(owners)), ("microbatch", microbatches)):
@@ -182,15 +187,30 @@ def live_units(row: Sequence[Action]) -> list[LiveUnits]:
     return found
 
 
-def _parse_cells(cells: list[str], *, name: str, rank: int) -> Iterable[Action]:
-    for column, cell in enumerate(cells):
+def _on_two_lines(lists: ActionLists, stage: int, numbers: list[int], *, name: str) -> str:
+    """What is wrong if a stage occurs on several lines: most likely the cell on the line that has least of it."""
+    holders = {rank: [a for a in row if a.stage == stage] for rank, row in enumerate(lists)}
+    few, *_, most = sorted((rank for rank in holders if holders[rank]), key=lambda rank: len(holders[rank]))
+    odd = holders[few][0]
+    return (
+        f"schedule {name}: stage {stage} is on line {numbers[few]} with {odd}, action {lists[few].index(odd) + 1} there, and on "
+        f"line {numbers[most]} with {holders[most][0]}; each stage belongs on the line of one rank"
+    )
+
+
+def _parse_cells(line: str, *, name: str, number: int) -> Iterable[Action]:
+    for column, cell in enumerate(line.split(",")):
         if not cell.strip():
             continue
-        where = f"schedule {name}, line {rank + 1}, cell {column + 1}"
+        where = f"schedule {name}, line {number}, cell {column + 1}"
         try:
-            action = Action.parse(cell)
-        except ScheduleError as error:
-            raise ScheduleError(f"{where}: {error}") from None
+            # Spreadsheets put quotes around what they like.
+            action = Action.parse(cell.strip().strip('"'))
+        except ScheduleError:
+            raise ScheduleError(
+                f"{where}: not a pipeline action: {cell.strip()!r}; expected stage, kind, microbatch as in 2F0, with one of "
+                f"the kinds F, B, I, W, R"
+            ) from None
         if action.kind not in COMPUTE:
             raise ScheduleError(
                 f"{where}: {action} is communication, which lowering adds; only F, B, I, W and R belong here"

@@ -4,15 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import RECVS, SENDS
 from megalite.pipeline.ir.deadlock import prove_no_deadlock
 from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.memory import Peak, Sizes, activation_peaks, table_peaks
+from megalite.pipeline.ir.memory import Peak, Sizes, activation_peaks, exceeds, sufficient, table_peaks
 from megalite.pipeline.ir.render import render_lists
-from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.table import Fault, Table
-from megalite.pipeline.ir.wiring import wire
+from megalite.pipeline.ir.wiring import check_computation, wire
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
     """
     if limit is not None and sizes is None:
         raise ConfigError(
-            f"a memory limit of {readable(limit)} needs sizes to compare with: give both or neither"
+            f"a memory limit of {readable_bytes(limit)} needs sizes to compare with: give both or neither"
         )
     try:
         wiring = wire(program)
@@ -71,8 +72,25 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
     )
 
 
+def validate_written(schedule: Schedule) -> None:
+    """What single cells of a schedule that somebody wrote can have wrong, in the author's own cells.
+
+    To be asked before it is lowered; `validate` then finds what only shows with the messages: deadlock and memory.
+
+    Raises:
+        ScheduleError: the first fault, with rank, position, action and the lists there.
+    """
+    try:
+        check_computation(schedule)
+    except Fault as fault:
+        lists = render_lists(schedule.actions, fault.marks)
+        raise ScheduleError(
+            f"{fault}\n{lists}\n(rank 0 is the first line; positions count the actions of a line from 0)"
+        ) from None
+
+
 def _check_limit(table: Table, peaks: tuple[Peak, ...], limit: float) -> None:
-    above = [rank for rank, peak in enumerate(peaks) if peak.size > limit]
+    above = [rank for rank, peak in enumerate(peaks) if exceeds(peak.size, limit)]
     if not above:
         return
     rank = max(above, key=lambda rank: peaks[rank].size)
@@ -80,16 +98,6 @@ def _check_limit(table: Table, peaks: tuple[Peak, ...], limit: float) -> None:
     others = f"; {len(above)} of {len(peaks)} ranks need more than the limit" if len(above) > 1 else ""
     table.fail(
         table.first[rank] + position,
-        f"here the rank holds {readable(size)}, above the limit of {readable(limit)}{others}; a limit of "
-        f"{readable(size)} would do",
+        f"here the rank holds {readable_bytes(size)}, above the limit of {readable_bytes(limit)}{others}; a limit of "
+        f"{sufficient(max(peak.size for peak in peaks))} would do",
     )
-
-
-def readable(size: float) -> str:
-    """Bytes as `1.50 GiB (1610612736)`; below 1024 the number alone, which may be of another unit."""
-    value, unit = size, ""
-    for unit in ("", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.2f} {unit} ({size:.0f})" if unit else f"{value:g}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from megalite.pipeline.ir.actions import RECVS, SENDS, Action, Kind
 from megalite.pipeline.ir.dependencies import NEEDS, other_end
-from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
 
 
@@ -66,9 +66,23 @@ def wire(program: Program) -> Wiring:
     _check_same_computation(program, table)
     table.refuse_doubled()
     _check_complete(table)
+    _check_reductions(table)
     _check_order(table)
     _check_messages(table)
     return _in_channel_order(program, table)
+
+
+def check_computation(schedule: Schedule) -> None:
+    """The checks of `wire` that computations alone can fail, on the schedule's own lists.
+
+    Raises:
+        Fault: the first that is wrong of legality of each action, completeness and order on each rank.
+    """
+    table = Table.of(schedule.actions, schedule)
+    table.refuse_illegal()
+    table.refuse_doubled()
+    _check_complete(table)
+    _fail_late(table, _late_on_own_rank(table))
 
 
 def _check_sizes(program: Program) -> None:
@@ -110,7 +124,7 @@ def _check_same_computation(program: Program, table: Table) -> None:
 
 
 def _check_complete(table: Table) -> None:
-    """Each pair of stage and microbatch has one F and one B, or I and W; each stage one REDUCE_GRAD."""
+    """Each pair of stage and microbatch has one F and one B, or I and W."""
     there = table.place != NOWHERE
     forward, whole, inner, weight = (there[CODES[kind]] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     _fail_first_missing(table, Kind.F, ~forward, "")
@@ -129,8 +143,21 @@ def _check_complete(table: Table) -> None:
     _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", beside=Kind.F)
     _fail_first_missing(table, Kind.I, weight & ~inner, " (its W is there)", beside=Kind.W)
     _fail_first_missing(table, Kind.W, inner & ~weight, " (its I is there)", beside=Kind.I)
-    reduced = there[CODES[Kind.REDUCE_GRAD], :, 0]
-    if not reduced.all():
+
+
+def _lonely(table: Table, microbatch: int) -> str:
+    """A microbatch of which there is next to nothing is most likely a wrong number in one cell."""
+    found = np.flatnonzero(table.microbatch == microbatch)
+    if not 0 < len(found) < table.schedule.num_stages or microbatch == 0:
+        return ""
+    places = ", ".join(f"{table.action(int(index))} {table.at(int(index))}" for index in found[:3])
+    return f"; of microbatch {microbatch} there is only {places}{', ...' if len(found) > 3 else ''}"
+
+
+def _check_reductions(table: Table) -> None:
+    """Each stage has one REDUCE_GRAD."""
+    reduced = table.place[CODES[Kind.REDUCE_GRAD], :, 0] != NOWHERE
+    if not (table.schedule.forward_only or reduced.all()):
         table.fail_missing(Action(Kind.REDUCE_GRAD, int(np.argmin(reduced)), -1), "")
 
 
@@ -140,12 +167,13 @@ def _fail_first_missing(
     if not missing.any():
         return
     stage, microbatch = (int(cell[0]) for cell in np.nonzero(missing))
+    remark += _lonely(table, microbatch)
     shown = NOWHERE if beside is None else int(table.place[CODES[beside], stage, microbatch])
     table.fail_missing(Action(kind, stage, microbatch), remark, shown)
 
 
-def _check_order(table: Table) -> None:
-    """What an action needs of its own rank comes before it: a producer, or the receive of a producer's message."""
+def _late_on_own_rank(table: Table) -> list[tuple[int, int, Action]]:
+    """(consumer, producer, the producer's action) where the producer is on the same rank, but later: first ones."""
     faults: list[tuple[int, int, Action]] = []
     for kind in Kind:
         if kind in RECVS:
@@ -156,6 +184,12 @@ def _check_order(table: Table) -> None:
                 consumers, producers = consumers[:, 0], producers.max(axis=1)
             # NOWHERE, for what comes by message or not at all, comes before everything.
             faults += _first_late(table, consumers, producers, consumers != NOWHERE)
+    return faults
+
+
+def _check_order(table: Table) -> None:
+    """What an action needs of its own rank comes before it: a producer, or the receive of a producer's message."""
+    faults = _late_on_own_rank(table)
     for crossing in table.crossings:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
         receives = table.place[CODES[crossing.receive]][crossing.stages]
@@ -170,6 +204,10 @@ def _check_order(table: Table) -> None:
                 _, stage, microbatch = table.action(reader)
                 faults.append((reader, NOWHERE, Action(kind, stage + offset, microbatch)))
         faults += _first_late(table, readers, receives, readers != NOWHERE)
+    _fail_late(table, faults)
+
+
+def _fail_late(table: Table, faults: list[tuple[int, int, Action]]) -> None:
     if faults:
         index, producer, needed = min(faults)
         if producer == NOWHERE:

@@ -256,8 +256,15 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
     again = {action[1:] for action in program.actions[rank] if action.kind is Kind.R}
     ledger: dict[tuple[str, int, int], float] = {}
     outbox: dict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
+    placement = program.schedule.placement
+    workspace = sizes.workspace or (0.0,) * len(placement)
+
+    def handed(to: int) -> bool:
+        return 0 <= to < len(placement) and placement[to] == rank
+
     for kind, stage, index in program.actions[rank]:
         gone: tuple[str, ...] = ()
+        left: dict[tuple[str, int, int], float] = {}
         if kind is Kind.F:
             ledger.pop(("received output", stage, index), None)
             name, size = (
@@ -265,12 +272,19 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
             )
             ledger[name, stage, index] = size[stage]
             gone = (name,) if program.schedule.forward_only else ()
+            if handed(stage + 1):
+                left["received output", stage + 1, index] = sizes.message
         elif kind is Kind.R:
             ledger["graph", stage, index] = sizes.activation[stage]
         elif kind in (Kind.B, Kind.I):
+            ledger["workspace", stage, index] = workspace[stage]
             if kind is Kind.I:
-                ledger["deferred", stage, index] = sizes.deferred[stage]
-            gone = ("graph", "input", "received gradient")
+                # The notes grow while the graph goes.
+                ledger["graph", stage, index] = max(sizes.activation[stage], sizes.deferred[stage])
+                left["deferred", stage, index] = sizes.deferred[stage]
+            if handed(stage - 1):
+                left["received gradient", stage - 1, index] = sizes.message
+            gone = ("graph", "input", "received gradient", "workspace")
         elif kind is Kind.W:
             gone = ("deferred",)
         elif kind in (Kind.RECV_F, Kind.RECV_B):
@@ -287,3 +301,4 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
         yield sum(ledger.values())
         for name in gone:
             ledger.pop((name, stage, index), None)
+        ledger |= left

@@ -52,9 +52,16 @@ def test_csv_of_a_user() -> None:
     [
         ("0F0,0X0\n", "line 1, cell 2.*0X0"),
         ("0F0,0SEND_F0\n1F0\n", "0SEND_F0 is communication"),
-        ("0F0\n0B0\n", "stage 0 is on line 1 and, with 0B0, on line 2"),
+        ("0F0\n0B0\n", "stage 0 is on line 1 with 0F0, action 1 there, and on line 2 with 0B0"),
         ("0F0\n2F0\n", "stage 2 but no stage 1"),
+        (
+            "0F0,1F0,0B0\n1F1,1B1,1B0\n",
+            "stage 1 is on line 1 with 1F0, action 2 there, and on line 2 with 1F1",
+        ),
         (" \n", "no action"),
+        ("0F0,0B0\n,,\n", "line 2 has no action; each line is a rank"),
+        ("# mine\n0F0,0B0\n\n1F0,1X0\n", "line 4, cell 2: not a pipeline action: '1X0'"),
+        ("0F" + "9" * 5000 + "\n", "line 1, cell 1: not a pipeline action"),
     ],
 )
 def test_csv_that_is_wrong(text: str, message: str) -> None:
@@ -91,3 +98,8 @@ def test_live_units_after_each_action() -> None:
         LiveUnits(activations=0, inputs=0, deferred=0),
     ]
     assert peak_activations([row], forward_only=False) == (2,)
+
+
+def test_csv_as_spreadsheets_and_people_write_it() -> None:
+    text = '# two stages\r\n"0F0", 0F1,,"0B0",0B1\r\n\r\n1F0,1B0,1F1,1B1\r\n'
+    assert Schedule.from_csv(text).actions == Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").actions

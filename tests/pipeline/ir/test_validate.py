@@ -19,7 +19,7 @@ from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program, Schedule, peak_activations
-from megalite.pipeline.ir.validate import validate
+from megalite.pipeline.ir.validate import validate, validate_written
 from tests.pipeline.ir.mutants import late, mutant, rebuilt, reordered
 from tests.pipeline.ir.oracle import exhaustible, is_valid, peaks, shortest_circle
 from tests.pipeline.ir.random_schedules import random_schedule
@@ -232,7 +232,7 @@ def test_a_reduction_waits_for_every_weight_gradient() -> None:
 def test_ids_beyond_all_bounds_are_refused_at_once() -> None:
     for text, message in (
         ("0F99999999999,0B99999999999", "0F0 is missing on rank 0"),
-        ("0F0,0B0,0F123456789012345678901234567890", "0F1 is missing on rank 0"),
+        ("0F0,0B0,0F123456789012345678", "0F1 is missing on rank 0"),
     ):
         actions = tuple(Action.parse(cell) for cell in text.split(","))
         schedule = Schedule("made", 1, 1, max(action.microbatch for action in actions) + 1, (0,), (actions,))
@@ -363,13 +363,24 @@ def test_memory_limit() -> None:
     place = program.actions[0].index(Action(Kind.F, 0, 2))
     assert first == (
         f"schedule 1f1b: 0F2 (rank 0, position {place}): here the rank holds 4.50 GiB (4831838208), above the limit of "
-        f"2.50 GiB (2684354560); 2 of 3 ranks need more than the limit; a limit of 4.50 GiB (4831838208) would do"
+        f"2.50 GiB (2684354560); 2 of 3 ranks need more than the limit; a limit of 4831838208B would do"
     )
     assert len(lists) == 3 and ">0F2<" in lists[0]
     with pytest.raises(
         ScheduleError, match=r"the rank holds 3, above the limit of 2\.5; 1 of|; a limit of 3 would do"
     ):
         validate(program, sizes=Sizes.uniform(3), limit=2.5)
+
+
+def test_sums_of_thirds_keep_a_whole_limit() -> None:
+    program = lower(looped_bfs(3, 3, 11))
+    sizes = Sizes.uniform(9, activation=1 / 3)
+    validate(program, sizes=sizes, limit=11.0)
+    with pytest.raises(ScheduleError, match=r"above the limit of 10\.9; .*a limit of 11 would do"):
+        validate(program, sizes=sizes, limit=10.9)
+    bytes_of = Sizes.uniform(9, activation=1000 / 3)
+    with pytest.raises(ScheduleError, match=r"a limit of 11000B would do|a limit of 11001B would do"):
+        validate(program, sizes=bytes_of, limit=5000.0)
 
 
 def test_sizes_and_limit_that_do_not_fit_together() -> None:
@@ -385,3 +396,34 @@ def test_forward_only_has_no_backward() -> None:
     lists = [list(row) for row in program.actions]
     lists[1].append(Action(Kind.REDUCE_GRAD, 1, NO_MICROBATCH))
     assert "forward-only" in verdict(rebuilt(program, lists, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0,0F1,0B0,0B1,0B1\n1F0,1B0,1F1,1B1\n", "0B1 (rank 0, position 4): it occurs a second time"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1\n",
+            "1B1 (rank 1, position 2): it needs 1F1, which comes only later",
+        ),
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "0B1 is missing on rank 0"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1F2,1B1\n",
+            "0F2 is missing on rank 0; of microbatch 2 there is only 1F2 at position 2 of rank 1",
+        ),
+    ],
+)
+def test_what_somebody_wrote_is_judged_in_their_own_cells(text: str, says: str) -> None:
+    """Positions are those of the file, without the messages that lowering adds."""
+    with pytest.raises(ScheduleError) as caught:
+        validate_written(Schedule.from_csv(text))
+    message = str(caught.value)
+    assert says in message and "SEND" not in message
+    assert message.endswith("(rank 0 is the first line; positions count the actions of a line from 0)")
+
+
+def test_what_only_messages_show_is_left_to_the_proof() -> None:
+    circle = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    validate_written(circle)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        validate(lower(circle))

@@ -1,0 +1,26 @@
+"""Bytes as people write them: `12GiB`, `800MB`."""
+
+import re
+
+_UNITS = {"B": 1.0}
+_UNITS |= {f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", 1)}
+_FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([KMGT]?i?B)\s*", re.ASCII)
+
+
+def parse_byte_size(text: str) -> float | None:
+    """Bytes, or None if the text is no size above 0 with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."""
+    match = _FORM.fullmatch(text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        return None
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def readable_bytes(size: float) -> str:
+    """`1.50 GiB (1610612736)`; below 1024 the number alone, which may be of another unit."""
+    value, unit = size, ""
+    for unit in ("", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.2f} {unit} ({size:.0f})" if unit else f"{value:g}"

@@ -1,0 +1,90 @@
+"""The bytes that the proof of a schedule counts, against the storages that are alive in a step that runs it."""
+
+from typing import Any
+
+import pytest
+
+from megalite.optimizers.schedules import Schedules
+from megalite.pipeline.ir.actions import Action
+from megalite.pipeline.ir.memory import memory_peaks
+from megalite.planner.sizes import stage_sizes
+from megalite.training.step import Stepper
+from tests.models.live_bytes import LiveBytes
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+MODEL: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "seq_length": 128,
+    "precision": "bf16",
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "eod_mask_loss": False,
+}
+V: dict[str, Any] = {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}
+AHEAD: dict[str, Any] = {"recompute_granularity": "full", "recompute_ahead": True}
+
+
+class AtEnds:
+    """What is alive at the end of each computation; a tracer."""
+
+    def __init__(self) -> None:
+        self.live = LiveBytes()
+        self.most = 0
+
+    def start(self, action: Action) -> None:
+        """Nothing to note."""
+
+    def end(self, action: Action) -> None:
+        """Note it."""
+        self.most = max(self.most, self.live.now)
+
+
+def measured(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int, float]:
+    """Most alive between computations, most alive at all, and planned."""
+    config = tiny_config(world_size, **{**MODEL, **settings})
+    replica = build(context, config)
+    runner, ends = Runner(replica), AtEnds()
+    runner.stepper = Stepper(replica, Schedules(config), tracer=ends)
+    runner.step()
+    ends.most = 0
+    with ends.live:
+        runner.step()
+    assert config.parallel.dp == 1
+    program = replica.programs.program(8)
+    planned = memory_peaks(program, stage_sizes(config, replica.plan))[replica.topology.pp.rank]
+    return ends.most, ends.live.peak, planned.size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pp": 2},
+        {"pp": 2, "pipeline_schedule": "gpipe", "pipeline_send_window": 4, "pipeline_recv_prefetch": 4},
+        {"pp": 2, "vpp": 2},
+        {"pp": 4, "pipeline_schedule": "zb-h1"},
+        {"pp": 4, "pipeline_schedule": "zb-h2"},
+        V,
+        {**V, "pipeline_schedule": "dualpipe-v"},
+        {**V, "tp": 2, "sequence_parallel": True},
+        {**V, **AHEAD},
+        {"pp": 2, "pipeline_schedule": "gpipe", **AHEAD},
+    ],
+    ids=str,
+)
+def test_the_planned_peak_is_the_measured_one(settings: dict[str, Any]) -> None:
+    """Within 5 % between computations; what comes and goes inside one is a few tensors of a layer."""
+    world_size = settings["pp"] * settings.get("tp", 1)
+    for between, peak, planned in run_ranks(world_size, measured, world_size, settings):
+        assert between == pytest.approx(planned, rel=0.05)
+        assert peak <= planned * 1.2
+
+
+@pytest.mark.parametrize("settings", [{"pp": 2}, V], ids=str)
+def test_recomputation_inside_a_backward_is_planned_for(settings: dict[str, Any]) -> None:
+    """Between computations it is gone; inside, a unit's activations and the gradients that flow through them."""
+    settings = {**settings, "recompute_granularity": "full"}
+    for between, peak, planned in run_ranks(2, measured, 2, settings):
+        assert between < planned
+        assert 0.8 * peak <= planned <= 1.3 * peak
