@@ -139,11 +139,17 @@ def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:
     def fail(microbatch: int) -> None:
         raise ValueError("boom")
 
+    run = me.tapes[0].run
     me.tapes[0].run = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="boom") as caught:
         me.executor.run()
     (note,) = caught.value.__notes__
     assert note.startswith("in 0W0 on pipeline rank 0 of:\n")
+    # What the failed step owed is forgotten: the next one finds its tape empty.
+    assert me.tapes[0].pending == 1
+    me.tapes[0].run = run  # type: ignore[method-assign]
+    me.executor.run()
+    assert me.tapes[0].pending == 0
 
 
 def test_running_ahead_recomputes_what_it_says() -> None:
