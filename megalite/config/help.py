@@ -128,10 +128,14 @@ def _all_spellings(setting: Setting) -> str:
 
 
 def _first_clause(setting: Setting) -> str:
-    """The help up to where it goes into detail, then the choices if there are any; at most 70 characters."""
+    """The help up to where it goes into detail, then the choices if there are any; at most 70 characters.
+
+    Where there are very many choices they speak for themselves.
+    """
     clause = re.split(r"; |: |\. |\.$", setting.help)[0]
     if setting.choices:
-        return f"{clause}: {'|'.join(setting.choices)}"
+        choices = "|".join(setting.choices)
+        return f"{clause}: {choices}" if len(choices) <= 60 else choices
     return clause if len(clause) <= 70 else clause[:66].rsplit(" ", 1)[0] + " ..."
 
 

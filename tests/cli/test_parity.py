@@ -106,7 +106,7 @@ def test_bad_input(line: str, message: str, capsys: Captured) -> None:
 def test_a_batch_that_the_schedule_refuses_is_refused_here_too(capsys: Captured) -> None:
     vee = "--pp 2 --vpp 2 --dp 1 --pipeline-schedule dualpipe-v"
     assert run(f"{SMALL.replace(' 2 ', ' 4 ', 1)} {vee} --global-batch-size 3") == 2
-    assert "3 microbatches" in capsys.readouterr().err
+    assert "needs 4 microbatches or more but has 3" in capsys.readouterr().err
 
 
 def test_help(capsys: Captured) -> None:
