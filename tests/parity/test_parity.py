@@ -105,6 +105,10 @@ def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
     require_same(ours, reference(settings), TOLERANCE)
 
 
+SEVERAL_CHUNKS = ("grouped", "looped-bfs", "zb-v", "dualpipe-v")
+ONE_CHUNK = ("pb", "gpipe", "zb-h1", "zb-h2")
+
+
 def _cannot_be(pair: Pair) -> bool:
     """The pairs that no legal layout has, each for a reason."""
     values = dict(pair)
@@ -118,7 +122,9 @@ def _cannot_be(pair: Pair) -> bool:
         or pair == (("tp", "1"), ("sp", "on"))
         or pair == (("cp", "1"), ("cp_comm", "a2a"))
         or pair == (("pp", "1"), ("vpp", "2"))
-        or (values.get("schedule") == "grouped" and "1" in (values.get("pp"), values.get("vpp")))
+        or (values.get("schedule") in SEVERAL_CHUNKS and "1" in (values.get("pp"), values.get("vpp")))
+        or (values.get("schedule") in ONE_CHUNK and values.get("vpp") == "2")
+        or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
         or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
         or pair == (("recompute", "mlp"), ("family", "mixtral"))  # no layer has a dense MLP
     )
