@@ -64,13 +64,13 @@ def _finish_replacing(aside: Path) -> None:
     """A crash came between moving a checkpoint aside and removing it: finish, or undo if its place is empty."""
     proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
     if proper.exists():
-        _discard(aside)
+        discard(aside)
     else:
         aside.rename(proper)
         sync_folder(aside.parent)
 
 
-def _discard(checkpoint: Path) -> None:
+def discard(checkpoint: Path) -> None:
     """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged."""
     hidden = checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}")
     checkpoint.rename(hidden)
@@ -117,7 +117,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
     sync_folder(folder)
     replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
     if replacing:
-        _discard(aside)
+        discard(aside)
     return final
 
 

@@ -60,6 +60,20 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def open_plain(path: Path) -> int:
+    """Open a plain file for reading.
+
+    Raises:
+        CheckpointError: it is missing, cannot be read, or is a link, a device or the like.
+    """
+    file_length(path)
+    try:
+        # Should it have become something else meanwhile: no link is followed, no pipe waited for.
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+
+
 def file_length(path: Path) -> int:
     """Length of a plain file in bytes.
 
@@ -89,13 +103,20 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path.name}: {error}") from None
 
 
-def entry_fault(path: Path, entry: FileEntry) -> str | None:
-    """How a file differs from its entry in the manifest (reads all of it), or None."""
+def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str | None:
+    """How a file differs from its entry in the manifest (reads all of it), or None.
+
+    Args:
+        from_disk: read the disk even if the system still has the file in memory.
+    """
     try:
         length = file_length(path)
         if length != entry.length:
             return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
-        with path.open("rb", buffering=0) as file:
+        with open(open_plain(path), "rb", buffering=0) as file:
+            if from_disk:
+                # Forget what the system keeps of it in memory (all of it is on the disk by now): read what is there.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except CheckpointError as error:
         return str(error)

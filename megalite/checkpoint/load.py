@@ -15,15 +15,16 @@ from megalite.checkpoint.manifest import (
     CheckpointMissing,
     Manifest,
     TensorEntry,
-    file_key,
+    part_keys,
 )
-from megalite.checkpoint.safetensors_file import TORCH_DTYPES, Record, SafetensorsReader
+from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
+from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.tiling import Slice, overlap, relative, within
 from megalite.topology.group import Group
 
 
 class Checkpoint:
-    """A verified checkpoint, open for reading. Files are memory-mapped when first touched.
+    """A verified checkpoint, open for reading. Files are opened when first touched.
 
     Args:
         path: its folder.
@@ -65,7 +66,8 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A new tensor with a slice of the stored one, put together from the parts that overlap it.
 
-        Only the bytes of the slice are read, and beside the result no more than one part's share is in memory.
+        Only the bytes of the slice are read (of rows cut into pieces below a page, whole rows), and beside the result
+        no more than a few megabytes are in memory.
 
         Args:
             slice: per dimension [start, stop) in the global shape; None for all of it.
@@ -83,11 +85,13 @@ class Checkpoint:
             )
         shape = tuple(stop - start for start, stop in wanted)
         result = torch.empty(shape, dtype=dtype or TORCH_DTYPES[entry.dtype], device=device)
-        for part in entry.parts:
+        for part, stored in zip(
+            entry.parts, part_keys(key, [part.file for part in entry.parts]), strict=True
+        ):
             common = overlap(part.slice, wanted)
             if common is not None:
                 held = tuple(stop - start for start, stop in part.slice)
-                record = Record(file_key(key), entry.dtype, held)
+                record = Record(stored, entry.dtype, held)
                 target = result[relative(common, wanted)]
                 self._reader(part.file).read_into(target, record, relative(common, part.slice))
         return result
@@ -126,7 +130,7 @@ def find_checkpoint(
     damaged: list[str] = []
     for candidate in _agreed_candidates(folder, step, world, device):
         path = folder / candidate.name
-        manifest, fault = _verify(path, candidate.step, world, device)
+        manifest, fault = verify_checkpoint(path, candidate.step, world=world, device=device)
         if manifest is not None:
             return Checkpoint(path, manifest)
         damaged.append(f"{candidate.name}: {fault}")
@@ -150,8 +154,16 @@ def _agreed_candidates(folder: Path, step: int | None, world: Group, device: tor
     return [Candidate(number, name) for number, name in agreed["found"]]
 
 
-def _verify(path: Path, step: int, world: Group, device: torch.device) -> tuple[Manifest | None, str]:
-    """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank."""
+def verify_checkpoint(
+    path: Path, step: int, *, world: Group, device: torch.device, from_disk: bool = False
+) -> tuple[Manifest | None, str]:
+    """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
+
+    Args:
+        from_disk: read what the disk has, not what the system still has in memory.
+
+    Collectives: two `gather_json` over `world`.
+    """
     manifest, text, fault = None, "", None
     try:
         text = read_text(path / MANIFEST_NAME)
@@ -173,7 +185,11 @@ def _verify(path: Path, step: int, world: Group, device: torch.device) -> tuple[
     # Largest first and in turn, so that the ranks' shares are about equal.
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
     mine = names[world.rank :: world.size]
-    found = [fault for name in mine if (fault := entry_fault(path / name, manifest.files[name]))]
+    found = []
+    for name in mine:
+        fault = entry_fault(path / name, manifest.files[name], from_disk=from_disk)
+        if fault is not None:
+            found.append(fault)
     every = sorted(fault for faults in world.gather_json(found, device) for fault in faults)
     if every:
         more = f" (and {len(every) - 3} more files)" if len(every) > 3 else ""

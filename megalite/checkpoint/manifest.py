@@ -8,14 +8,15 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
 from megalite.config.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written; version 1, which is read too, has no `code` and one part of a tensor in a file at most."""
 MANIFEST_NAME = "manifest.json"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 """Bytes an element, by safetensors' name of the dtype."""
@@ -61,6 +62,22 @@ def file_key(key: str) -> str:
     raise CheckpointError(f"{key!r} is not a tensor key: expected weight:<name> or optimizer.<state>:<name>")
 
 
+def part_keys(key: str, files: Sequence[str]) -> list[str]:
+    """What each part of a tensor is called inside its file: the k-th one in the same file, counted from 0, has `#k`
+    behind its `file_key` if k > 0.
+
+    Args:
+        files: of each part.
+    """
+    before: Counter[str] = Counter()
+    keys = []
+    for file in files:
+        count = before[file]
+        before[file] += 1
+        keys.append(f"{file_key(key)}#{count}" if count else file_key(key))
+    return keys
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file's length in bytes and its sha256 in hexadecimal."""
@@ -98,6 +115,7 @@ class Manifest:
         counters: plain JSON: consumed samples, loss scaler, and what else a resumed run continues from.
         config: the resolved run config.
         layout: the parallel layout that wrote it; information only, any layout can read it.
+        code: plain JSON: versions of what wrote it.
         tokenizer: sha256 of the tokenizer's files, if there is one.
     """
 
@@ -108,6 +126,7 @@ class Manifest:
     config: dict[str, Any]
     layout: dict[str, Any]
     megalite_version: str
+    code: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
     format_version: int = FORMAT_VERSION
 
@@ -176,8 +195,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_manifest(body: dict[str, Any]) -> Manifest:
     version = body.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise _Fault(f"format_version is {version!r}; this version of megalite reads {FORMAT_VERSION}")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise _Fault(f"format_version is {version!r}; this version of megalite reads 1 to {FORMAT_VERSION}")
+    if version == 1:
+        body.setdefault("code", {})
     fields = _fields(body, Manifest.__dataclass_fields__, "the manifest")
     tokenizer = fields["tokenizer"]
     if tokenizer is not None and not (isinstance(tokenizer, str) and _SHA256.fullmatch(tokenizer)):
@@ -193,7 +214,9 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
         config=_object(fields["config"], "config"),
         layout=_object(fields["layout"], "layout"),
         megalite_version=_string(fields["megalite_version"], "megalite_version"),
+        code=_object(fields["code"], "code"),
         tokenizer=tokenizer,
+        format_version=version,
     )
 
 
@@ -245,13 +268,9 @@ def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) ->
     """Declared sizes must fit the files that are said to hold them: nobody allocates for a shape that cannot be."""
     needed: Counter[str] = Counter()
     for key, entry in tensors.items():
-        names = [part.file for part in entry.parts]
-        for name in names:
-            if name not in files:
-                raise _Fault(f"{key}: a part is in {name[:120]!r}, which files does not list")
-        if len(set(names)) != len(names):
-            raise _Fault(f"{key}: two parts are in one file")
         for part in entry.parts:
+            if part.file not in files:
+                raise _Fault(f"{key}: a part is in {part.file[:120]!r}, which files does not list")
             needed[part.file] += volume(part.slice) * ITEM_SIZES[entry.dtype]
     for name, size in needed.items():
         if size > files[name].length:

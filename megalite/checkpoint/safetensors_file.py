@@ -1,24 +1,19 @@
 """Safetensors files: a writer that takes one tensor at a time, a reader that touches only the bytes asked for.
 
-The format: 8 bytes with the header's length, the header (JSON: name -> dtype, shape, offsets), then the data. Sizes
-are known before the data, so the header goes first and the tensors follow as they come; the hash runs along.
+Sizes are known before the data, so the header goes first and the tensors follow as they come; the hash runs along.
 """
 
-import hashlib
-import json
 import math
 import os
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from megalite.checkpoint.files import CHUNK, create, write_all
-from megalite.checkpoint.manifest import ITEM_SIZES, CheckpointError, FileEntry
+from megalite.checkpoint.digest import RunningDigest
+from megalite.checkpoint.files import CHUNK, create, open_plain, write_all
+from megalite.checkpoint.manifest import CheckpointError, FileEntry
+from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -27,66 +22,66 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
 }
+"""What can be read and written."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-
-@dataclass(frozen=True)
-class Record:
-    """A tensor that a file will hold: its key there, dtype (a key of `ITEM_SIZES`) and shape."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its data."""
-        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+_PAGE = 4096
 
 
 class SafetensorsWriter:
-    """Writes one file, its tensors in the order of `records`; holds one of them in memory at a time.
+    """Writes one file, its tensors in the order of `records`; holds a few of them in memory at a time.
 
     Args:
         path: a file that does not exist yet.
         records: what will come, in this order.
+        metadata: text by text, kept in the header.
+        digest: hash what is written, on a thread of its own beside the writing.
 
     Raises:
         OSError: here and from `write` and `finish`: disk full, no permission, the file exists, ...
     """
 
-    def __init__(self, path: Path, records: Sequence[Record]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        records: Sequence[Record],
+        *,
+        metadata: Mapping[str, str] = FORMAT_PT,
+        digest: bool = True,
+    ) -> None:
         self._path = path
         self._pending = list(reversed(records))
-        self._hash = hashlib.sha256()
+        self._digest = RunningDigest() if digest else None
         self._length = 0
         self._descriptor: int | None = create(path)
         try:
-            self._append(memoryview(_header(records)))
+            self._append(memoryview(header_bytes(records, metadata)))
         except BaseException:
             self.close()
             raise
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor; it may lie on any device and have any strides."""
+        """Append the next tensor, of any device and strides; it must not change before `finish` has returned."""
         record = self._pending.pop()
         if tuple(tensor.shape) != record.shape or DTYPE_NAMES.get(tensor.dtype) != record.dtype:
             raise CheckpointError(
                 f"{record.key}: the plan says {record.dtype} {list(record.shape)}, "
                 f"the tensor given is {tensor.dtype} {list(tensor.shape)}"
             )
-        flat = tensor.detach().to("cpu").contiguous().view(-1)
-        self._append(flat.view(torch.uint8).numpy().data)
+        self._append(_bytes_of(tensor.detach().to("cpu").contiguous()))
 
     def finish(self) -> FileEntry:
-        """Put the file on the disk and return its length and hash."""
+        """Put the file on the disk and return its length and hash (empty without `digest`)."""
         assert not self._pending and self._descriptor is not None, (self._path, len(self._pending))
         os.fsync(self._descriptor)
+        sha256 = "" if self._digest is None else self._digest.finish()
         self.close()
-        return FileEntry(self._length, self._hash.hexdigest())
+        return FileEntry(self._length, sha256)
 
     def close(self) -> None:
         """Close the file, finished or not."""
+        if self._digest is not None:
+            self._digest.close()
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
@@ -95,40 +90,72 @@ class SafetensorsWriter:
         assert self._descriptor is not None
         for start in range(0, len(data), CHUNK):
             chunk = data[start : start + CHUNK]
-            self._hash.update(chunk)
+            if self._digest is not None:
+                self._digest.update(chunk)
             write_all(self._descriptor, chunk)
         self._length += len(data)
 
 
-def file_bytes(records: Sequence[Record]) -> int:
-    """Size of the file that these records make."""
-    return len(_header(records)) + sum(record.nbytes for record in records)
-
-
-def _header(records: Sequence[Record]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for record in records:
-        entries[record.key] = {
-            "dtype": record.dtype,
-            "shape": list(record.shape),
-            "data_offsets": [offset, offset + record.nbytes],
-        }
-        offset += record.nbytes
-    text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts 8-byte aligned
-    return struct.pack("<Q", len(text)) + text
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class SafetensorsReader:
-    """A memory-mapped file; checks each tensor's header against what the manifest says of it before reading."""
+    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read.
+
+    Args:
+        path: a plain file; links are not followed.
+
+    Attributes:
+        records: its tensors by key, in the order of their data.
+        metadata: the header's own text by text.
+
+    Raises:
+        CheckpointError: missing, not a plain file, a header that is not sound, sizes that do not add up.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._descriptor: int | None = open_plain(path)
         try:
-            self._file = safe_open(path, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            length = os.fstat(self._descriptor).st_size
+            header = read_header(self._descriptor, length)
+        except HeaderFault as fault:
+            self.close()
+            raise CheckpointError(f"{path}: {fault}") from None
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        self.records, self.metadata, self._offsets = header.records, header.metadata, header.offsets
+
+    def close(self) -> None:
+        """Close the file; nothing can be read any more."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A new tensor, on the CPU and in the stored type, with the elements at `index` (all by default).
+
+        Raises:
+            CheckpointError: there is none of this key, its type cannot be read, or the file cannot.
+        """
+        record = self.records.get(key)
+        if record is None:
+            raise CheckpointError(f"{self._path}: {key}: there is no such tensor")
+        if record.dtype not in TORCH_DTYPES:
+            known = ", ".join(TORCH_DTYPES)
+            raise CheckpointError(f"{self._path}: {key} is {record.dtype}; what can be read is {known}")
+        wanted = tuple(slice(0, size) for size in record.shape) if index is None else index
+        shape = [part.stop - part.start for part in wanted]
+        output = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
+        self.read_into(output, record, wanted)
+        return output
 
     def read_into(self, output: torch.Tensor, record: Record, index: tuple[slice, ...]) -> None:
         """Copy `record`'s elements at `index` into `output`, which converts them to its dtype and device.
@@ -136,14 +163,82 @@ class SafetensorsReader:
         Raises:
             CheckpointError: the file's tensor is not there or has another dtype or shape than `record`.
         """
+        found = self.records.get(record.key)
+        if found is None:
+            raise CheckpointError(f"{self._path}: {record.key}: there is no such tensor")
+        if found != record:
+            raise CheckpointError(
+                f"{self._path}: {record.key} is {found.dtype} {list(found.shape)}, "
+                f"the manifest says {record.dtype} {list(record.shape)}"
+            )
+        if 0 in output.shape:
+            return
         try:
-            stored = self._file.get_slice(record.key)
-            found = Record(record.key, stored.get_dtype(), tuple(stored.get_shape()))
-            if found != record:
+            start = self._offsets[record.key]
+            dtype = TORCH_DTYPES[record.dtype]
+            for place, offset, shape, part in _runs(output.detach(), start, record.shape, index, dtype):
+                self._read_run(place, offset, shape, part, dtype)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: {record.key}: {error.strerror}") from None
+
+    def _read_run(
+        self,
+        place: torch.Tensor,
+        offset: int,
+        shape: tuple[int, ...],
+        part: tuple[slice, ...] | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """Read contiguous bytes from `offset`: of a tensor of `shape`, of which `place` gets the `part`."""
+        if part is None and place.is_cpu and place.dtype == dtype and place.is_contiguous():
+            self._read_exactly(_bytes_of(place), offset)
+            return
+        buffer = torch.empty(shape, dtype=dtype)
+        self._read_exactly(_bytes_of(buffer), offset)
+        place.copy_((buffer if part is None else buffer[part]).view(place.shape))
+
+    def _read_exactly(self, target: memoryview, offset: int) -> None:
+        assert self._descriptor is not None, "closed"
+        while target:
+            count = os.preadv(self._descriptor, [target[:CHUNK]], offset)
+            if count == 0:
                 raise CheckpointError(
-                    f"{self._path}: {record.key} is {found.dtype} {list(found.shape)}, "
-                    f"the manifest says {record.dtype} {list(record.shape)}"
+                    f"{self._path}: the file ends before the tensor does: it was cut after it was opened"
                 )
-            output.copy_(stored[index])
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._path}: {record.key}: {error}") from None
+            target, offset = target[count:], offset + count
+
+
+_Run = tuple[torch.Tensor, int, tuple[int, ...], tuple[slice, ...] | None]
+
+
+def _runs(
+    output: torch.Tensor,
+    offset: int,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: torch.dtype,
+) -> Iterator[_Run]:
+    """Cut a read of `index` of a stored tensor into reads of contiguous bytes, none much larger than `CHUNK`.
+
+    Each is (where it goes, byte offset, shape of what is read, the part of that to be kept; None: all of it). Parts of
+    rows shorter than a page are picked out of whole rows: the disk gives no less than a page anyway.
+    """
+    if not shape:
+        yield output, offset, (1,), None
+        return
+    row = dtype.itemsize * math.prod(shape[1:])
+    first, last = index[0].start, index[0].stop
+    rest = index[1:]
+    whole = all(part.start == 0 and part.stop == size for part, size in zip(rest, shape[1:], strict=True))
+    kept = dtype.itemsize * math.prod(part.stop - part.start for part in rest)
+    if whole or kept < _PAGE:
+        # Into memory of the stored type the bytes go directly, however many; else through a buffer.
+        direct = whole and output.is_cpu and output.dtype == dtype and output.is_contiguous()
+        step = last - first if direct else max(1, CHUNK // row)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            part = None if whole else (slice(0, stop - start), *rest)
+            yield output[start - first : stop - first], offset + start * row, (stop - start, *shape[1:]), part
+        return
+    for i in range(first, last):
+        yield from _runs(output[i - first], offset + i * row, shape[1:], rest, dtype)

@@ -1,5 +1,8 @@
 """Writing a checkpoint: every rank streams its tensors into its own files, rank 0 commits them as one."""
 
+import errno
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ import torch
 
 from megalite import __version__
 from megalite.checkpoint.agreement import agree
+from megalite.checkpoint.code_version import code_version
 from megalite.checkpoint.commit import RankPart, abandon, prepare_staging, publish, write_rank_part
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.folders import staging_name, step_name
@@ -20,9 +24,11 @@ from megalite.checkpoint.manifest import (
     TensorEntry,
     file_key,
     optimizer_key,
+    part_keys,
     weight_key,
 )
-from megalite.checkpoint.safetensors_file import DTYPE_NAMES, Record, SafetensorsWriter, file_bytes
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
+from megalite.checkpoint.safetensors_header import Record, file_bytes
 from megalite.topology.group import Group
 from megalite.topology.sharding import ShardSpec
 
@@ -55,10 +61,9 @@ class SavedTensor:
             else optimizer_key(self.state, self.spec.name)
         )
 
-    @property
-    def record(self) -> Record:
+    def record(self, file_key: str) -> Record:
         """The tensor as its file declares it."""
-        return Record(file_key(self.key), DTYPE_NAMES[self.dtype], self.spec.shape)
+        return Record(file_key, DTYPE_NAMES[self.dtype], self.spec.shape)
 
     @property
     def is_stored(self) -> bool:
@@ -78,20 +83,25 @@ def save_checkpoint(
     tokenizer: str | None,
     world: Group,
     device: torch.device,
+    make_folder: bool = True,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
 
     The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
-    to the disk as soon as it is there, and no rank holds more of them than the one being written.
+    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
 
     Args:
-        folder: holds the checkpoints of a run, one subfolder a step; made if need be. All ranks must see the same.
-        plan: what this rank writes. Over all ranks the slices must cover every tensor exactly once.
+        folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
+        plan: what this rank writes, several slices of a tensor if need be. Over all ranks the slices must cover every
+            tensor exactly once.
         tensors: the data, in the plan's order, on any device. Iterating may perform collectives: every rank iterates
             its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
             the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
         counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
+        world: a group of its own if this runs on a thread: no other may use it meanwhile.
         device: for the collectives of `world`.
+        make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
+            that they are on.
 
     Returns:
         The checkpoint's folder.
@@ -104,8 +114,7 @@ def save_checkpoint(
     """
     staging = folder / staging_name(step)
     failure: Exception | None = _check_plan(plan)
-    needed = 0 if failure else sum(file_bytes(records) for records in _records_by_kind(plan).values())
-    needed = sum(world.gather_json(needed, device))
+    needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
     preamble = Manifest(
         step=step,
         files={},
@@ -114,12 +123,16 @@ def save_checkpoint(
         config=dict(config),
         layout=dict(layout),
         megalite_version=__version__,
+        code=code_version(),
         tokenizer=tokenizer,
     )
     if failure is None and world.rank == 0:
         try:
             Manifest.from_json(preamble.to_json())
+            if not make_folder and not folder.is_dir():
+                raise CheckpointError("the folder is not there any more; it was when the run started")
             prepare_staging(folder, step)
+            _check_room(folder, needed)
         except Exception as error:
             failure = error
     _agree_or_abandon(failure, staging, needed, world, device)
@@ -136,29 +149,38 @@ def save_checkpoint(
     return folder / step_name(step)
 
 
+def planned_bytes(plan: Sequence[SavedTensor]) -> int:
+    """Size of the files that this rank will write."""
+    return sum(file_bytes(records) for records in _records_by_kind(plan).values())
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Rather than fill the disk for minutes and fail then."""
+    free = free_bytes(folder)
+    if free is not None and free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _check_plan(plan: Sequence[SavedTensor]) -> CheckpointError | None:
-    seen: set[str] = set()
     for saved in plan:
         try:
             file_key(saved.key)
         except CheckpointError as error:
             return error
-        if saved.key in seen:
-            return CheckpointError(
-                f"{saved.key} is twice in one rank's plan; a rank writes one slice of a tensor"
-            )
         if saved.dtype not in DTYPE_NAMES:
             known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
             return CheckpointError(f"{saved.key}: {saved.dtype} cannot be saved; these can: {known}")
-        seen.add(saved.key)
     return None
 
 
 def _records_by_kind(plan: Sequence[SavedTensor]) -> dict[str, list[Record]]:
     records: dict[str, list[Record]] = {}
+    count: Counter[str] = Counter()
     for saved in plan:
         if saved.is_stored:
-            records.setdefault(saved.key_group, []).append(saved.record)
+            count[saved.key] += 1
+            name = part_keys(saved.key, [""] * count[saved.key])[-1]
+            records.setdefault(saved.key_group, []).append(saved.record(name))
     return records
 
 
@@ -201,12 +223,15 @@ def _write_shards(
 
 
 def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank: int) -> RankPart:
-    tensors = {}
+    tensors: dict[str, TensorEntry] = {}
     for saved in plan:
         if saved.is_stored:
             part = Part(_file_name(saved.key_group, rank), saved.spec.slice)
+            before = tensors[saved.key].parts if saved.key in tensors else ()
             shape = tuple(saved.spec.global_shape)
-            tensors[saved.key] = TensorEntry(saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (part,))
+            tensors[saved.key] = TensorEntry(
+                saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (*before, part)
+            )
     return RankPart({_file_name(group, rank): entry for group, entry in files.items()}, tensors)
 
 

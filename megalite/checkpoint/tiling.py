@@ -34,6 +34,27 @@ def relative(bounds: Slice, origin: Slice) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(bounds, origin, strict=True))
 
 
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
+    """Elements [start, stop) of a flattened tensor as boxes, in their order: the end of a row, whole rows, the start of
+    one; with more dimensions the ends are cut likewise."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        return _in_row(shape, last, start - last * row, stop - last * row)
+    boxes = _in_row(shape, first - 1, row - (first * row - start), row)
+    if first < last:
+        boxes.append(((first, last), *((0, size) for size in shape[1:])))
+    return boxes + _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Slice]:
+    return [((index, index + 1), *box) for box in flat_boxes(shape[1:], start, stop)]
+
+
 def tiling_fault(shape: Sequence[int], slices: Sequence[Slice]) -> str | None:
     """Say how `slices` fail to cover every element of `shape` exactly once, or None if they do.
 

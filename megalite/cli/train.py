@@ -19,6 +19,9 @@ BAD_INPUT = 2
 NON_FINITE = 3
 """Exit status of a run that was stopped because its loss or gradient was NaN or infinite."""
 
+NOT_SAVED = 4
+"""Exit status of a run that was stopped because a checkpoint could not be written."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -53,12 +56,15 @@ def _train(invocation: Invocation) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megalite.training.loop import train
+    from megalite.training.saving import SaveError
     from megalite.training.step import NonFiniteError
 
     def run() -> int:
         status = 0
         try:
             train(invocation.config, explicit=invocation.explicit, log=_log)
+        except SaveError as error:
+            status = _refuse(error, NOT_SAVED)
         except ConfigError as error:
             status = _refuse(error, BAD_INPUT)
         except NonFiniteError as error:

@@ -16,11 +16,16 @@ def parse_byte_size(text: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def readable_bytes(size: float) -> str:
-    """`1.50 GiB (1610612736)`; below 1024 the number alone, which may be of another unit."""
-    value, unit = size, ""
-    for unit in ("", "KiB", "MiB", "GiB", "TiB"):
+def format_bytes(size: float) -> str:
+    """`1.50 GiB`, `512 B`."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:.2f} {unit} ({size:.0f})" if unit else f"{value:g}"
+    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def readable_bytes(size: float) -> str:
+    """`1.50 GiB (1610612736)`; below 1024 the number alone, which may be of another unit."""
+    return f"{size:g}" if size < 1024 else f"{format_bytes(size)} ({size:.0f})"

@@ -13,6 +13,14 @@ class CheckpointConfig:
     """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set."""
     save_interval: int | None = option(None, basic=True)
     """Steps between checkpoints; one is also written at the end."""
+    async_save: bool = option(False, basic=True)
+    """Copy the state to host memory and write it from there while training goes on."""
+    keep_latest: int | None = option(None, basic=True)
+    """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
+    keep_every: int | None = option(None)
+    """With keep_latest: keep those whose step is a multiple of this for ever."""
+    on_save_error: str = option("stop", choices=("stop", "continue"))
+    """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and go on to the next one."""
     load: str | None = option(None, basic=True)
     """Folder to resume from: the newest checkpoint in it that verifies."""
     ckpt_step: int | None = option(None)

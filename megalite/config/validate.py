@@ -50,7 +50,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     check_schedules(config, explicit)
     check_data(config, explicit)
     check_evaluation(config, explicit)
-    check_checkpoint(config)
+    check_checkpoint(config, explicit)
     return config
 
 

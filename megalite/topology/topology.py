@@ -4,6 +4,7 @@ torch's DeviceMesh is not underneath: it cannot express the embedding groups or 
 lists of `ParallelLayout` are the single source instead.
 """
 
+import dataclasses
 import datetime
 import os
 from collections.abc import MutableMapping
@@ -160,6 +161,20 @@ class Topology:
     def solo(cls, device: torch.device | None = None) -> "Topology":
         """One process, no process groups."""
         return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
+
+
+def background_group(world: Group) -> Group:
+    """A second group of all ranks, on gloo and the CPU, for a thread that works beside the training.
+
+    It waits for as long as a disk may take; a peer that dies ends the wait at once.
+
+    Collectives: makes a process group; every rank calls it at the same time.
+    """
+    if world.size == 1:
+        return world
+    timeout = datetime.timedelta(days=1)
+    made = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
+    return dataclasses.replace(world, name="background", process_group=made)
 
 
 def check_backend(backend: str, device: torch.device) -> None:

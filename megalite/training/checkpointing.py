@@ -1,6 +1,6 @@
-"""Between a replica and the checkpoint format: who writes which slice, and who reads it back."""
+"""Taking up a checkpoint, of whatever layout: each rank reads the slices that it needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,112 +9,23 @@ import torch
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing, optimizer_key, weight_key
-from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.checkpoint.safetensors_file import TORCH_DTYPES
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
-from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.models.gpt import GPTStage
-from megalite.optimizers.adam import STATES
 from megalite.optimizers.schedules import Progress
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.sharding import ShardSpec, Slice
+from megalite.topology.sharding import ShardSpec
 from megalite.training.replica import Replica
-
-SPLIT_ELEMENTS = 1 << 18
-"""Parameters of at least this many elements are written in parts, one by each rank that holds them."""
+from megalite.training.state_tensors import cut
 
 FREE_MODEL_FIELDS = {
     *("hidden_dropout", "attention_dropout", "init_method_std"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
 }
 """Settings of the model that may differ between a checkpoint and the run that loads it."""
-
-
-def save(replica: Replica, folder: Path, progress: Progress, *, tokenizer: str | None) -> Path:
-    """Write everything that the run needs to go on, from every rank; returns the checkpoint's folder.
-
-    Raises:
-        CheckpointError: the same on every rank.
-    """
-    replica.strategy.wait_for_parameters()
-    config = replica.config
-    return save_checkpoint(
-        folder,
-        step=progress.step,
-        plan=[entry for shard in replica.strategy.shards for entry in _plan(replica, shard)],
-        tensors=_tensors(replica),
-        counters={
-            "step": progress.step,
-            "consumed_samples": progress.samples,
-            "optimizer_updates": replica.optimizer.updates,
-            "loss_scaler": replica.scaler.state(),
-        },
-        config=asdict(config),
-        layout=asdict(replica.topology.layout),
-        tokenizer=tokenizer,
-        world=replica.topology.world,
-        device=replica.topology.device,
-    )
-
-
-def _states(shard: OptimizerShard) -> tuple[str, ...]:
-    return ("main_param", *STATES) if shard.is_copy else STATES
-
-
-def _plan(replica: Replica, shard: OptimizerShard) -> Iterator[SavedTensor]:
-    """What this rank writes of one bucket: weights first, then each optimizer state."""
-    dtypes = (("", shard.bucket.data.dtype), *((state, shard.main_param.dtype) for state in _states(shard)))
-    for state, dtype in dtypes:
-        for index, placed in enumerate(shard.bucket.placed):
-            part = _written_part(replica, shard, index, placed)
-            if part is not None:
-                group = "optimizer" if state else "weight"
-                yield SavedTensor(key_group=group, state=state, spec=part, dtype=dtype)  # type: ignore[arg-type]
-
-
-def _written_part(replica: Replica, shard: OptimizerShard, index: int, placed: Placed) -> ShardSpec | None:
-    """The part of this rank's shard of a parameter that it, and no other rank, writes; None: nothing."""
-    info, topology = placed.parameter.info, replica.topology
-    if info.shard_dim is None and not info.expert and topology.tp.rank != 0:
-        return None
-    if info.tied and topology.embedding is not None and topology.embedding.rank != 0:
-        return None
-    group = replica.strategy.groups.replicas(shard.bucket.kind)
-    writers, writer = group.size, group.rank
-    shape = info.spec.shape
-    # A rank may hold fewer experts than there are writers: then their rows are shared out.
-    dim = next((dim for dim, size in enumerate(shape) if size >= writers), None)
-    if placed.parameter.numel() < SPLIT_ELEMENTS or dim is None:
-        return info.spec if index % writers == writer else None
-    return _cut(info.spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
-
-
-def _cut(spec: ShardSpec, dim: int, start: int, stop: int) -> ShardSpec:
-    """The part from `start` to `stop` along `dim` of the slice that `spec` describes."""
-    base = spec.slice[dim][0]
-    bounds: Slice = (*spec.slice[:dim], (base + start, base + stop), *spec.slice[dim + 1 :])
-    return ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
-
-
-def _tensors(replica: Replica) -> Iterator[torch.Tensor]:
-    """The data of `_plan`, a bucket at a time. All replicas of a bucket take part in its gathers."""
-    for shard in replica.strategy.shards:
-        yield from _own_parts(replica, shard, shard.bucket.data)
-        states = {"main_param": shard.main_param.data, **replica.optimizer.state(shard.main_param)}
-        for state in _states(shard):
-            yield from _own_parts(replica, shard, replica.strategy.gather(shard, states[state]))
-
-
-def _own_parts(replica: Replica, shard: OptimizerShard, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    for index, placed in enumerate(shard.bucket.placed):
-        part = _written_part(replica, shard, index, placed)
-        if part is not None:
-            info = placed.parameter.info
-            whole = flat[placed.start : placed.stop].view(info.spec.shape)
-            both = zip(part.slice, info.spec.slice, strict=True)
-            yield whole[tuple(slice(start - base, stop - base) for (start, stop), (base, _) in both)]
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
@@ -218,7 +129,7 @@ def _read_flat(
     """Elements [start, stop) of the flattened local slice; no more than the rows that hold them are read."""
     row = max(1, torch.Size(spec.shape[1:]).numel())
     first, last = start // row, -(-stop // row)
-    rows = checkpoint.read(key, _cut(spec, 0, first, last).slice, device=torch.device("cpu"), dtype=dtype)
+    rows = checkpoint.read(key, cut(spec, 0, first, last).slice, device=torch.device("cpu"), dtype=dtype)
     return rows.flatten()[start - first * row : stop - first * row]
 
 
@@ -232,9 +143,10 @@ def _main_key(parameter: ShardedParameter, checkpoint: Checkpoint) -> str:
 def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
     """Read this rank's slice of one parameter, rounded to the parameter's type."""
     spec = parameter.info.spec
-    values = checkpoint.read(
-        _main_key(parameter, checkpoint), spec.slice, device=torch.device("cpu"), dtype=parameter.dtype
-    )
+    key = weight_key(spec.name)
+    if TORCH_DTYPES[checkpoint.entry(key).dtype] != parameter.dtype:
+        key = _main_key(parameter, checkpoint)
+    values = checkpoint.read(key, spec.slice, device=torch.device("cpu"), dtype=parameter.dtype)
     parameter.data.copy_(values)
 
 

@@ -14,10 +14,11 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
-from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder, save
+from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
+from megalite.training.saving import SaveError, Saver
 from megalite.training.setup import Loaders, describe, make_save_folder, open_data, open_sinks, resolve
 from megalite.training.sinks import MetricSink
 from megalite.training.step import NonFiniteError, Stepper
@@ -35,6 +36,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
     Raises:
         ConfigError: bad input, the same on every rank and before any step.
         NonFiniteError: the loss or a gradient became NaN or infinite.
+        SaveError: a checkpoint could not be written.
     """
     launch = Launch.from_environment()
     device = launch.device(config.training.device)
@@ -96,8 +98,7 @@ class _Run:
         self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
-        load_folder, save_folder = config.checkpoint.load, config.checkpoint.save
-        self.saved_at = self.progress.step if same_folder(load_folder, save_folder) else None
+        self.saver = self._make_saver()
         for step in sorted(self.traces.steps if self.traces else ()):
             if step > self.total:
                 log(f"step {step} is beyond the last step, {self.total}: it will not be traced")
@@ -127,6 +128,25 @@ class _Run:
             self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
             return Progress(0, 0)
 
+    def _make_saver(self) -> Saver:
+        """Ready to save; there is a folder for it, with room."""
+        config, topology = self.config, self.replica.topology
+        found: ConfigError | None = None
+        if topology.rank == 0:
+            try:
+                make_save_folder(config)
+                refuse_foreign_checkpoints(config, self.progress)
+            except ConfigError as error:
+                found = error
+        topology.world.agree(found, topology.device)
+        saver = Saver(self.replica, tokenizer=self.fingerprint, log=self.log)
+        if same_folder(config.checkpoint.load, config.checkpoint.save):
+            saver.saved_at = self.progress.step
+        steps, every = self.total - self.progress.step, config.checkpoint.save_interval
+        if steps > 0:
+            saver.preflight(-(-steps // every) if every else 1)
+        return saver
+
     def _traces(self) -> TraceWriter | None:
         logging = self.config.logging
         if not logging.trace:
@@ -143,8 +163,6 @@ class _Run:
         found: ConfigError | None = None
         if topology.rank == 0:
             try:
-                make_save_folder(self.config)
-                refuse_foreign_checkpoints(self.config, self.progress)
                 sinks = open_sinks(self.config, step=self.progress.step, log=self.log)
             except ConfigError as error:
                 found = error
@@ -153,32 +171,47 @@ class _Run:
 
     def go(self) -> None:
         """Step to the end of the run."""
-        config = self.config
-        every = config.training.eval_interval
         try:
-            if self.progress.step >= self.total:
-                self.log(f"the checkpoint is at step {self.progress.step} of {self.total}: nothing to do")
-                return
-            if every is not None:
-                # Also on resuming: the first line then shows that the layout changed nothing.
-                self._evaluate()
-            self.reporter.restart_clock()
-            while self.progress.step < self.total:
-                self._step()
-                step = self.progress.step
-                if every is not None and (step % every == 0 or step == self.total):
-                    self._evaluate()
-                if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
-                    self._save()
-                if config.training.exit_interval and step % config.training.exit_interval == 0:
-                    self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
-                    break
-            self._save()
+            self._go()
+        except (ConfigError, NonFiniteError) as error:
+            if not isinstance(error, RankError):  # every rank is here: what is being saved was sound
+                self._settle()
+            raise
         finally:
             for loader in (self.loaders.train, self.loaders.valid):
                 if loader is not None:
                     loader.close()
             self.reporter.close()
+
+    def _settle(self) -> None:
+        try:
+            self.saver.wait()
+        except SaveError as error:
+            self.log(f"warning: {error}")
+
+    def _go(self) -> None:
+        config = self.config
+        every = config.training.eval_interval
+        if self.progress.step >= self.total:
+            self.log(f"the checkpoint is at step {self.progress.step} of {self.total}: nothing to do")
+            return
+        if every is not None:
+            # Also on resuming: the first line then shows that the layout changed nothing.
+            self._evaluate()
+        self.reporter.restart_clock()
+        while self.progress.step < self.total:
+            self._step()
+            step = self.progress.step
+            self.saver.poll()
+            if every is not None and (step % every == 0 or step == self.total):
+                self._evaluate()
+            if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
+                self.saver.begin(self.progress)
+                self.reporter.restart_clock()
+            if config.training.exit_interval and step % config.training.exit_interval == 0:
+                self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
+                break
+        self.saver.finish(self.progress)
 
     def _step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
@@ -213,12 +246,3 @@ class _Run:
             microbatches = self._load(self.loaders.valid, index * size, size)
             losses.append(self.stepper.evaluate(microbatches, first_sample=index * size, batch_size=size))
         self.reporter.evaluation(sum(losses) / len(losses), at=self.progress)
-
-    def _save(self) -> None:
-        folder = self.config.checkpoint.save
-        if folder is None or self.saved_at == self.progress.step:
-            return
-        path = save(self.replica, Path(folder), self.progress, tokenizer=self.fingerprint)
-        self.saved_at = self.progress.step
-        self.log(f"saved {path}")
-        self.reporter.restart_clock()

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import megalite.training.checkpointing as checkpointing
 from megalite.models.shapes import stage_shapes
 from megalite.optimizers.schedules import Progress
+from megalite.training import state_tensors
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
 
@@ -56,14 +58,14 @@ def written(
     runner = Runner(build(context, tiny_config(world, **MOE, **settings)))
     runner.step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing, "SPLIT_ELEMENTS", split)
-        checkpointing.save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+        patch.setattr(state_tensors, "SPLIT_ELEMENTS", split)
+        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
     return state(runner)
 
 
 def read(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     replica = build(context, tiny_config(world, load=folder, **MOE, **settings))
-    progress = checkpointing.load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    progress = load(replica, Path(folder), tokenizer=None, log=lambda line: None)
     assert progress == Progress(1, 8)
     return state(Runner(replica, progress))
 

@@ -13,11 +13,10 @@ from megalite.checkpoint.files import CHUNK
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import (
     DTYPE_NAMES,
-    Record,
     SafetensorsReader,
     SafetensorsWriter,
-    file_bytes,
 )
+from megalite.checkpoint.safetensors_header import Record, file_bytes
 
 TENSORS = {
     "odd.bf16": torch.randn(3).to(torch.bfloat16),

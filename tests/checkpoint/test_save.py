@@ -213,7 +213,6 @@ def test_stream_unlike_the_plan(tmp_path: Path) -> None:
 def test_plan_that_cannot_be_saved(tmp_path: Path) -> None:
     a = weight("a", (2,), (0, 2))
     for plan, reason in (
-        ([a, a], "twice in one rank's plan"),
         ([weight("../a", (2,), (0, 2))], "not a tensor key"),
         ([SavedTensor(key_group="optimizer", spec=a.spec, dtype=torch.float32)], "not a tensor key"),
         ([weight("a", (2,), (0, 2), torch.complex64)], "torch.complex64 cannot be saved"),

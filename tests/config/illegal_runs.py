@@ -220,6 +220,27 @@ RUNS = [
         "--exit-interval 10",
         "exit_interval 10 would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1",
     ),
+    (
+        1,
+        "--async-save",
+        "async_save has no effect in a run that saves nothing; add --save-interval 100 or remove it",
+    ),
+    (
+        1,
+        "--keep-latest 2 --on-save-error continue",
+        "keep_latest 2 has no effect in a run that saves nothing; add --save-interval 100 or remove it",
+    ),
+    (
+        1,
+        "--save s --save-interval 10 --keep-every 100",
+        "keep_every 100 has no effect without keep_latest: all checkpoints are kept; add --keep-latest 2 or remove it",
+    ),
+    (
+        1,
+        "--save s --save-interval 30 --keep-latest 2 --keep-every 100",
+        "keep_every 100 is not a multiple of save_interval 30, so that few or none of its steps are ever saved; "
+        "use e.g. --keep-every 120",
+    ),
     (1, "--ckpt-step 10", "ckpt_step 10 has no effect without load; add --load FOLDER or remove it"),
     (1, "--finetune", "finetune has no effect without load; add --load FOLDER or remove it"),
     (1, "--fresh-if-missing", "fresh_if_missing has no effect without load; add --load FOLDER or remove it"),

@@ -18,6 +18,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "megalite.checkpoint.files",
         "megalite.checkpoint.folders",
         "megalite.checkpoint.commit",
+        "megalite.checkpoint.retention",
+        "megalite.checkpoint.safetensors_header",
     ),
     ("megalite.topology", "megalite.kernels", "megalite.data", "megalite.planner"),
     (
@@ -26,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("megalite.models",),
     ("megalite.checkpoint", "megalite.generation"),
-    ("megalite.training",),
+    ("megalite.training", "megalite.conversion"),
     ("megalite.parity",),
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),

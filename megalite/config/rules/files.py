@@ -77,7 +77,7 @@ def _check_tokenizer(config: RunConfig) -> None:
         )
 
 
-def check_checkpoint(config: RunConfig) -> None:
+def check_checkpoint(config: RunConfig, explicit: frozenset[str]) -> None:
     """Settings of saving and loading that need a folder."""
     c = config.checkpoint
     if c.save_interval is not None and c.save is None and config.logging.run_dir is None:
@@ -89,11 +89,37 @@ def check_checkpoint(config: RunConfig) -> None:
         raise ConfigError(
             f"exit_interval {exit_interval} would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1"
         )
+    if c.save is None and c.save_interval is None and exit_interval is None:
+        refuse_idle(
+            config,
+            explicit,
+            ["async_save", "keep_latest", "keep_every", "on_save_error"],
+            cause="in a run that saves nothing",
+            remedy="add --save-interval 100",
+        )
+    _check_retention(config)
     for name in ("ckpt_step", "finetune", "fresh_if_missing"):
         value = getattr(c, name)
         if c.load is None and value is not None and value is not False:
             shown = name if value is True else f"{name} {value}"
             raise ConfigError(f"{shown} has no effect without load; add --load FOLDER or remove it")
+
+
+def _check_retention(config: RunConfig) -> None:
+    c = config.checkpoint
+    if c.keep_every is None:
+        return
+    if c.keep_latest is None:
+        raise ConfigError(
+            f"keep_every {c.keep_every} has no effect without keep_latest: all checkpoints are kept; add --keep-latest 2 "
+            "or remove it"
+        )
+    if c.save_interval is not None and c.keep_every % c.save_interval:
+        near = -(-c.keep_every // c.save_interval) * c.save_interval
+        raise ConfigError(
+            f"keep_every {c.keep_every} is not a multiple of save_interval {c.save_interval}, so that few or none of its "
+            f"steps are ever saved; use e.g. --keep-every {near}"
+        )
 
 
 def check_evaluation(config: RunConfig, explicit: frozenset[str]) -> None:

@@ -66,6 +66,8 @@ _AT_LEAST_ONE = [
     "eval_iters",
     "exit_interval",
     "save_interval",
+    "keep_latest",
+    "keep_every",
     "log_interval",
     "lr_decay_iters",
     "lr_decay_samples",

@@ -1,0 +1,175 @@
+"""The header of a safetensors file: which tensors it has, of what type and shape, and where. No torch.
+
+8 bytes with the header's length, the header (JSON: key -> dtype, shape, offsets; padded with blanks), then the data.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+MAX_HEADER = 100 << 20
+"""Bytes; the limit of the format's own library."""
+
+FORMAT_PT: Mapping[str, str] = MappingProxyType({"format": "pt"})
+"""The metadata that torch's files carry."""
+
+_ITEM_SIZES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tensor in a file: its key there, dtype (safetensors' name of it) and shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
+
+
+def file_bytes(records: Sequence[Record], metadata: Mapping[str, str] = FORMAT_PT) -> int:
+    """Size of the file that these records make."""
+    return len(header_bytes(records, metadata)) + sum(record.nbytes for record in records)
+
+
+def header_bytes(records: Sequence[Record], metadata: Mapping[str, str]) -> bytes:
+    """What comes before the data: the header's length and the header."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for record in records:
+        entries[record.key] = {
+            "dtype": record.dtype,
+            "shape": list(record.shape),
+            "data_offsets": [offset, offset + record.nbytes],
+        }
+        offset += record.nbytes
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts 8-byte aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+class HeaderFault(Exception):
+    """What is wrong; the caller adds the file's name."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header that is sound.
+
+    Args:
+        records: by key, in the order of their data.
+        offsets: where the data of each begins in the file.
+    """
+
+    records: dict[str, Record]
+    offsets: dict[str, int]
+    metadata: dict[str, str]
+
+
+def read_header(descriptor: int, length: int) -> Header:
+    """Read and check the header of an open file of `length` bytes.
+
+    Raises:
+        HeaderFault: it is not sound, or sizes do not add up.
+        OSError: the file cannot be read.
+    """
+    header, start = _read_json(descriptor, length)
+    metadata = _parse_metadata(header.pop("__metadata__", {}))
+    ordered = _parse_records(header, length - start)
+    return Header(
+        records={record.key: record for _, record in ordered},
+        offsets={record.key: start + offset for offset, record in ordered},
+        metadata=metadata,
+    )
+
+
+def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
+    """The header and where the data starts."""
+    prefix = os.pread(descriptor, 8, 0)
+    if len(prefix) < 8:
+        raise HeaderFault(f"{length} bytes are too few for a safetensors file")
+    (size,) = struct.unpack("<Q", prefix)
+    if size > min(MAX_HEADER, length - 8):
+        raise HeaderFault(
+            f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}"
+        )
+    text = os.pread(descriptor, size, 8)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise HeaderFault(f"its header is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise HeaderFault("its header is not a JSON object")
+    return header, 8 + size
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise HeaderFault("its header has a key twice")
+    return result
+
+
+def _parse_metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise HeaderFault("its __metadata__ is not text by text")
+    return value
+
+
+def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]]:
+    """Offsets and records, in the order of the data; they must fill it without gap or overlap."""
+    found: list[tuple[int, int, Record]] = []
+    for key, value in header.items():
+        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+            raise HeaderFault(f"{key[:120]!r} must have dtype, shape and data_offsets")
+        dtype, shape = value["dtype"], value["shape"]
+        if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+            raise HeaderFault(f"{key[:120]!r} has the unknown dtype {str(dtype)[:40]!r}")
+        start, stop = _sizes(value["data_offsets"], key, 2)
+        record = Record(key, dtype, tuple(_sizes(shape, key)))
+        if record.nbytes != stop - start:
+            raise HeaderFault(
+                f"{key[:120]!r} has {stop - start} bytes of data, its shape takes {record.nbytes}"
+            )
+        found.append((start, stop, record))
+    end = 0
+    found.sort(key=lambda item: item[:2])
+    for start, stop, record in found:
+        if start != end:
+            raise HeaderFault(f"the data of {record.key[:120]!r} starts at {start} instead of {end}")
+        end = stop
+    if end != data:
+        raise HeaderFault(f"its tensors take {end} bytes, the file has {data} for them")
+    return [(start, record) for start, _, record in found]
+
+
+def _sizes(value: Any, key: str, count: int | None = None) -> list[int]:
+    ok = isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    if not ok or len(value) > 64 or (count is not None and len(value) != count):
+        raise HeaderFault(f"{key[:120]!r} has sizes or offsets that are not whole numbers: {str(value)[:80]}")
+    return value

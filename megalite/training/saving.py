@@ -1,0 +1,229 @@
+"""When and how a run saves itself, and what it does if it cannot."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.background import BackgroundSave
+from megalite.checkpoint.files import free_bytes
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.prune import prune
+from megalite.checkpoint.retention import Retention
+from megalite.checkpoint.save import SavedTensor, planned_bytes, save_checkpoint
+from megalite.config.byte_size import format_bytes
+from megalite.optimizers.schedules import Progress
+from megalite.topology.group import Group
+from megalite.topology.topology import background_group
+from megalite.training.replica import Replica
+from megalite.training.snapshot import HostMemory
+from megalite.training.state_tensors import state_tensors
+
+
+def save(
+    replica: Replica,
+    folder: Path,
+    progress: Progress,
+    *,
+    tokenizer: str | None,
+    make_folder: bool = True,
+    log: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write everything that the run needs to go on, from every rank; returns the checkpoint's folder.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    replica.strategy.wait_for_parameters()
+    saved = state_tensors(replica)
+    write = _Write(replica, folder, progress, tokenizer=tokenizer, make_folder=make_folder, log=log)
+    topology = replica.topology
+    return write(
+        [entry for entry, _ in saved], [tensor for _, tensor in saved], topology.world, topology.device
+    )
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written in the midst of a run."""
+
+
+class _Write:
+    """One checkpoint with all but its tensors, as of now."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        folder: Path,
+        progress: Progress,
+        *,
+        tokenizer: str | None,
+        make_folder: bool,
+        log: Callable[[str], None],
+    ) -> None:
+        c = replica.config.checkpoint
+        self._retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every)
+        self._folder, self._step, self._log = folder, progress.step, log
+        self._settings: dict[str, Any] = {
+            "counters": {
+                "step": progress.step,
+                "consumed_samples": progress.samples,
+                "optimizer_updates": replica.optimizer.updates,
+                "loss_scaler": replica.scaler.state(),
+            },
+            "config": asdict(replica.config),
+            "layout": asdict(replica.topology.layout),
+            "tokenizer": tokenizer,
+            "make_folder": make_folder,
+        }
+
+    def __call__(
+        self,
+        plan: Sequence[SavedTensor],
+        tensors: Sequence[torch.Tensor],
+        world: Group,
+        device: torch.device,
+    ) -> Path:
+        path = save_checkpoint(
+            self._folder,
+            step=self._step,
+            plan=plan,
+            tensors=tensors,
+            world=world,
+            device=device,
+            **self._settings,
+        )
+        prune(self._folder, self._retention, newest=self._step, world=world, device=device, log=self._log)
+        return path
+
+
+class Saver:
+    """Saves a run's checkpoints: at once, or with `async_save` from a copy while training goes on.
+
+    With `on_save_error` continue a save that fails is reported and the run goes on; the last one of the run must
+    succeed whatever it says, for then there is nothing to go on to.
+
+    Args:
+        log: prints a line; called on every rank.
+    """
+
+    def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
+        self._replica, self._tokenizer, self._log = replica, tokenizer, log
+        self._config = replica.config.checkpoint
+        self._world, self._device = replica.topology.world, replica.topology.device
+        self._under_way: tuple[int, float, BackgroundSave] | None = None
+        self._memory = HostMemory()
+        self._background = background_group(self._world) if self._config.async_save else None
+        self.saved_at: int | None = None
+        """The step of the last checkpoint that was written or is being written."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints go, if anywhere."""
+        return None if self._config.save is None else Path(self._config.save)
+
+    def preflight(self, saves: int) -> None:
+        """Say how large a checkpoint will be and whether `saves` of them fit, before any work is done.
+
+        Collectives: two `gather_json` over the world.
+
+        Raises:
+            CheckpointError: there is no room for a single one.
+        """
+        if self.folder is None:
+            return
+        plan = [entry for entry, _ in state_tensors(self._replica)]
+        needed = sum(self._world.gather_json(planned_bytes(plan), self._device))
+        free = self._world.gather_json(free_bytes(self.folder), self._device)[0]
+        if free is None:
+            self._log(f"a checkpoint takes {format_bytes(needed)}")
+            return
+        room = f"a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free in {self.folder}"
+        if free < needed and self._config.on_save_error == "stop":
+            raise CheckpointError(
+                f"{room}: make room, give --save a folder on another disk, or add --on-save-error continue"
+            )
+        kept = saves if self._config.keep_latest is None else min(saves, self._config.keep_latest + 1)
+        if free < kept * needed:
+            remedy = "" if self._config.keep_latest else "; --keep-latest 2 would remove older ones"
+            self._log(f"warning: {room}, not enough for the {kept} that this run will have there{remedy}")
+        else:
+            self._log(room)
+
+    def begin(self, progress: Progress) -> None:
+        """Save the state of now, unless it is saved already. A save under way is waited for first.
+
+        Raises:
+            SaveError: the same on every rank, if on_save_error is stop.
+        """
+        if self.folder is None or self.saved_at == progress.step:
+            return
+        self.wait()
+        started = time.monotonic()
+        self._replica.strategy.wait_for_parameters()
+        saved = state_tensors(self._replica)
+        plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
+        write = _Write(
+            self._replica,
+            self.folder,
+            progress,
+            tokenizer=self._tokenizer,
+            make_folder=False,
+            log=self._log,
+        )
+        self.saved_at = progress.step
+        if self._background is None:
+            self._conclude(progress.step, started, lambda: write(plan, tensors, self._world, self._device))
+            return
+        copies, background = self._memory.copy(tensors), self._background
+        cpu = torch.device("cpu")
+        work = BackgroundSave(lambda: write(plan, copies, background, cpu))
+        self._under_way = (progress.step, started, work)
+
+    def poll(self) -> None:
+        """Between two steps: learn of a save that has ended since.
+
+        Collectives: while one is under way, an all-reduce of one number over the world.
+
+        Raises:
+            SaveError: it failed, and on_save_error is stop; the same on every rank at the same step.
+        """
+        if self._under_way is not None:
+            done = torch.tensor([int(self._under_way[2].done)], device=self._device)
+            self._world.all_reduce(done, op="min")
+            if done.item():
+                self.wait()
+
+    def wait(self) -> None:
+        """Return when no save is under way.
+
+        Raises:
+            SaveError: as `poll`.
+        """
+        if self._under_way is not None:
+            (step, started, work), self._under_way = self._under_way, None
+            self._conclude(step, started, work.result)
+
+    def finish(self, progress: Progress) -> None:
+        """The end of the run: the state of now is saved when this returns.
+
+        Raises:
+            SaveError: it is not, whatever on_save_error says.
+        """
+        self.begin(progress)
+        self.wait()
+        if self.folder is not None and self.saved_at != progress.step:
+            raise SaveError(f"the run ends at step {progress.step} and could not save it (see above)")
+
+    def _conclude(self, step: int, started: float, outcome: Callable[[], Path]) -> None:
+        try:
+            path = outcome()
+        except CheckpointError as error:
+            self.saved_at = None
+            if self._config.on_save_error == "stop":
+                raise SaveError(str(error)) from error
+            self._log(f"warning: {error}; going on without it, as on_save_error says")
+            return
+        self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
