@@ -1,6 +1,8 @@
 """Files that any safetensors reader opens, written a tensor at a time."""
 
 import hashlib
+import os
+import random
 import struct
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import megalite.checkpoint.safetensors_file as safetensors_file
+from megalite.checkpoint.digest import RunningDigest
 from megalite.checkpoint.files import CHUNK
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import (
@@ -102,3 +106,85 @@ def test_never_writes_over_a_file_or_through_a_link(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             SafetensorsWriter(path, [])
     assert victim.read_text() == "precious"
+
+
+def slices_of(shape: tuple[int, ...], rng: random.Random) -> tuple[slice, ...]:
+    ends = [sorted(rng.choices(range(size + 1), k=2)) for size in shape]
+    return tuple(slice(0, size) if rng.random() < 0.4 else slice(*end) for size, end in zip(shape, ends))
+
+
+@pytest.mark.parametrize("page, chunk", [(4096, CHUNK), (64, 200), (1, 1)])
+def test_any_slice_into_any_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int
+) -> None:
+    """Whole rows, parts of rows below and above a page, several dimensions, other types, strided targets."""
+    monkeypatch.setattr(safetensors_file, "_PAGE", page)
+    monkeypatch.setattr(safetensors_file, "CHUNK", chunk)
+    rng = random.Random(page)
+    tensors = {
+        f"{'x'.join(map(str, shape))}.{dtype}": (torch.randn(shape) * 50).to(dtype)
+        for shape in ((), (17,), (9, 40), (3, 2, 11, 5))
+        for dtype in (torch.float32, torch.bfloat16, torch.int64)
+    }
+    write(tmp_path / "x", tensors)
+    reader = SafetensorsReader(tmp_path / "x")
+    assert list(reader.records) == list(tensors)
+    for key, tensor in tensors.items():
+        assert torch.equal(reader.read(key), tensor)
+        for _ in range(12):
+            index = slices_of(tuple(tensor.shape), rng)
+            wanted = tensor[index]
+            assert torch.equal(reader.read(key, index), wanted), (key, index)
+            double = torch.full((*wanted.shape, 2), -1.0, dtype=torch.float64)
+            reader.read_into(double[..., 0], reader.records[key], index)  # strided, and of another type
+            assert torch.equal(double[..., 0], wanted.double()) and (double[..., 1] == -1).all()
+    reader.close()
+    reader.close()
+
+
+def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x", {"w": torch.arange(6.0 * 3000).view(6, 3000)})
+    reader = SafetensorsReader(tmp_path / "x")
+    read: list[int] = []
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(sum(map(len, buffers)))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert reader.read("w", (slice(2, 4), slice(0, 3000)))[1, 5] == 9005
+    assert read == [2 * 3000 * 4]
+    read.clear()
+    reader.read("w", (slice(0, 6), slice(1000, 2500)))  # 6,000 bytes of each row
+    assert read == [6000] * 6
+    read.clear()
+    reader.read("w", (slice(0, 6), slice(1000, 1010)))  # less than a page of each
+    assert read == [6 * 3000 * 4]
+
+
+def test_a_file_cut_while_it_is_open(tmp_path: Path) -> None:
+    write(tmp_path / "x", {"w": torch.zeros(4000)})
+    reader = SafetensorsReader(tmp_path / "x")
+    os.truncate(tmp_path / "x", 10_000)
+    with pytest.raises(CheckpointError, match="the file ends before the tensor does"):
+        reader.read("w")
+
+
+def test_the_hash_is_of_what_was_given_in_that_order(tmp_path: Path) -> None:
+    """Chunks wait to be hashed, few at a time, and are let go of."""
+    digest = RunningDigest()
+    parts = [bytes([n]) * (1 + n * 1000) for n in range(40)]
+    for part in parts:
+        digest.update(memoryview(part))
+    assert digest.finish() == hashlib.sha256(b"".join(parts)).hexdigest()
+    digest.close()
+
+
+def test_without_a_hash(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "x", records(TENSORS), metadata={"a": "b"}, digest=False)
+    for tensor in TENSORS.values():
+        writer.write(tensor)
+    assert writer.finish().sha256 == ""
+    reader = SafetensorsReader(tmp_path / "x")
+    assert reader.metadata == {"a": "b"} and torch.equal(reader.read("scalar"), TENSORS["scalar"])

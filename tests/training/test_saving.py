@@ -1,0 +1,337 @@
+"""When a run saves, from what, what it keeps, and what it does when it cannot."""
+
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megalite.checkpoint.commit as commit
+import megalite.checkpoint.prune as pruning
+import megalite.checkpoint.safetensors_file as safetensors_file
+import megalite.checkpoint.save as saving
+from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.optimizers.schedules import Progress
+from megalite.training.saving import SaveError, Saver
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+ZERO2: dict[str, Any] = {"dp": 2, "dp_strategy": "distributed-optimizer", "precision": "bf16"}
+
+
+def make_saver(context: RankContext, world: int, **settings: Any) -> tuple[Runner, Saver, list[str]]:
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    Path(settings["save"]).mkdir(exist_ok=True)
+    lines: list[str] = []
+    return runner, Saver(runner.replica, tokenizer=None, log=lines.append), lines
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+
+
+def verified(context: RankContext, folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that must be sound; for one rank."""
+    group = context.topology_of(tiny_config()).world
+    cpu = torch.device("cpu")
+    checkpoint = find_checkpoint(folder, step=step, world=group, device=cpu, log=pytest.fail)
+    return {key: checkpoint.read(key, device=cpu) for key in checkpoint.manifest.tensors}
+
+
+class Gate:
+    """Holds every write of a checkpoint back until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        real = safetensors_file.write_all
+
+        def write_all(descriptor: int, data: memoryview) -> None:
+            assert self._open.wait(60)
+            real(descriptor, data)
+
+        patch.setattr(safetensors_file, "write_all", write_all)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def background(context: RankContext, folder: str) -> list[str]:
+    """Save at step 1 behind a closed gate, train on, and let it be written only then."""
+    runner, saver, lines = make_saver(context, 2, save=folder, async_save=True, **ZERO2)
+    runner.step()
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        saver.begin(runner.progress)
+        for _ in range(2):
+            runner.step()
+            saver.poll()
+        assert lines == [] and steps_in(Path(folder)) == []
+        gate.open()
+        saver.wait()
+    return lines
+
+
+def at_once(context: RankContext, folder: str) -> None:
+    runner, saver, _ = make_saver(context, 2, save=folder, **ZERO2)
+    runner.step()
+    saver.begin(runner.progress)
+
+
+def test_what_is_saved_is_the_state_at_the_snapshot(tmp_path: Path) -> None:
+    later, now = tmp_path / "later", tmp_path / "now"
+    lines = run_ranks(2, background, str(later))[0]
+    assert len(lines) == 1 and lines[0].startswith(f"saved {later / 'step-0000001'} in ")
+    run_ranks(2, at_once, str(now))
+    ours, theirs = ({**run_ranks(1, verified, folder, 1)[0]} for folder in (later, now))
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+def one_in_flight(context: RankContext, folder: str) -> tuple[list[int], list[str]]:
+    runner, saver, lines = make_saver(context, 2, save=folder, async_save=True, **ZERO2)
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        runner.step()
+        saver.begin(runner.progress)
+        runner.step()
+        opener = threading.Timer(0.3, gate.open)
+        opener.start()
+        saver.begin(runner.progress)  # waits for the first: its snapshot's memory is used again
+        seen = steps_in(Path(folder))
+        saver.finish(runner.progress)  # the same step: it is only waited for
+        opener.join()
+    return seen, lines
+
+
+def test_at_most_one_is_under_way_and_a_clean_end_waits(tmp_path: Path) -> None:
+    seen, lines = run_ranks(2, one_in_flight, str(tmp_path / "s"))[0]
+    assert 1 in seen
+    assert [line.split(" in ")[0] for line in lines] == [
+        f"saved {tmp_path / 's' / f'step-000000{step}'}" for step in (1, 2)
+    ]
+    assert steps_in(tmp_path / "s") == [1, 2]
+
+
+def full_disk(patch: pytest.MonkeyPatch) -> None:
+    def write_all(descriptor: int, data: memoryview) -> None:
+        raise OSError(28, os.strerror(28))
+
+    patch.setattr(safetensors_file, "write_all", write_all)
+
+
+def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[str], str, list[int]]:
+    """Saves at steps 1 to 4; the disk of rank 1 is full at step 2. Returns the lines, the error and its step."""
+    runner, saver, lines = make_saver(context, 2, save=folder, **settings, **ZERO2)
+    error, at = "", []
+    try:
+        for _ in range(4):
+            runner.step()
+            saver.poll()
+            with pytest.MonkeyPatch.context() as patch:
+                if runner.progress.step == 2 and context.rank == 1:
+                    full_disk(patch)
+                saver.begin(runner.progress)
+                while settings.get("async_save") and saver._under_way and not saver._under_way[2].done:
+                    saver._under_way[2]._thread.join(0.01)
+    except SaveError as found:
+        error, at = str(found), [runner.progress.step]
+    else:
+        saver.finish(runner.progress)
+    return lines, error, at
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
+    for lines, error, at in run_ranks(2, failing, str(tmp_path / "s"), async_save=background):
+        assert "No space left on device" in error and "(rank 1 of 2)" in error
+        assert f"cannot save a checkpoint in {tmp_path / 's'}" in error and "bytes, free there: " in error
+        assert at == [3 if background else 2]  # at the next step, no later
+        assert len(lines) == 1
+    assert steps_in(tmp_path / "s") == [1]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["latest", "step-0000001"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_or_it_goes_on(tmp_path: Path, background: bool) -> None:
+    results = run_ranks(
+        2, failing, str(tmp_path / "s"), async_save=background, on_save_error="continue", keep_latest=2
+    )
+    for lines, error, _ in results:
+        assert not error
+        assert lines[1].startswith("warning: cannot save") and "going on without it" in lines[1]
+        assert [line.split()[0] for line in lines] == ["saved", "warning:", "saved", "saved"]
+    assert steps_in(tmp_path / "s") == [3, 4]
+
+
+def last_fails(context: RankContext, folder: str) -> str:
+    runner, saver, _ = make_saver(context, 1, save=folder, on_save_error="continue")
+    runner.step()
+    with pytest.MonkeyPatch.context() as patch:
+        full_disk(patch)
+        with pytest.raises(SaveError) as caught:
+            saver.finish(runner.progress)
+    return str(caught.value)
+
+
+def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
+    assert "the run ends at step 1 and could not save it" in run_ranks(1, last_fails, str(tmp_path / "s"))[0]
+
+
+def broken_folder(context: RankContext, folder: str, how: str) -> str:
+    runner, saver, _ = make_saver(context, 2, save=folder, **ZERO2)
+    runner.step()
+    saver.begin(runner.progress)
+    runner.step()
+    context.topology_of(runner.replica.config).world.agree(None, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "removed" and context.rank == 0:
+            shutil.rmtree(folder)
+        elif how == "read-only":
+            real = os.open
+
+            def refuse(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+                if flags & os.O_CREAT and str(path).startswith(folder):
+                    raise OSError(30, os.strerror(30), str(path))
+                return real(path, flags, *mode, **more)
+
+            patch.setattr(os, "open", refuse)
+        elif how == "full":
+            patch.setattr(saving, "free_bytes", lambda folder: 1000)
+        with pytest.raises(SaveError) as caught:
+            saver.begin(runner.progress)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("removed", "the folder is not there any more; it was when the run started"),
+        ("read-only", "Read-only file system"),
+        ("full", "No space left on device; the checkpoint needs "),
+    ],
+)
+def test_a_folder_that_breaks_during_the_run(tmp_path: Path, how: str, reason: str) -> None:
+    folder = tmp_path / "s"
+    errors = run_ranks(2, broken_folder, str(folder), how)
+    for error in errors:
+        assert str(folder) in error and reason in error
+    if how == "removed":
+        assert not folder.exists(), "a new folder would hide that the old checkpoints are gone"
+    else:
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-0000001"]
+
+
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    folder = tmp_path / "s"
+    folder.mkdir()
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert "Permission denied" in run_ranks(1, last_fails, str(folder))[0]
+
+
+def flight_check(context: RankContext, folder: str, free: int | None, **settings: Any) -> list[str]:
+    _, saver, lines = make_saver(context, 1, save=folder, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.training.saving.free_bytes", lambda folder: free)
+        try:
+            saver.preflight(saves=5)
+        except CheckpointError as error:
+            return ["error", str(error)]
+    return lines
+
+
+def test_the_room_is_looked_at_before_the_first_step(tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+
+    def said(free: int | None, **settings: Any) -> str:
+        return "|".join(run_ranks(1, flight_check, folder, free, **settings)[0])
+
+    size = said(None).removeprefix("a checkpoint takes ")
+    assert size.endswith(" MiB")
+    assert said(10**12) == f"a checkpoint takes {size}, 931.32 GiB are free in {folder}"
+    nothing = said(1000)
+    assert nothing.startswith(f"error|a checkpoint takes {size}, 1000 B are free") and "make room" in nothing
+    assert said(1000, on_save_error="continue").startswith("warning: ")
+    one = int(float(size.split()[0]) * 2**20 * 1.5)
+    assert "not enough for the 5 that this run will have there; --keep-latest 2" in said(one)
+    assert said(4 * one, keep_latest=3).startswith("a checkpoint"), "four at a time fit"
+    assert "not enough for the 4 that" in said(one, keep_latest=3)
+
+
+def keeps(context: RankContext, folder: str, breaks: int | None, **settings: Any) -> list[list[int]]:
+    """Save ten steps; which are there after each. The disk spoils one byte of step `breaks` as it is written."""
+    _, saver, _ = make_saver(context, 2, save=folder, **settings, **ZERO2)
+    seen = []
+    for step in range(1, 11):
+        with pytest.MonkeyPatch.context() as patch:
+            if step == breaks:
+                _spoil(patch)
+            try:
+                saver.begin(Progress(step, 8 * step))
+            except SaveError as error:
+                assert "does not verify when it is read back" in str(error), error
+                assert "the older checkpoints are kept" in str(error)
+                seen.append(steps_in(Path(folder)))
+                return seen
+        seen.append(steps_in(Path(folder)))
+    return seen
+
+
+def _spoil(patch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Path] = commit.publish
+
+    def publish(staging: Path, *arguments: Any) -> Path:
+        path = real(staging, *arguments)
+        victim = sorted(path.glob("optimizer-*"))[0]
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(data)
+        return path
+
+    patch.setattr(saving, "publish", publish)
+
+
+def test_retention(tmp_path: Path) -> None:
+    seen = run_ranks(2, keeps, str(tmp_path / "a"), None, keep_latest=2, keep_every=4)[0]
+    assert seen[:3] == [[1], [1, 2], [2, 3]] and seen[4] == [4, 5] and seen[6] == [4, 6, 7]
+    assert seen[9] == [4, 8, 9, 10]
+    assert run_ranks(2, keeps, str(tmp_path / "b"), None, keep_latest=1)[0] == [
+        [step] for step in range(1, 11)
+    ]
+
+
+def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    """Step 5 reaches the disk damaged: it is noticed before step 4, which would be removed, is."""
+    folder = tmp_path / "s"
+    seen = run_ranks(2, keeps, str(folder), 5, keep_latest=1)[0]
+    assert seen[-1] == [4, 5]
+    assert len(run_ranks(1, verified, folder, 4)[0]) > 20
+
+
+def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+    lines = run_ranks(1, stubborn, str(tmp_path / "s"))[0]
+    assert any(
+        "cannot remove the old checkpoint" in line and "step-0000001: Permission" in line for line in lines
+    )
+    assert steps_in(tmp_path / "s") == [1, 2]
+
+
+def stubborn(context: RankContext, folder: str) -> list[str]:
+    _, saver, lines = make_saver(context, 1, save=folder, keep_latest=1)
+    saver.begin(Progress(1, 8))
+
+    def discard(path: Path) -> None:
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "discard", discard)
+        saver.begin(Progress(2, 16))
+    return lines
