@@ -79,22 +79,37 @@ class Checkpoint:
         """
         entry = self.entry(key)
         wanted = tuple((0, size) for size in entry.global_shape) if slice is None else tuple(slice)
-        if not within(wanted, entry.global_shape, may_be_empty=True):
-            raise CheckpointError(
-                f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(wanted)}"
-            )
+        self._check(key, wanted)
         shape = tuple(stop - start for start, stop in wanted)
         result = torch.empty(shape, dtype=dtype or TORCH_DTYPES[entry.dtype], device=device)
-        for part, stored in zip(
-            entry.parts, part_keys(key, [part.file for part in entry.parts]), strict=True
-        ):
-            common = overlap(part.slice, wanted)
+        self.read_into(result, key, wanted)
+        return result
+
+    def read_into(self, output: torch.Tensor, key: str, slice: Slice) -> None:
+        """`read` into a tensor that is there, of the slice's shape and any strides, type and device.
+
+        Into contiguous memory on the CPU and of the stored type the bytes come directly from the disk.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        entry = self._check(key, slice)
+        names = part_keys(key, [part.file for part in entry.parts])
+        for part, name in zip(entry.parts, names, strict=True):
+            common = overlap(part.slice, slice)
             if common is not None:
                 held = tuple(stop - start for start, stop in part.slice)
-                record = Record(stored, entry.dtype, held)
-                target = result[relative(common, wanted)]
+                record = Record(name, entry.dtype, held)
+                target = output[relative(common, slice)]
                 self._reader(part.file).read_into(target, record, relative(common, part.slice))
-        return result
+
+    def _check(self, key: str, slice: Slice) -> TensorEntry:
+        entry = self.entry(key)
+        if not within(slice, entry.global_shape, may_be_empty=True):
+            raise CheckpointError(
+                f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(slice)}"
+            )
+        return entry
 
     def _reader(self, name: str) -> SafetensorsReader:
         if name not in self._readers:

@@ -10,6 +10,7 @@ from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES
+from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
@@ -19,7 +20,6 @@ from megalite.optimizers.schedules import Progress
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.sharding import ShardSpec
 from megalite.training.replica import Replica
-from megalite.training.state_tensors import cut
 
 FREE_MODEL_FIELDS = {
     *("hidden_dropout", "attention_dropout", "init_method_std"),
@@ -112,25 +112,24 @@ def _load_shard(
             if state != "main_param":
                 key = optimizer_key(state, placed.parameter.info.spec.name)
             start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
-            values = _read_flat(
+            _read_flat(
                 checkpoint,
                 key,
                 placed.parameter.info.spec,
                 start - placed.start,
-                stop - placed.start,
-                target.dtype,
+                target[start - shard.start : stop - shard.start],
             )
-            target[start - shard.start : stop - shard.start].copy_(values)
 
 
-def _read_flat(
-    checkpoint: Checkpoint, key: str, spec: ShardSpec, start: int, stop: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Elements [start, stop) of the flattened local slice; no more than the rows that hold them are read."""
-    row = max(1, torch.Size(spec.shape[1:]).numel())
-    first, last = start // row, -(-stop // row)
-    rows = checkpoint.read(key, cut(spec, 0, first, last).slice, device=torch.device("cpu"), dtype=dtype)
-    return rows.flatten()[start - first * row : stop - first * row]
+def _read_flat(checkpoint: Checkpoint, key: str, spec: ShardSpec, start: int, target: torch.Tensor) -> None:
+    """The elements of the flattened local slice from `start` on, as many as `target` takes."""
+    position = 0
+    for box in flat_boxes(spec.shape, start, start + target.numel()):
+        bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
+        size = volume(box)
+        shape = tuple(stop - first for first, stop in box)
+        checkpoint.read_into(target[position : position + size].view(shape), key, bounds)
+        position += size
 
 
 def _main_key(parameter: ShardedParameter, checkpoint: Checkpoint) -> str:
@@ -146,8 +145,7 @@ def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
     key = weight_key(spec.name)
     if TORCH_DTYPES[checkpoint.entry(key).dtype] != parameter.dtype:
         key = _main_key(parameter, checkpoint)
-    values = checkpoint.read(key, spec.slice, device=torch.device("cpu"), dtype=parameter.dtype)
-    parameter.data.copy_(values)
+    checkpoint.read_into(parameter.data, key, spec.slice)
 
 
 def load_weights(stage: GPTStage, checkpoint: Checkpoint) -> None:

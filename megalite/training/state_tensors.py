@@ -76,10 +76,10 @@ def _share(replica: Replica, shard: OptimizerShard, index: int, placed: Placed) 
     dim = next((dim for dim, size in enumerate(shape) if size >= writers), None)
     if placed.parameter.numel() < SPLIT_ELEMENTS or dim is None:
         return spec if index % writers == writer else None
-    return cut(spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
+    return _cut(spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
 
 
-def cut(spec: ShardSpec, dim: int, start: int, stop: int) -> ShardSpec:
+def _cut(spec: ShardSpec, dim: int, start: int, stop: int) -> ShardSpec:
     """The part from `start` to `stop` along `dim` of the slice that `spec` describes."""
     base = spec.slice[dim][0]
     bounds: Slice = (*spec.slice[:dim], (base + start, base + stop), *spec.slice[dim + 1 :])
