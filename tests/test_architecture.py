@@ -117,6 +117,10 @@ BROKEN: list[tuple[Rule, Module]] = [
         code_from_data,
         breaks("megalite.x", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
     ),
+    (code_from_data, breaks("megalite.conversion.megatron.x", "import torch\ntorch.load('f')")),
+    (code_from_data, breaks("megalite.conversion.megatron.x", "load = torch.load")),
+    (code_from_data, breaks("megalite.conversion.megatron.x", "torch.load('f', weights_only=flag)")),
+    (code_from_data, breaks("megalite.conversion.megatron.x", "import pickle")),
     (code_from_data, breaks("megalite.x", "eval('1')")),
     (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=True)")),
     (sizes, breaks("megalite.x", "a = 1\n" * 401)),
@@ -220,7 +224,13 @@ def test_cycle_is_found() -> None:
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-NEEDS_TORCH = ("megalite.data.loader", "megalite.cli.generate", "megalite.cli.parity")
+NEEDS_TORCH = (
+    "megalite.data.loader",
+    "megalite.cli.generate",
+    "megalite.cli.parity",
+    "megalite.cli.convert",
+    "megalite.cli.inspect_tensors",
+)
 TORCH_FREE_PACKAGES = ("megalite.planner", "megalite.data", "megalite.cli")
 """Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""
 

@@ -13,6 +13,10 @@ CHUNK = 8 << 20
 """Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""
 
 
+MAX_TEXT = 1 << 30
+"""Bytes of a manifest: a sparse file could say that it has any number."""
+
+
 def create(path: Path) -> int:
     """Open a new file for writing; one that is there already, a link among them, is an error."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -94,11 +98,14 @@ def read_text(path: Path) -> str:
     """The text of a plain file.
 
     Raises:
-        CheckpointError: as `file_length`, or it is not UTF-8.
+        CheckpointError: as `file_length`, or it is not UTF-8, or longer than any that we write.
     """
-    file_length(path)
+    length = file_length(path)
+    if length > MAX_TEXT:
+        raise CheckpointError(f"{path.name}: {length} bytes long; what can be read has at most {MAX_TEXT}")
     try:
-        return path.read_text(encoding="utf-8")
+        with open(open_plain(path), encoding="utf-8") as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path.name}: {error}") from None
 

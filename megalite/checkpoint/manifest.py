@@ -21,6 +21,8 @@ MANIFEST_NAME = "manifest.json"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 """Bytes an element, by safetensors' name of the dtype."""
 MAX_DIMS = 8
+MAX_FAULT = 1000
+"""Characters of what an error says is wrong."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,511}")
@@ -155,7 +157,7 @@ class Manifest:
         try:
             return _parse_manifest(_unseal(text))
         except _Fault as fault:
-            raise CheckpointError(f"{source}: {fault}") from None
+            raise CheckpointError(f"{source}: {_presentable(str(fault))}") from None
 
 
 def seal(body: dict[str, Any]) -> str:
@@ -165,6 +167,12 @@ def seal(body: dict[str, Any]) -> str:
 
 def _canonical(body: Any) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _presentable(text: str) -> str:
+    """Of moderate length, and without what a terminal would obey: a manifest may come from anywhere."""
+    text = text if len(text) <= MAX_FAULT else f"{text[:MAX_FAULT]}..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class _Fault(Exception):

@@ -21,6 +21,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "preprocess": ("megalite.cli.preprocess", "turn jsonl or text files into token files"),
         "train-tokenizer": ("megalite.cli.train_tokenizer", "train a SentencePiece tokenizer"),
         "generate": ("megalite.cli.generate", "generate text from a checkpoint"),
+        "inspect": ("megalite.cli.inspect", "look into a checkpoint and verify it, or compare two"),
+        "convert": (
+            "megalite.cli.convert",
+            "turn weights into Hugging Face's or Megatron-LM's format, or into ours",
+        ),
         "schedule": ("megalite.cli.schedule", "draw, compare and check pipeline schedules"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
         "plot": ("megalite.cli.plot", "draw the loss curve of a run"),

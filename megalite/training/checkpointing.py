@@ -82,6 +82,10 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
             f"{checkpoint.path} was trained with another tokenizer (sha256 {checkpoint.manifest.tokenizer[:12]}..., "
             f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start anew from the weights"
         )
+    if not finetune and not any(key.startswith("optimizer.") for key in checkpoint.manifest.tensors):
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights alone, no optimizer state to go on from; add --finetune"
+        )
     error = None
     try:
         for shard in replica.strategy.shards:
@@ -92,10 +96,20 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     log(f"loaded {checkpoint.path} (written by {_describe(checkpoint.manifest.layout)})")
     if finetune:
         return Progress(0, 0)
+    return _take_counters(replica, checkpoint)
+
+
+def _take_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
     counters = checkpoint.manifest.counters
-    replica.optimizer.set_updates(int(counters["optimizer_updates"]))
-    replica.scaler.load_state(counters["loss_scaler"])
-    return Progress(int(counters["step"]), int(counters["consumed_samples"]))
+    try:
+        replica.optimizer.set_updates(int(counters["optimizer_updates"]))
+        replica.scaler.load_state(counters["loss_scaler"])
+        return Progress(int(counters["step"]), int(counters["consumed_samples"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: its counters are not those of a training run ({type(error).__name__}: {error}); "
+            "--finetune takes the weights alone"
+        ) from None
 
 
 def _load_shard(
@@ -163,7 +177,12 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
         CheckpointError: naming each field that differs with both values.
     """
     # A setting that came after the checkpoint was written: it had its default's meaning.
-    saved = asdict(ModelConfig()) | checkpoint.manifest.config.get("model", {})
+    section = checkpoint.manifest.config.get("model", {})
+    if not isinstance(section, dict):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.model in its manifest.json is not a section of settings"
+        )
+    saved = asdict(ModelConfig()) | section
     ours = asdict(model)
     free = set(FREE_MODEL_FIELDS)
     if model.position_embedding_type != "learned_absolute":

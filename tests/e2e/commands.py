@@ -30,6 +30,7 @@ SHELL_WORDS = {"cd", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source
 """First words of commands that are not ours to check."""
 
 WRAPPERS = {
+    "tools/convert_checkpoint.py": "convert",
     "pretrain_gpt.py": "train",
     "tools/draw_schedule.py": "schedule",
     "tools/generate_text.py": "generate",

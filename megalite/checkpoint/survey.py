@@ -1,0 +1,173 @@
+"""What lies in a folder of checkpoints, and whether it is sound; for people and scripts that only look. No torch."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalite.checkpoint.files import entry_fault, file_length, open_plain, read_text
+from megalite.checkpoint.folders import STAGING_PREFIX, candidates, step_of
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, part_keys
+from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header
+
+Progress = Callable[[int, int], None]
+"""Called with the files hashed so far and their bytes."""
+
+MAX_THREADS = 8
+"""Files hashed at once: more would only make the disk seek."""
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A checkpoint's folder and what is known of it."""
+
+    path: Path
+    manifest: Manifest | None
+    """None if it cannot be read or is damaged; `faults` then says how."""
+    faults: tuple[str, ...]
+    """What is wrong, each naming the file."""
+    verified: bool = False
+    """Every file was hashed and found right, not only of its length."""
+
+    @property
+    def step(self) -> int | None:
+        """By the manifest, else by the folder's name."""
+        return step_of(self.path.name) if self.manifest is None else self.manifest.step
+
+    @property
+    def bytes(self) -> int | None:
+        """Of all files that the manifest lists."""
+        return None if self.manifest is None else sum(entry.length for entry in self.manifest.files.values())
+
+    @property
+    def state(self) -> str:
+        """`verified`, `complete` (sizes right, not hashed) or `damaged: ...`."""
+        if self.faults:
+            more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+            return f"damaged: {self.faults[0]}{more}"
+        return "verified" if self.verified else "complete"
+
+
+def survey(path: Path, step: int | None = None) -> list[Surveyed]:
+    """What is at `path`, a folder of checkpoints or one of them, newest first; manifests and file lengths are checked.
+
+    Args:
+        step: only this one.
+
+    Raises:
+        CheckpointMissing: there is nothing of the kind.
+        CheckpointError: a file, a folder one level off, a save under way, or there is no such step.
+    """
+    if not _is_checkpoint(path):
+        return [_examine(path / item.name, item.step) for item in candidates(path, step)]
+    found = _examine(path, step_of(path.absolute().name))
+    if step is not None and found.step != step:
+        raise CheckpointError(f"{path} is the checkpoint of step {found.step}, not of step {step}")
+    return [found]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """A checkpoint itself, sound or damaged, rather than a folder of them."""
+    name = path.absolute().name
+    if path.is_file():
+        sibling = (path.parent / MANIFEST_NAME).is_file()
+        remedy = (
+            f"give its folder, {path.parent}" if sibling else "give a folder of checkpoints, or one of them"
+        )
+        raise CheckpointError(f"{path} is a file; {remedy}")
+    if path.is_dir() and name.startswith(STAGING_PREFIX):
+        raise CheckpointError(f"{path} is a save under way, or what a crash left of one; it cannot be loaded")
+    return path.is_dir() and (step_of(name) is not None or os.path.lexists(path / MANIFEST_NAME))
+
+
+def _examine(path: Path, step: int | None) -> Surveyed:
+    try:
+        manifest = Manifest.from_json(read_text(path / MANIFEST_NAME))
+    except CheckpointError as error:
+        return Surveyed(path, None, (str(error),))
+    if step is not None and manifest.step != step:
+        return Surveyed(path, manifest, (f"{MANIFEST_NAME}: is of step {manifest.step}",))
+    return Surveyed(path, manifest, tuple(_length_faults(path, manifest)))
+
+
+def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
+    for name, entry in sorted(manifest.files.items()):
+        try:
+            length = file_length(path / name)
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        if length != entry.length:
+            yield f"{name}: {length} bytes long, the manifest says {entry.length}"
+
+
+def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) -> Surveyed:
+    """Hash every file, several at a time (hashlib works without the interpreter's lock), and compare its header with
+    what the manifest says of its tensors.
+
+    Args:
+        surveyed: what `survey` found; one that is damaged already is returned as it is.
+        progress: called after each file, in this thread.
+    """
+    manifest = surveyed.manifest
+    if manifest is None or surveyed.faults:
+        return surveyed
+    # Largest first, so that no thread is left alone with a large one at the end.
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
+    expected = _records(manifest)
+    faults: list[str] = []
+    files = size = 0
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    try:
+        hashed = {
+            pool.submit(_file_fault, surveyed.path / name, manifest, expected[name]): name for name in names
+        }
+        for future in as_completed(hashed):
+            files, size = files + 1, size + manifest.files[hashed[future]].length
+            progress(files, size)
+            fault = future.result()
+            if fault is not None:
+                faults.append(fault)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for the files in hand, not for those in the queue
+    return replace(surveyed, faults=tuple(sorted(faults)), verified=not faults)
+
+
+def _records(manifest: Manifest) -> dict[str, list[Record]]:
+    """By file, the tensors that it must have."""
+    expected: dict[str, list[Record]] = {name: [] for name in manifest.files}
+    for key, entry in manifest.tensors.items():
+        stored = part_keys(key, [part.file for part in entry.parts])
+        for part, name in zip(entry.parts, stored, strict=True):
+            shape = tuple(stop - start for start, stop in part.slice)
+            expected[part.file].append(Record(name, entry.dtype, shape))
+    return expected
+
+
+def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str | None:
+    fault = entry_fault(path, manifest.files[path.name])
+    if fault is not None:
+        return fault
+    try:
+        descriptor = open_plain(path)
+        try:
+            found = read_header(descriptor, manifest.files[path.name].length).records
+        finally:
+            os.close(descriptor)
+    except (CheckpointError, HeaderFault, OSError) as error:
+        return f"{path.name}: {error}"
+    for record in expected:
+        if found.get(record.key) != record:
+            there = found.get(record.key)
+            what = "does not have it" if there is None else f"has {there.dtype} {list(there.shape)}"
+            return f"{path.name}: {record.key} is {record.dtype} {list(record.shape)} by the manifest, the file {what}"
+    return None
+
+
+def unlisted(surveyed: Surveyed) -> list[str]:
+    """Names in the folder that the manifest does not list: nobody reads them."""
+    if surveyed.manifest is None:
+        return []
+    listed = {MANIFEST_NAME, *surveyed.manifest.files}
+    return sorted(path.name for path in surveyed.path.iterdir() if path.name not in listed)

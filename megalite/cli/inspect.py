@@ -1,0 +1,209 @@
+"""`megalite inspect`: what is in a checkpoint, whether it is sound, and how two of them differ."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.survey import Surveyed, survey, verify
+from megalite.cli.dry_run_text import size
+from megalite.cli.inspect_text import (
+    format_checkpoint,
+    format_state,
+    format_statistics,
+    format_table,
+    in_order,
+    visible,
+)
+from megalite.cli.output import show
+from megalite.config.errors import ConfigError
+
+OK, DAMAGED, DIFFERENT, BAD_INPUT = 0, 1, 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megalite inspect",
+        usage="megalite inspect CKPT [--step N] [--tensors PATTERN] [--config] [--json] [--no-verify]\n"
+        "       megalite inspect --diff A B [--step N] [--tensors PATTERN] [--json] [--no-verify]",
+        description="Show what is in a checkpoint and whether every file is what was written, or how two differ. Exit "
+        "status: 0 sound (or equal), 1 damaged (or different), 2 bad input.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", nargs="?", type=Path, help="a folder of checkpoints, or one of them"
+    )
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), type=Path, help="compare two, of whatever layouts, bit by bit"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="that step (default: the newest that is sound)")
+    parser.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        help="add statistics of the tensors that match, such as 'layers.0.*' or 'exp_avg/*'; with --diff, compare "
+        "these alone",
+    )
+    parser.add_argument(
+        "--config", action="store_true", help="print the config alone, as YAML for --config of another run"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="look at file lengths alone, without reading the files"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _check(arguments)
+        if arguments.diff is not None:
+            return _diff(arguments)
+        if arguments.config:
+            return _config(arguments)
+        return _inspect(arguments)
+    except ConfigError as error:
+        print(f"error: {visible(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    except RecursionError:
+        print("error: lists nested too deeply in the manifest's config, counters or layout", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if (arguments.checkpoint is None) == (arguments.diff is None):
+        raise ConfigError("give one checkpoint to look at, or two behind --diff")
+    if arguments.config:
+        for flag, given in (
+            ("--diff", arguments.diff is not None),
+            ("--tensors", arguments.tensors is not None),
+            ("--no-verify", arguments.no_verify),
+        ):
+            if given:
+                raise ConfigError(
+                    f"--config prints the config alone: {flag} has no effect with it; drop either"
+                )
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    surveyed, shown = _newest_sound(arguments.checkpoint, arguments)
+    usable = shown.manifest is not None and not shown.faults
+    rows: dict[str, dict[str, Any]] | None = None
+    if arguments.tensors is not None and usable:
+        # Reading tensors takes torch, whose import takes longer than all the rest.
+        from megalite.cli.inspect_tensors import tensor_statistics
+
+        rows = tensor_statistics(shown, arguments.tensors)
+    if arguments.json:
+        show(json.dumps(_data(surveyed, shown, rows), indent=2))
+    else:
+        parts = [format_table(surveyed)] if len(surveyed) > 1 else []
+        parts.append(f"{format_checkpoint(shown)}\n{format_state(shown)}")
+        if rows is not None:
+            parts.append(format_statistics(rows))
+        show(visible("\n\n".join(parts)))
+    return DAMAGED if any(found.faults for found in surveyed) else OK
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    """The manifest carries its own sha256: its config is right even where other files are not."""
+    surveyed = survey(arguments.checkpoint, arguments.step)
+    found = next((found for found in surveyed if found.manifest is not None), None)
+    if found is None or found.manifest is None:
+        raise CheckpointError(f"{arguments.checkpoint}: {surveyed[0].path.name} is {surveyed[0].state}")
+    config = in_order(found.manifest.config)
+    if arguments.json:
+        show(json.dumps(config, indent=2))
+    else:
+        # Escapes whatever a terminal would not show as it is.
+        show(yaml.safe_dump(config, sort_keys=False, default_flow_style=False).removesuffix("\n"))
+    return OK
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    sides = []
+    for path in arguments.diff:
+        surveyed, found = _newest_sound(path, arguments)
+        if found.faults:
+            raise CheckpointError(f"{found.path} is {found.state}")
+        for passed in surveyed[: surveyed.index(found)]:
+            print(visible(f"{passed.path} is passed over: {passed.state}"), file=sys.stderr)
+        sides.append(found)
+    from megalite.cli.inspect_tensors import CheckpointDiff
+
+    difference = CheckpointDiff(*sides, pattern=arguments.tensors, trust_hashes=not arguments.no_verify)
+    show(json.dumps(difference.data(), indent=2) if arguments.json else visible(difference.text()))
+    return OK if difference.same else DIFFERENT
+
+
+def _newest_sound(path: Path, arguments: argparse.Namespace) -> tuple[list[Surveyed], Surveyed]:
+    """All that is there, and the one to show: the newest that verifies, else the newest that says anything."""
+    surveyed = survey(path, arguments.step)
+    for index, found in enumerate(surveyed):
+        if not arguments.no_verify:
+            found = surveyed[index] = verify(found, partial(_progress, found))
+        if not found.faults:
+            return surveyed, found
+    return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
+
+
+def _progress(found: Surveyed, files: int, done: int) -> None:
+    """A line on the screen that is written over and over, and wiped when all is done."""
+    if not sys.stderr.isatty():
+        return
+    assert found.manifest is not None and found.bytes is not None
+    total = len(found.manifest.files)
+    line = f"verifying {found.path.name}: {files} of {total} files, {size(done)} of {size(found.bytes)}"
+    print("\r" + (" " * len(line) + "\r" if files == total else line), end="", file=sys.stderr, flush=True)
+
+
+def _data(
+    surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None
+) -> dict[str, Any]:
+    """What is shown, as one JSON object."""
+    data: dict[str, Any] = {
+        "path": str(shown.path),
+        "state": shown.state,
+        "faults": list(shown.faults),
+        "checkpoints": [
+            {"name": found.path.name, "step": found.step, "bytes": found.bytes, "state": found.state}
+            for found in surveyed
+        ],
+    }
+    manifest = shown.manifest
+    if manifest is not None:
+        data |= {
+            "step": manifest.step,
+            "megalite_version": manifest.megalite_version,
+            "code": manifest.code,
+            "layout": manifest.layout,
+            "counters": manifest.counters,
+            "tokenizer": manifest.tokenizer,
+            "config": manifest.config,
+            "bytes": shown.bytes,
+            "files": {
+                name: {"length": entry.length, "sha256": entry.sha256}
+                for name, entry in manifest.files.items()
+            },
+            "tensors": {
+                key: {"dtype": entry.dtype, "shape": list(entry.global_shape), "parts": len(entry.parts)}
+                for key, entry in manifest.tensors.items()
+            },
+        }
+    if rows is not None:
+        data["statistics"] = rows
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The parts of `megalite inspect` that read tensors, and so need torch: statistics, and how two checkpoints differ."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megalite.checkpoint.compare import Comparison, compare, statistics
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, file_key
+from megalite.checkpoint.survey import Surveyed
+from megalite.cli.inspect_text import columns, short
+
+_SHOWN = 20
+"""Rows of a list of differences."""
+
+
+def tensor_statistics(found: Surveyed, pattern: str) -> dict[str, dict[str, Any]]:
+    """Statistics of the tensors whose name in their file (`layers.0.norm.weight`, `exp_avg/...`) matches the pattern.
+
+    Raises:
+        CheckpointError: none matches, or a file is not what the manifest says.
+    """
+    checkpoint = _open(found)
+    rows = {}
+    for key in _chosen(checkpoint.keys(), pattern, f"{found.path} has no"):
+        entry = checkpoint.entry(key)
+        shape = {"shape": list(entry.global_shape), "dtype": entry.dtype}
+        rows[file_key(key)] = shape | _plain(asdict(statistics(checkpoint, key)))
+    return rows
+
+
+def _open(found: Surveyed) -> Checkpoint:
+    assert found.manifest is not None, "callers show what is wrong with a damaged one"
+    return Checkpoint(found.path, found.manifest)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _chosen(keys: list[str], pattern: str, who: str) -> list[str]:
+    chosen = [key for key in keys if fnmatchcase(file_key(key), pattern)]
+    if not chosen:
+        names = [file_key(key) for key in keys]
+        near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
+        hint = f"; it has {near[0]}, for instance" if near else ""
+        raise CheckpointError(f"--tensors {pattern}: {who} tensor of such a name{hint}; try '*{pattern}*'")
+    return chosen
+
+
+class CheckpointDiff:
+    """How two checkpoints differ, in what they say of themselves and in their tensors.
+
+    Args:
+        pattern: only tensors of matching names are compared, and nothing else; None: everything is.
+        trust_hashes: see `compare`.
+
+    Raises:
+        CheckpointError: neither has a tensor that matches, or a file is not what the manifest says.
+    """
+
+    def __init__(self, first: Surveyed, second: Surveyed, *, pattern: str | None, trust_hashes: bool) -> None:
+        self._paths = (first.path, second.path)
+        one, other = _open(first), _open(second)
+        keys = sorted({*one.keys(), *other.keys()})
+        if pattern is not None:
+            keys = _chosen(keys, pattern, "neither checkpoint has a")
+        self.fields = {} if pattern is not None else _differing_fields(one.manifest, other.manifest)
+        self.tensors: Comparison = compare(one, other, keys, trust_hashes=trust_hashes)
+
+    @property
+    def same(self) -> bool:
+        """Nothing differs."""
+        return not self.fields and self.tensors.same
+
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        tensors = self.tensors
+        return {
+            "first": str(self._paths[0]),
+            "second": str(self._paths[1]),
+            "same": self.same,
+            "fields": {name: list(values) for name, values in self.fields.items()},
+            "only_first": list(tensors.only_first),
+            "only_second": list(tensors.only_second),
+            "declared": {
+                key: [{"dtype": entry.dtype, "shape": list(entry.global_shape)} for entry in entries]
+                for key, entries in tensors.declared.items()
+            },
+            "differing": {key: _plain(asdict(found)) for key, found in tensors.differing.items()},
+            "compared": tensors.compared,
+        }
+
+    def text(self) -> str:
+        """For people; the last line sums it up."""
+        tensors = self.tensors
+        lines = [f"A  {self._paths[0]}", f"B  {self._paths[1]}"]
+        if self.fields:
+            rows = [[f"  {name}", short(a), "|", short(b)] for name, (a, b) in self.fields.items()]
+            lines += ["fields that differ (A | B):", *columns(rows, right=set())]
+        for which, keys in (("A", tensors.only_first), ("B", tensors.only_second)):
+            if keys:
+                lines += [f"only in {which}:", *_shown([f"  {key}" for key in keys])]
+        if tensors.declared:
+            rows = [[f"  {key}", _kind(a), "|", _kind(b)] for key, (a, b) in tensors.declared.items()]
+            lines += ["dtype or shape (A | B):", *_shown(columns(rows, right=set()))]
+        if tensors.differing:
+            lines += ["values, the largest difference first:", *_shown(list(self._value_rows()), head=1)]
+        return "\n".join([*lines, self._summary()])
+
+    def _value_rows(self) -> Iterator[str]:
+        rows = [["  tensor", "largest", "rms", "elements", "", "NaN or Inf"]]
+        for key, found in self.tensors.differing.items():
+            share = f"{found.differing:,}"
+            beyond = f"{found.non_finite:,}" if found.non_finite else ""
+            rows.append(
+                [
+                    f"  {key}",
+                    f"{found.max_abs:.3g}",
+                    f"{found.rms:.3g}",
+                    share,
+                    f"of {found.elements:,}",
+                    beyond,
+                ]
+            )
+        yield from columns(rows, right={1, 2, 3, 5})
+
+    def _summary(self) -> str:
+        tensors = self.tensors
+        if self.same:
+            return f"equal: {tensors.compared} tensor{'s' if tensors.compared != 1 else ''}, bit for bit"
+        counts = [
+            (len(self.fields), "field", ""),
+            (len(tensors.only_first), "tensor", " only in A"),
+            (len(tensors.only_second), "tensor", " only in B"),
+            (len(tensors.declared), "tensor", " of another dtype or shape"),
+        ]
+        said = [f"{count} {what}{'s' if count > 1 else ''}{where}" for count, what, where in counts if count]
+        said.append(f"values of {len(tensors.differing)} of the {tensors.compared} tensors in both")
+        return f"different: {', '.join(said)}"
+
+
+def _kind(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {list(entry.global_shape)}"
+
+
+def _shown(lines: list[str], head: int = 0) -> list[str]:
+    """The first of many lines, of which `head` are a heading."""
+    limit = _SHOWN + head
+    return (
+        lines
+        if len(lines) <= limit
+        else [*lines[:limit], f"  ... and {len(lines) - limit} more (--json has all)"]
+    )
+
+
+def _differing_fields(one: Manifest, other: Manifest) -> dict[str, tuple[Any, Any]]:
+    """What the manifests say differently, files and tensors aside: dotted name -> both values; None where it lacks."""
+    sides = []
+    for manifest in (one, other):
+        flat: dict[str, Any] = {"step": manifest.step, "tokenizer": manifest.tokenizer}
+        for name in ("counters", "layout", "config"):
+            flat |= _flat(name, getattr(manifest, name))
+        sides.append(flat)
+    names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
+    return {
+        name: (sides[0].get(name), sides[1].get(name))
+        for name in names
+        if sides[0].get(name) != sides[1].get(name)
+    }
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        flat |= _flat(f"{prefix}.{name}", inner)
+    return flat

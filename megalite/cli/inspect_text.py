@@ -1,0 +1,257 @@
+"""Checkpoints as text: what one holds, a table of several, statistics, and how two differ. No torch."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
+from megalite.checkpoint.survey import Surveyed, unlisted
+from megalite.cli.dry_run_text import size
+from megalite.config.run import RunConfig
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""A whole component of a tensor's name."""
+_DIGITS = re.compile(r"\d+")
+_MAX_FILES = 16
+"""Files listed one by one."""
+
+
+def visible(text: str) -> str:
+    """The text without control characters, which a checkpoint of unknown origin could use to write on the screen."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def format_table(surveyed: Sequence[Surveyed]) -> str:
+    """Each checkpoint in a line, newest first."""
+    rows = [["checkpoint", "files", "size", "state"]]
+    for found in surveyed:
+        files = "-" if found.manifest is None else str(len(found.manifest.files))
+        rows.append([found.path.name, files, "-" if found.bytes is None else size(found.bytes), found.state])
+    lines = columns(rows, right={1, 2})
+    if any(found.state == "complete" for found in surveyed):
+        lines.append(
+            "complete: all files are there and of the right length; --step N verifies their sha256 too"
+        )
+    return "\n".join(lines)
+
+
+def format_checkpoint(found: Surveyed) -> str:
+    """All that a checkpoint says about itself, in some thirty lines."""
+    manifest = found.manifest
+    if manifest is None:
+        return f"checkpoint   {found.path}"
+    rows = [
+        ("checkpoint", str(found.path)),
+        ("step", f"{manifest.step}, {_origin(found, manifest)}"),
+        ("layout", _pairs(_axes_first(manifest.layout)) or "unknown"),
+        ("counters", _pairs(manifest.counters) or "none"),
+        ("tokenizer", "none" if manifest.tokenizer is None else f"sha256 {manifest.tokenizer}"),
+    ]
+    extra = unlisted(found)
+    if extra:
+        rows.append(("also there", f"{', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''} (not read)"))
+    parts = [
+        "\n".join(f"{name:<12} {value}" for name, value in rows),
+        _format_files(found, manifest),
+        _format_weights(manifest),
+        _format_states(manifest),
+        format_settings(manifest.config),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _origin(found: Surveyed, manifest: Manifest) -> str:
+    written = datetime.fromtimestamp((found.path / MANIFEST_NAME).stat().st_mtime)
+    code = {name: value for name, value in manifest.code.items() if name != "megalite" and value is not None}
+    rest = f" ({_pairs(code)})" if code else ""
+    return f"written {written:%Y-%m-%d %H:%M:%S} by megalite {manifest.megalite_version}{rest}"
+
+
+def _axes_first(layout: Mapping[str, Any]) -> dict[str, Any]:
+    axes = {axis: layout[axis] for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout}
+    return axes | {name: value for name, value in layout.items() if name not in axes}
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {short(value)}" for name, value in values.items())
+
+
+def short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _format_files(found: Surveyed, manifest: Manifest) -> str:
+    lengths = {name: entry.length for name, entry in manifest.files.items()}
+    rows = [[f"  {name}", size(lengths[name])] for name in sorted(lengths)]
+    if len(rows) > _MAX_FILES:
+        rows = []
+        for pattern, names in fold(sorted(lengths), _DIGITS):
+            held = [lengths[name] for name in names]
+            each = f"x{len(names)}, {size(min(held))} to {size(max(held))} each, {size(sum(held))} in all"
+            rows.append([f"  {pattern}", each if len(names) > 1 else size(held[0])])
+    return "\n".join(
+        [f"files        {len(lengths)}, {size(sum(lengths.values()))}", *columns(rows, right=set())]
+    )
+
+
+def _format_weights(manifest: Manifest) -> str:
+    weights = {entry.name: entry for key, entry in manifest.tensors.items() if key.startswith("weight:")}
+    if not weights:
+        return "weights      none"
+    elements = sum(math.prod(entry.global_shape) for entry in weights.values())
+    lines = [f"weights      {len(weights)} tensors, {elements:,} elements, {size(_bytes(weights.values()))}"]
+    return "\n".join([*lines, *columns(_tensor_rows(weights), right=set())])
+
+
+def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
+    """Tensors that are alike but for the numbers in their names share a row."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in sorted(entries, key=_natural):
+        alike.setdefault((entries[name].dtype, entries[name].global_shape), []).append(name)
+    rows = []
+    for (dtype, shape), names in alike.items():
+        for pattern, members in fold(names, _NUMBER):
+            parts = sorted({len(entries[name].parts) for name in members})
+            cut = f"{parts[0]}" if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
+            count = f"x{len(members)}" if len(members) > 1 else ""
+            rows.append(
+                [f"  {pattern}", str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"]
+            )
+    return sorted(rows, key=lambda row: _natural(row[0]))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """To sort 10 behind 9."""
+    words = re.split(r"(\d+)", name)
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
+
+
+def fold(names: Iterable[str], number: re.Pattern[str]) -> list[tuple[str, list[str]]]:
+    """Names that differ in numbers alone, as `layers.{0..31}.weight` with the names themselves."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple(number.split(name)), []).append(name)
+    folded = []
+    for texts, members in groups.items():
+        columns = zip(*(number.findall(name) for name in members))
+        ranges = [_range(sorted(set(column), key=int)) for column in columns]
+        pattern = "".join(text + span for text, span in zip(texts, [*ranges, ""], strict=True))
+        folded.append((pattern, members))
+    return folded
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """`{0..3,7}`; a single one as it is."""
+    if len(numbers) == 1:
+        return numbers[0]
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
+
+
+def _bytes(entries: Iterable[TensorEntry]) -> int:
+    return sum(math.prod(entry.global_shape) * ITEM_SIZES[entry.dtype] for entry in entries)
+
+
+def _format_states(manifest: Manifest) -> str:
+    """The optimizer's states: their tensors are named and shaped as the weights."""
+    states: dict[str, list[TensorEntry]] = {}
+    for key, entry in manifest.tensors.items():
+        group, _, _ = key.partition(":")
+        if group != "weight":
+            states.setdefault(group.removeprefix("optimizer."), []).append(entry)
+    if not states:
+        return "optimizer    none"
+    total = size(sum(_bytes(entries) for entries in states.values()))
+    rows = [
+        [
+            f"  {state}",
+            f"{len(entries)} tensors",
+            ", ".join(sorted({entry.dtype for entry in entries})),
+            size(_bytes(entries)),
+        ]
+        for state, entries in sorted(states.items())
+    ]
+    return "\n".join([f"optimizer    {len(states)} states, {total}", *columns(rows, right=set())])
+
+
+def format_settings(config: Mapping[str, Any]) -> str:
+    """The settings that are not at their defaults, a line a section."""
+    defaults = _defaults()
+    lines = ["config       what is not at its default (--config shows all)"]
+    for section, values in in_order(config).items():
+        usual = defaults.get(section, {})
+        if isinstance(values, dict):
+            changed = {
+                name: value for name, value in values.items() if name not in usual or usual[name] != value
+            }
+            if changed:
+                lines.append(f"  {section:<10} {_pairs(changed)}")
+        else:
+            lines.append(f"  {section:<10} {short(values)}")
+    return "\n".join(lines)
+
+
+def in_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with sections and settings in their own order instead of the alphabet's; unknown ones last."""
+    defaults = _defaults()
+
+    def order(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+        names = [name for name in known if name in values] + [name for name in values if name not in known]
+        return {name: values[name] for name in names}
+
+    return {
+        section: order(values, defaults.get(section, {})) if isinstance(values, dict) else values
+        for section, values in order(config, defaults).items()
+    }
+
+
+def _defaults() -> dict[str, Any]:
+    """As JSON has them: lists for tuples."""
+    defaults: dict[str, Any] = json.loads(json.dumps(asdict(RunConfig())))
+    return defaults
+
+
+def format_state(found: Surveyed) -> str:
+    """The outcome: sound, or what is wrong with which file."""
+    if found.faults:
+        return "\n".join(["damaged:", *(f"  {fault}" for fault in found.faults)])
+    assert found.manifest is not None and found.bytes is not None
+    files = f"{len(found.manifest.files)} files, {size(found.bytes)}"
+    if found.verified:
+        return f"verified     {files}: sha256 OK"
+    return f"complete     {files}: all there and of the right length; not hashed"
+
+
+def format_statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table of statistics; `rows` by tensor, as `megalite.checkpoint.compare.Statistics` has them."""
+    head = ["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]
+    table = [head]
+    for name, row in rows.items():
+        numbers = [
+            "-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")
+        ]
+        table.append([name, str(row["shape"]), row["dtype"], *numbers, f"{row['nan']:,}", f"{row['inf']:,}"])
+    return "\n".join(columns(table, right={3, 4, 5, 6, 7, 8}))
+
+
+def columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Rows with their columns aligned; `right` are those aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,117 @@
+"""A run's checkpoints for evil to be done to, and the words in which the corpus says what must come of it."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.manifest import seal
+from tests.checkpoint.samples import SOLO, save_as
+
+MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-00000.safetensors", "optimizer-00000.safetensors"
+
+
+class Outcome(Enum):
+    """What must come of an evil thing."""
+
+    HARMLESS = "nobody looks at it: step 2 is loaded, whole"
+    DAMAGED = "step 2 is passed over, with its file named, and step 1 used"
+    PASSED_OVER = "it makes a third checkpoint, which is passed over; step 2 is loaded, whole"
+    UNREADABLE = "hashes are right, since whoever made it made them too; reading and inspecting refuse it"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A folder of two sound checkpoints with the sample tensors of seeds 1 and 2, and a place outside of it."""
+
+    root: Path
+
+    @classmethod
+    def make(cls, root: Path, pristine: Path) -> "Target":
+        """A copy of `pristine`, which `prepare` has made."""
+        shutil.copytree(pristine, root)
+        return cls(root)
+
+    @staticmethod
+    def prepare(root: Path) -> None:
+        """Save the checkpoints and what lies outside of their folder."""
+        for step in (1, 2):
+            save_as(root / "run", SOLO, step=step, seed=step)
+        (root / "outside").mkdir()
+        (root / "outside" / "precious.txt").write_text("precious")
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def newest(self) -> Path:
+        return self.run / "step-0000002"
+
+    @property
+    def outside(self) -> Path:
+        return self.root / "outside"
+
+    @property
+    def canary(self) -> Path:
+        """Comes to be if code of the corpus has run."""
+        return self.root / "canary"
+
+    def payload(self, protocol: int = 2) -> bytes:
+        """A pickle that makes the canary when it is loaded."""
+        return pickle.dumps(Bomb(str(self.canary)), protocol)
+
+    def body(self) -> dict[str, Any]:
+        """The newest manifest, without its sha256."""
+        body: dict[str, Any] = json.loads((self.newest / MANIFEST).read_text())
+        body.pop("sha256")
+        return body
+
+    def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the newest manifest and seal it again."""
+        body = self.body()
+        change(body)
+        (self.newest / MANIFEST).write_text(seal(body))
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Give a file other content, and the manifest its length and hash."""
+        (self.newest / name).write_bytes(data)
+        entry = {"length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self.edit(lambda body: body["files"].update({name: entry}))
+
+    def header(self) -> tuple[dict[str, Any], bytes]:
+        """Header and data of the newest weights."""
+        content = (self.newest / WEIGHTS).read_bytes()
+        (size,) = struct.unpack("<Q", content[:8])
+        return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+    def rewrite(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the header of the newest weights."""
+        header, data = self.header()
+        change(header)
+        self.replace(WEIGHTS, with_header(json.dumps(header).encode(), data))
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: str) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def with_header(header: bytes, data: bytes, length: int | None = None) -> bytes:
+    """A safetensors file; `length` is what it says of its header."""
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+Evil = Callable[[Target], object]

@@ -1,0 +1,73 @@
+"""What the tests of `megalite inspect` share: checkpoints to look at, and the command with what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.save import save_checkpoint
+from megalite.cli.inspect import BAD_INPUT, main
+from megalite.parity.pool import RankContext
+from megalite.training.saving import save
+from tests.checkpoint.samples import CPU, Scheme, on_threads, plan_of, rows
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+
+Captured = pytest.CaptureFixture[str]
+Tensors = dict[tuple[str, str, str], torch.Tensor]
+WEIGHTS = "weights-00000.safetensors"
+
+
+def train(folder: Path) -> None:
+    """Leave two checkpoints of a tiny run in `folder`."""
+    runner = Runner(build(RankContext(0), tiny_config(1, precision="bf16", **LLAMA)))
+    for _ in range(2):
+        runner.step()
+        save(runner.replica, folder, runner.progress, tokenizer="ab" * 32)
+
+
+def save_tensors(
+    folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Scheme = rows, **changes: Any
+) -> Path:
+    """A checkpoint of step 1 with these tensors."""
+    settings: dict[str, Any] = {
+        "step": 1,
+        "counters": {},
+        "config": {"model": {"num_layers": 2}},
+        "layout": {},
+        "tokenizer": None,
+    }
+
+    def write(group: Any) -> None:
+        plan, data = plan_of(tensors, scheme, group.rank, group.size)
+        save_checkpoint(folder, plan=plan, tensors=data, world=group, device=CPU, **{**settings, **changes})
+
+    assert on_threads(ranks, write) == [None] * ranks
+    return folder / "step-0000001"
+
+
+def inspect(*arguments: str | Path) -> int:
+    """Run the command."""
+    return main([str(argument) for argument in arguments])
+
+
+def said(capsys: Captured) -> str:
+    """What it printed, without an error."""
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: Captured, *arguments: str | Path) -> str:
+    """The error, in one line and without anything else."""
+    assert inspect(*arguments) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def flip_last_bit(path: Path) -> None:
+    """The least damage there is."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,202 @@
+"""Damage of every kind to one file of a checkpoint: what disks, cables, copies and people do to files."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+PAGE = 512
+"""Bytes that go at once when a page goes: small, as the files are."""
+
+Random = random.Random
+
+
+@dataclass(frozen=True)
+class Place:
+    """The file to be damaged, and where files that look like it can be found."""
+
+    path: Path
+    older: Path
+    """The run's checkpoint before this one."""
+    foreign: Path
+    """The checkpoint of the same step of another run of the same model in the same layout."""
+
+    @property
+    def others(self) -> list[Path]:
+        """The other files of the checkpoint."""
+        return sorted(other for other in self.path.parent.iterdir() if other != self.path)
+
+
+Mutation = Callable[[Place, Random], None]
+
+
+def flip_bit(place: Place, choose: Random) -> None:
+    """One bit, anywhere."""
+    data = bytearray(place.path.read_bytes())
+    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    place.path.write_bytes(data)
+
+
+def flip_bit_in_front(place: Place, choose: Random) -> None:
+    """One bit among the first 200 bytes: lengths, names, shapes and offsets are there."""
+    data = bytearray(place.path.read_bytes())
+    data[choose.randrange(200)] ^= 1 << choose.randrange(8)
+    place.path.write_bytes(data)
+
+
+def zero_page(place: Place, choose: Random) -> None:
+    """An aligned page that held something."""
+    data = bytearray(place.path.read_bytes())
+    full = [start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])]
+    start = choose.choice(full)
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    place.path.write_bytes(data)
+
+
+def swap_pages(place: Place, choose: Random) -> None:
+    """Two pages in each other's place: all bytes there, their sum unchanged."""
+    data = place.path.read_bytes()
+    pages = [data[start : start + PAGE] for start in range(0, len(data), PAGE)]
+    first = choose.randrange(len(pages))
+    second = choose.choice([index for index, page in enumerate(pages) if page != pages[first]])
+    pages[first], pages[second] = pages[second], pages[first]
+    place.path.write_bytes(b"".join(pages))
+
+
+def lose_page(place: Place, choose: Random) -> None:
+    """A page taken out of the middle, and as many bytes added at the end."""
+    data = place.path.read_bytes()
+    start = choose.randrange(len(data) - 2 * PAGE)
+    place.path.write_bytes(data[:start] + data[start + PAGE :] + choose.randbytes(PAGE))
+
+
+def truncate(place: Place, choose: Random) -> None:
+    """Cut anywhere."""
+    data = place.path.read_bytes()
+    place.path.write_bytes(data[: choose.randrange(len(data))])
+
+
+def truncate_by_one(place: Place, choose: Random) -> None:
+    """The last byte is missing."""
+    place.path.write_bytes(place.path.read_bytes()[:-1])
+
+
+def extend(place: Place, choose: Random) -> None:
+    """Zeros or noise behind the end."""
+    length = choose.randint(1, 3 * PAGE)
+    tail = choose.choice([bytes(length), choose.randbytes(length)])
+    place.path.write_bytes(place.path.read_bytes() + tail)
+
+
+def double(place: Place, choose: Random) -> None:
+    """The whole file once more behind itself, as a repeated append leaves it."""
+    place.path.write_bytes(place.path.read_bytes() * 2)
+
+
+def empty(place: Place, choose: Random) -> None:
+    """Created and never written."""
+    place.path.write_bytes(b"")
+
+
+def zeros(place: Place, choose: Random) -> None:
+    """The right length, and nothing in it: what a crash without fsync leaves."""
+    place.path.write_bytes(bytes(place.path.stat().st_size))
+
+
+def remove(place: Place, choose: Random) -> None:
+    """Missing."""
+    place.path.unlink()
+
+
+def swap_files(place: Place, choose: Random) -> None:
+    """Two files under each other's names."""
+    other = choose.choice(place.others)
+    mine, theirs = place.path.read_bytes(), other.read_bytes()
+    place.path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def copy_of_another(place: Place, choose: Random) -> None:
+    """Another file of the checkpoint under this one's name."""
+    shutil.copyfile(choose.choice(place.others), place.path)
+
+
+def of_another_run(place: Place, choose: Random) -> None:
+    """The file of the same name, step and shapes of another run."""
+    shutil.copyfile(place.foreign / place.path.name, place.path)
+
+
+def of_the_older_step(place: Place, choose: Random) -> None:
+    """The file of the same name of the step before."""
+    shutil.copyfile(place.older / place.path.name, place.path)
+
+
+def half_older(place: Place, choose: Random) -> None:
+    """The front of the older step's file and the rest of this one: an interrupted copy."""
+    ours, theirs = place.path.read_bytes(), (place.older / place.path.name).read_bytes()
+    differ = [index for index, (a, b) in enumerate(zip(ours, theirs)) if a != b]
+    at = choose.randint(differ[0] + 1, differ[-1])
+    place.path.write_bytes(theirs[:at] + ours[at:])
+
+
+def to_link(place: Place, choose: Random) -> None:
+    """Sound content, but reached by a link that leads out of the folder."""
+    outside = place.path.parent.parent.parent / f"outside-{place.path.name}"
+    shutil.copyfile(place.path, outside)
+    place.path.unlink()
+    place.path.symlink_to(outside)
+
+
+def to_folder(place: Place, choose: Random) -> None:
+    """A folder of the file's name."""
+    place.path.unlink()
+    place.path.mkdir()
+
+
+def edit_manifest(place: Place, choose: Random) -> None:
+    """An edit in JSON that leaves everything well-formed."""
+    manifest = place.path.parent / MANIFEST
+    body = json.loads(manifest.read_text())
+    name, key = choose.choice(sorted(body["files"])), choose.choice(sorted(body["tensors"]))
+    edits: list[Callable[[], object]] = [
+        lambda: body["counters"].update(consumed_samples=body["counters"]["consumed_samples"] + 1),
+        lambda: body["files"][name].update(sha256=choose.randbytes(32).hex()),
+        lambda: body["files"][name].update(length=body["files"][name]["length"] + choose.randint(1, 9)),
+        lambda: body.update(step=choose.randint(3, 99)),
+        lambda: body["tensors"].pop(key),
+        lambda: body["config"]["model"].update(num_layers=choose.randint(9, 99)),
+        lambda: body["tensors"][key].update(dtype="F64"),
+        lambda: body["layout"].update(tp=choose.randint(2, 9)),
+        lambda: body["files"].pop(name),
+        lambda: body.update(tokenizer="0" * 64),
+    ]
+    choose.choice(edits)()
+    manifest.write_text(json.dumps(body, sort_keys=True, separators=(",", ":")))
+
+
+COUNTS: dict[Mutation, int] = {
+    flip_bit: 360,
+    flip_bit_in_front: 60,
+    zero_page: 120,
+    swap_pages: 30,
+    lose_page: 30,
+    truncate: 100,
+    truncate_by_one: 10,
+    extend: 50,
+    double: 10,
+    empty: 10,
+    zeros: 10,
+    remove: 20,
+    swap_files: 30,
+    copy_of_another: 20,
+    of_another_run: 40,
+    of_the_older_step: 40,
+    half_older: 20,
+    to_link: 10,
+    to_folder: 10,
+    edit_manifest: 60,
+}
+"""How often each is done, with other random choices and to the files in turn."""

@@ -1,0 +1,80 @@
+"""Evil checkpoints: nothing runs, nothing is written, nothing hangs, no memory goes, and the error names the file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.evil_target import Outcome
+from tests.checkpoint.samples import SOLO, assert_holds, find, save_as
+
+if sys.platform != "linux":
+    pytest.skip("limits memory and reads /proc as Linux has it", allow_module_level=True)
+
+from tests.checkpoint.evil_child import CORPUS, WATCH
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What went wrong, by piece of the corpus; a piece that hung or crashed the process has no entry."""
+    folder = tmp_path_factory.mktemp("evil")
+    command = [sys.executable, "-m", "tests.checkpoint.evil_child", str(folder)]
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        try:
+            subprocess.run(command, cwd=REPOSITORY, stdout=out, stderr=err, timeout=240, check=False)
+        except subprocess.TimeoutExpired:
+            err.write("it hangs")
+    lines = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    done = {line["name"]: line["problems"] for line in lines}
+    missing = [name for name in CORPUS if name not in done]
+    if missing:
+        done[missing[0]] = [f"the process ended here: {(folder / 'err').read_text()[-3000:]}"]
+    return done
+
+
+def test_the_corpus() -> None:
+    assert len(CORPUS) >= 150
+    assert {outcome for outcome, _ in CORPUS.values()} == set(Outcome)
+
+
+def test_the_watch_sees(reports: dict[str, list[str]]) -> None:
+    assert reports[WATCH] == []
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_evil(reports: dict[str, list[str]], name: str) -> None:
+    assert name in reports, "an earlier piece ended the process"
+    assert reports[name] == [], "\n".join(reports[name])
+
+
+def test_saving_leaves_alone_what_links_lead_to(tmp_path: Path) -> None:
+    """Links out of the folder under every name that saving uses."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    save_as(run, SOLO, step=1, seed=1)
+    (outside / "deeper").mkdir(parents=True)
+    for name in ("latest", "manifest.json", "deeper/part-0.json"):
+        (outside / name).write_text("precious")
+    (run / "latest").unlink()
+    for name, to in {
+        "latest": "latest",
+        ".latest.new": "latest",
+        ".tmp-step-2": "deeper",
+        ".tmp-step-9": ".",
+        "step-0000002": ".",
+        "step-0000003.replaced": "deeper",
+    }.items():
+        (run / name).symlink_to(outside / to)
+    save_as(run, SOLO, step=2, seed=2)
+    found = {str(path.relative_to(outside)): path.is_dir() or path.read_text() for path in outside.rglob("*")}
+    assert found == {
+        "deeper": True,
+        "latest": "precious",
+        "manifest.json": "precious",
+        "deeper/part-0.json": "precious",
+    }
+    assert (run / "latest").read_text() == "step-0000002\n" and not (run / "latest").is_symlink()
+    assert_holds(find(run, step=2), seed=2)

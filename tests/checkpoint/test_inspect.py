@@ -1,0 +1,227 @@
+"""`megalite inspect`: what it says of a checkpoint, and of what is none."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import seal
+from megalite.cli.inspect import DAMAGED, OK
+from megalite.config.files import load as load_config
+from tests.checkpoint.inspecting import (
+    WEIGHTS,
+    Captured,
+    Tensors,
+    flip_last_bit,
+    inspect,
+    refused,
+    said,
+    save_tensors,
+    train,
+)
+from tests.checkpoint.samples import find
+from tests.support.tiny import LLAMA, tiny_config
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of a tiny run."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    train(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(real: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(real, tmp_path / "checkpoints"))
+
+
+def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
+    assert inspect(real / "step-0000002") == OK
+    text = said(capsys)
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert f"checkpoint {real / 'step-0000002'}" in lines
+    assert any(line.startswith("step 2, written ") and f"torch {torch.__version__}" in line for line in lines)
+    assert any(line.startswith("layout tp 1, pp 1, dp 1, cp 1, ep 1") for line in lines)
+    assert "counters consumed_samples 16, loss_scaler {}, optimizer_updates 2, step 2" in lines
+    assert f"tokenizer sha256 {'ab' * 32}" in lines
+    assert "weights 27 tensors, 37,152 elements, 72.56 KiB" in lines
+    assert "layers.{0..3}.attention.qkv.weight [64, 32] BF16 x4" in lines
+    assert "embedding.word.weight [96, 32] BF16" in lines
+    assert "exp_avg_sq 27 tensors F32 145.12 KiB" in lines
+    assert any(line.startswith("model num_layers 4, hidden_size 32, num_attention_heads 8") for line in lines)
+    assert "sequence_parallel" not in text, "it is at its default"
+    size = sum(path.stat().st_size for path in (real / "step-0000002").glob("*.safetensors"))
+    assert f"verified 2 files, {size / 1024:.2f} KiB: sha256 OK" in lines
+
+
+def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
+    """Numbers that leave gaps, other shapes and dtypes on rows of their own, tensors in parts, many files."""
+    tensors: Tensors = {
+        ("weight", "", f"layers.{n}.w2.weight"): torch.ones(20, 4) for n in (0, 1, 2, 5, 9, 10, 11)
+    }
+    tensors["weight", "", "layers.3.w2.weight"] = torch.ones(20, 6)
+    tensors["weight", "", "layers.4.w2.weight"] = torch.ones(20, 4).half()
+    tensors["weight", "", "layers.7.experts.0.weight"] = torch.ones(40)
+    tensors["weight", "", "layers.8.experts.1.weight"] = torch.ones(40)
+    path = save_tensors(tmp_path, tensors, ranks=20)
+    (path / "model.pt").write_text("")
+    assert inspect(path) == OK
+    lines = [" ".join(line.split()) for line in said(capsys).splitlines()]
+    assert "layers.{0..2,5,9..11}.w2.weight [20, 4] F32 x7 in 20 parts" in lines
+    assert "layers.3.w2.weight [20, 6] F32 in 20 parts" in lines
+    assert "layers.4.w2.weight [20, 4] F16 in 20 parts" in lines
+    assert "layers.{7..8}.experts.{0..1}.weight [40] F32 x2 in 20 parts" in lines
+    assert any(line.startswith("weights-{00000..00019}.safetensors x20, ") for line in lines)
+    assert "optimizer none" in lines and "tokenizer none" in lines
+    assert "also there model.pt (not read)" in lines
+
+
+def test_listing_needs_no_torch(real: Path) -> None:
+    code = f"import sys; sys.modules['torch'] = None\nfrom megalite.cli.inspect import main; sys.exit(main(['{real}']))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "sha256 OK" in done.stdout and done.stderr == ""
+
+
+def test_a_table_of_several(folder: Path, capsys: Captured) -> None:
+    assert inspect(folder) == OK
+    table, rest = said(capsys).split("\n\n", 1)
+    assert [line.split()[0] for line in table.splitlines()[1:3]] == ["step-0000002", "step-0000001"]
+    assert table.splitlines()[1].endswith("verified") and table.splitlines()[2].endswith("complete")
+    assert rest.startswith(f"checkpoint   {folder / 'step-0000002'}")
+    flip_last_bit(folder / "step-0000002" / WEIGHTS)
+    assert inspect(folder) == DAMAGED
+    table, rest = said(capsys).split("\n\n", 1)
+    assert f"damaged: {WEIGHTS}: sha256 is" in table.splitlines()[1]
+    assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}") and "sha256 OK" in rest
+    assert inspect(folder, "--step", "1") == OK
+    assert "checkpoint    files" not in said(capsys)
+    assert inspect(folder, "--step", "2") == DAMAGED
+    assert f"damaged:\n  {WEIGHTS}: sha256 is" in said(capsys)
+
+
+def test_without_verifying(folder: Path, capsys: Captured) -> None:
+    """Only what lengths tell."""
+    newest = folder / "step-0000002"
+    flip_last_bit(newest / WEIGHTS)
+    assert inspect(newest, "--no-verify") == OK
+    assert "of the right length; not hashed" in said(capsys)
+    (newest / WEIGHTS).write_bytes(b"")
+    assert inspect(newest, "--no-verify") == DAMAGED
+    assert f"{WEIGHTS}: 0 bytes long, the manifest says" in said(capsys)
+    (newest / WEIGHTS).unlink()
+    (newest / "optimizer-00000.safetensors").unlink()
+    assert inspect(newest) == DAMAGED
+    text = said(capsys)
+    assert f"{WEIGHTS}: No such file" in text and "optimizer-00000.safetensors: No such file" in text
+    (newest / "manifest.json").unlink()
+    assert inspect(newest) == DAMAGED
+    assert "manifest.json: No such file" in said(capsys)
+
+
+def test_hashes_right_and_manifest_wrong(folder: Path, capsys: Captured) -> None:
+    """A manifest that was made to fit the files' hashes, but not their headers."""
+    path = folder / "step-0000002" / "manifest.json"
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    body["tensors"]["weight:final_norm.weight"]["dtype"] = "F16"
+    path.write_text(seal(body))
+    assert inspect(folder / "step-0000002") == DAMAGED
+    assert f"{WEIGHTS}: final_norm.weight is F16 [32] by the manifest, the file has BF16 [32]" in said(capsys)
+
+
+def test_json(real: Path, capsys: Captured) -> None:
+    assert inspect(real, "--json", "--tensors", "final_norm.*") == OK
+    data = json.loads(said(capsys))
+    manifest = json.loads((real / "step-0000002" / "manifest.json").read_text())
+    for field in ("step", "megalite_version", "code", "layout", "counters", "tokenizer", "config", "files"):
+        assert data[field] == manifest[field]
+    assert data["tensors"].keys() == manifest["tensors"].keys()
+    assert data["tensors"]["weight:final_norm.weight"] == {"dtype": "BF16", "shape": [32], "parts": 1}
+    assert (data["state"], data["faults"]) == ("verified", [])
+    assert [item["step"] for item in data["checkpoints"]] == [2, 1]
+    assert data["statistics"]["final_norm.weight"]["elements"] == 32
+
+
+def test_config_as_yaml(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    """It is the config that was trained with, also where other files are damaged."""
+    (folder / "step-0000002" / WEIGHTS).unlink()
+    assert inspect(folder, "--config") == OK
+    (tmp_path / "config.yaml").write_text(said(capsys))
+    assert load_config(tmp_path / "config.yaml") == tiny_config(1, precision="bf16", **LLAMA)
+    assert inspect(folder, "--config", "--json", "--step", "1") == OK
+    assert json.loads(said(capsys))["model"]["num_layers"] == 4
+    (folder / "step-0000002" / "manifest.json").write_text("{")
+    assert "step-0000002 is damaged: manifest.json: not valid JSON" in refused(
+        capsys, folder / "step-0000002", "--config"
+    )
+
+
+def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    newest = folder / "step-0000002"
+    cases: Sequence[tuple[list[str | Path], str]] = [
+        ([], "give one checkpoint to look at, or two behind --diff"),
+        ([folder, "--diff", folder, folder], "give one checkpoint"),
+        ([folder, "--config", "--tensors", "*"], "--config prints the config alone: --tensors has no effect"),
+        ([folder, "--config", "--no-verify"], "--no-verify has no effect"),
+        (["--diff", folder, folder, "--config"], "--diff has no effect"),
+        ([tmp_path / "checkpoint"], f"does not exist; there is {folder}"),
+        ([tmp_path], f"no checkpoint directly in {tmp_path}, but in {folder}"),
+        ([newest / WEIGHTS], f"is a file; give its folder, {newest}"),
+        ([newest / "manifest.json"], f"is a file; give its folder, {newest}"),
+        ([folder / "latest"], "is a file; give a folder of checkpoints, or one of them"),
+        ([folder / ".tmp-step-3"], "is a save under way, or what a crash left of one"),
+        ([folder, "--step", "7"], "has no checkpoint of step 7; it has steps 1, 2"),
+        ([newest, "--step", "1"], "is the checkpoint of step 2, not of step 1"),
+        ([folder, "--tensors", "qkv"], "has no tensor of such a name; it has "),
+        (
+            ["--diff", folder, folder, "--tensors", "nothing*"],
+            "neither checkpoint has a tensor of such a name",
+        ),
+    ]
+    (folder / ".tmp-step-3").mkdir()
+    for arguments, message in cases:
+        assert message in refused(capsys, *arguments), arguments
+
+
+def test_nested_too_deeply_to_be_shown(folder: Path, capsys: Captured) -> None:
+    """As deep as a manifest may be."""
+    path = folder / "step-0000002" / "manifest.json"
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    value: Any = 1
+    for _ in range(700):
+        value = [value]
+    body["config"]["model"]["deep"] = value
+    path.write_text(seal(body))
+    assert find(folder).manifest.step == 2
+    assert "nested too deeply" in refused(capsys, folder, "--config")
+
+
+def test_progress_is_for_people(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal alone, one line, wiped at the end."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert inspect(folder) == OK
+    shown = capsys.readouterr().err
+    assert "\rverifying step-0000002: 1 of 2 files, " in shown and "\n" not in shown
+    assert shown.endswith(" \r")
+
+
+def test_a_reader_that_has_seen_enough(real: Path) -> None:
+    """`| head` is no error."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "megalite.cli.inspect", str(real), "--json"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+        )
+    assert (done.returncode, done.stderr) == (OK, b"")

@@ -1,0 +1,226 @@
+"""Damage to the newest checkpoint of a run: always detected and named, and the one before it is used."""
+
+import json
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.manifest import CheckpointError, seal
+from megalite.cli.inspect import DAMAGED
+from megalite.cli.inspect import main as inspect_main
+from megalite.optimizers.schedules import Progress
+from megalite.parity.pool import RankContext
+from megalite.topology.group import Group
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.checkpoint.mutations import (
+    COUNTS,
+    MANIFEST,
+    Mutation,
+    Place,
+    edit_manifest,
+    flip_bit,
+    of_another_run,
+    swap_files,
+)
+from tests.checkpoint.samples import CPU, SOLO, find, on_threads, save_as
+from tests.support.ranks import run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+RUN = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "precision": "bf16",
+    "dp_strategy": "distributed-optimizer",
+}
+OLDER, NEWEST = 1, 2
+FILES = [
+    MANIFEST,
+    *(f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "optimizer") for rank in (0, 1)),
+]
+
+REASONS = re.compile(
+    r"(?P<file>[\w.-]+): (sha256 is [0-9a-f]{12}\.\.\., the manifest says|\d+ bytes long, the manifest says \d+"
+    r"|No such file or directory|not a plain file|does not match its own sha256|not valid JSON|'utf-8' codec"
+    r"|the key .* appears twice|is of step \d+)"
+)
+"""A file and what is wrong with it, as log lines have it."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A run of two steps on two ranks that kept both, and its like from another seed."""
+
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def newest(self) -> Path:
+        return self.folder / "step-0000002"
+
+    def place(self, name: str) -> Place:
+        foreign = self.root / "foreign" / "step-0000002"
+        return Place(self.newest / name, self.folder / "step-0000001", foreign)
+
+
+def train(context: RankContext, root: str) -> None:
+    """Train both runs, saving after each step."""
+    for name, seed in (("run", 1), ("foreign", 2)):
+        runner = Runner(build(context, tiny_config(2, **RUN, dp=2, seed=seed)))
+        for _ in range(2):
+            runner.step()
+            save(runner.replica, Path(root, name), runner.progress, tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    run_ranks(2, train, str(root))
+    assert sorted(path.name for path in (root / "run" / "step-0000002").iterdir()) == sorted(FILES)
+    return root
+
+
+@pytest.fixture
+def runs(pristine: Path, tmp_path: Path) -> Runs:
+    shutil.copytree(pristine, tmp_path / "runs")
+    return Runs(tmp_path / "runs")
+
+
+def mend(pristine: Path, runs: Runs) -> None:
+    """Put the newest checkpoint back as it was."""
+    shutil.rmtree(runs.newest)
+    shutil.copytree(pristine / "run" / "step-0000002", runs.newest)
+
+
+def damaged_files(place: Place, mutation: Mutation) -> set[str]:
+    """What the message may name: of two swapped files either; of another run's manifest whatever it does not fit."""
+    if mutation is swap_files or (mutation is of_another_run and place.path.name == MANIFEST):
+        return set(FILES)
+    return {MANIFEST if mutation is edit_manifest else place.path.name}
+
+
+def test_the_count() -> None:
+    assert sum(COUNTS.values()) >= 1000
+
+
+@pytest.mark.parametrize("mutation", COUNTS, ids=lambda mutation: mutation.__name__)
+def test_damage_is_detected(pristine: Path, runs: Runs, mutation: Mutation) -> None:
+    choose = random.Random(mutation.__name__)
+    for number in range(COUNTS[mutation]):
+        place = runs.place(FILES[number % len(FILES)])
+        mutation(place, choose)
+        lines: list[str] = []
+        checkpoint = find(runs.folder, log=lines.append)
+        assert checkpoint.manifest.step == OLDER, (number, place.path)
+        assert len(lines) == 1 and "step-0000002" in lines[0]
+        named = REASONS.search(lines[0])
+        assert named and named["file"] in damaged_files(place, mutation), lines
+        if not number % 10:
+            with pytest.raises(CheckpointError, match=r"step 2 is damaged: .*" + re.escape(named["file"])):
+                find(runs.folder, step=NEWEST)
+        mend(pristine, runs)
+    assert find(runs.folder).manifest.step == NEWEST
+
+
+@pytest.mark.parametrize("mutation", COUNTS, ids=lambda mutation: mutation.__name__)
+def test_inspect_says_so_too(runs: Runs, mutation: Mutation, capsys: pytest.CaptureFixture[str]) -> None:
+    place = runs.place(FILES[2])
+    mutation(place, random.Random(3))
+    for path in (runs.folder, runs.newest):
+        assert inspect_main([str(path)]) == DAMAGED
+        said = REASONS.search(capsys.readouterr().out)
+        assert said and said["file"] in damaged_files(place, mutation)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\0" * 13, b"step-0000001\n", b"step-9999999\n", b"../../etc\n"]
+)
+def test_latest_does_not_matter(runs: Runs, content: bytes | None) -> None:
+    """It is for people: whatever becomes of it, the newest checkpoint is found."""
+    latest = runs.folder / "latest"
+    assert latest.read_bytes() == b"step-0000002\n"
+    if content is None:
+        latest.unlink()
+    else:
+        latest.write_bytes(content)
+    lines: list[str] = []
+    assert find(runs.folder, log=lines.append).manifest.step == NEWEST and lines == []
+
+
+def test_a_run_goes_on_from_the_older_one(pristine: Path, runs: Runs) -> None:
+    """Through the trainer's own resume, on one rank instead of two: its log names the file, its weights are step 1's."""
+    replica = build(RankContext(0), tiny_config(1, **{**RUN, "dp_strategy": "all-reduce"}))
+    weights = [shard.bucket.data for shard in replica.strategy.shards]
+
+    def resume(folder: Path, lines: list[str]) -> Progress:
+        for data in weights:
+            data.fill_(7.0)
+        return load(replica, folder, tokenizer=None, log=lines.append)
+
+    shutil.copytree(runs.folder / "step-0000001", runs.root / "alone" / "step-0000001")
+    assert resume(runs.root / "alone", []).step == OLDER
+    expected = [data.clone() for data in weights]
+    assert resume(runs.folder, []).step == NEWEST
+    assert not any(map(torch.equal, weights, expected))
+    for number, mutation in enumerate(COUNTS):
+        place = runs.place(FILES[number % len(FILES)])
+        mutation(place, random.Random(number))
+        lines: list[str] = []
+        assert resume(runs.folder, lines).step == OLDER
+        assert all(map(torch.equal, weights, expected)), mutation
+        named = REASONS.search(lines[0])
+        assert named and named["file"] in damaged_files(place, mutation), lines
+        mend(pristine, runs)
+
+
+def test_nothing_sound_is_left(runs: Runs) -> None:
+    flip_bit(runs.place("optimizer-00001.safetensors"), random.Random(0))
+    (runs.folder / "step-0000001" / "weights-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        find(runs.folder, log=lambda line: None)
+    assert "step-0000002: optimizer-00001.safetensors: sha256 is" in str(caught.value)
+    assert "step-0000001: weights-00000.safetensors: No such file" in str(caught.value)
+
+
+def test_a_whole_folder_under_another_step(runs: Runs) -> None:
+    """All files sound and of one checkpoint, but not of the step that the folder's name says."""
+    shutil.copytree(runs.folder / "step-0000001", runs.folder / "step-0000005")
+    lines: list[str] = []
+    assert find(runs.folder, log=lines.append).manifest.step == NEWEST
+    assert "manifest.json: is of step 1" in lines[0]
+
+
+def test_a_sealed_manifest_that_lies_about_the_files(tmp_path: Path) -> None:
+    """Hashes all right, but the manifest gives a tensor another dtype of the same size: refused when it is read."""
+    path = save_as(tmp_path, SOLO, step=1)
+    body = json.loads((path / MANIFEST).read_text())
+    body.pop("sha256")
+    body["tensors"]["weight:norm.weight"]["dtype"] = "F16"
+    (path / MANIFEST).write_text(seal(body))
+    checkpoint = find(tmp_path)
+    with pytest.raises(CheckpointError, match=r"weights-00000\.safetensors: norm\.weight is BF16 \[7\]"):
+        checkpoint.read("weight:norm.weight", device=CPU)
+    assert checkpoint.read("weight:embedding.weight", device=CPU).dtype == torch.float32
+
+
+def test_many_ranks_detect_it_too(pristine: Path, runs: Runs) -> None:
+    """Whichever rank hashes the file."""
+
+    def look(group: Group) -> int:
+        found = find_checkpoint(runs.folder, step=None, world=group, device=CPU, log=lambda line: None)
+        return found.manifest.step
+
+    for name in FILES:
+        flip_bit(runs.place(name), random.Random(5))
+        assert on_threads(4, look) == [OLDER] * 4
+        mend(pristine, runs)
