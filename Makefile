@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format bench docs parity-fuzz clean
+.PHONY: help demo test check format bench docs parity-fuzz test-faults clean
 help:
 	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
 	@echo "make test    set up .venv and run the tests"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
 	@echo "make docs    regenerate docs/config.md and the drawings in docs/images"
 	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
+	@echo "make test-faults N=100 [SEED=0]  kill training runs at N instants, restart them, compare to the bit"
 	@echo "make clean   remove .venv, runs/ and caches"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -50,6 +51,10 @@ SECONDS ?= 600
 SEED ?= 0
 parity-fuzz: $(STAMP)
 	$(BIN)/megalite parity --fuzz $(SECONDS) --seed $(SEED)
+
+N ?= 10
+test-faults: $(STAMP)
+	$(BIN)/python -m tests.faults $(N) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -121,6 +121,23 @@ def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
     return final
 
 
+def correct_latest(folder: Path, step: int) -> None:
+    """Let `latest` name the checkpoint of `step`, which has just been found to be the newest sound one (rank 0).
+
+    A crash between the commit and its announcement leaves the name of the one before.
+
+    Raises:
+        OSError: no permission, no space, ...
+    """
+    path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
+    try:
+        if path.read_bytes() == text:
+            return
+    except FileNotFoundError:
+        pass
+    replace_durably(path, text)
+
+
 def abandon(staging: Path) -> None:
     """Remove what a failed save wrote, so that it does not take the room that the next one needs (rank 0)."""
     with contextlib.suppress(OSError):

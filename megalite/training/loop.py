@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from megalite.checkpoint.commit import correct_latest
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
@@ -136,16 +137,25 @@ class _Run:
             try:
                 make_save_folder(config)
                 refuse_foreign_checkpoints(config, self.progress)
+                if self._goes_on() and self.progress.step > 0:
+                    correct_latest(Path(str(config.checkpoint.save)), self.progress.step)
             except ConfigError as error:
                 found = error
+            except OSError as error:
+                found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
         topology.world.agree(found, topology.device)
         saver = Saver(self.replica, tokenizer=self.fingerprint, log=self.log)
-        if same_folder(config.checkpoint.load, config.checkpoint.save):
+        if self._goes_on():
             saver.saved_at = self.progress.step
         steps, every = self.total - self.progress.step, config.checkpoint.save_interval
         if steps > 0:
             saver.preflight(-(-steps // every) if every else 1)
         return saver
+
+    def _goes_on(self) -> bool:
+        """The run has resumed from the folder that it saves to."""
+        checkpoint = self.config.checkpoint
+        return same_folder(checkpoint.load, checkpoint.save) and not checkpoint.finetune
 
     def _traces(self) -> TraceWriter | None:
         logging = self.config.logging

@@ -1,0 +1,295 @@
+"""One run from its start to its end: killed, checked, started again by the same command, and compared at the end."""
+
+import itertools
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.faults.compare import check_records, check_state, open_sound, records, steps_in
+from tests.faults.life import Blow, Life, live
+from tests.faults.scenarios import KILLS, LAYOUTS, SAVINGS, SIZES, STEPS, TRAINING, Layout, Saving
+from tests.faults.trap import LOAD, REMOVAL, Point
+
+MOMENTS = ("after a step", "at any time")
+"""Kills that the parent times; the others are points that the victim comes to."""
+OTHER_LAYOUT = 1e-9
+"""How far losses may be apart where the layout changes between lives, relative, in double precision."""
+
+
+@dataclass
+class Story:
+    """What became of one run."""
+
+    number: int
+    name: str
+    lives: int = 0
+    kills: list[str] = field(default_factory=list)
+    """By kind, in order."""
+    missed: list[str] = field(default_factory=list)
+    """Blows that the run ended before."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each life."""
+    slowest_end: float = 0.0
+    """Seconds from the first rank's death to the last one's end, at most."""
+    launcher_ended: int = 0
+    """Lives in which a rank died before the others could connect to it."""
+    tensors: int = 0
+    """Compared at the end, byte by byte."""
+    failure: str = ""
+    log: list[str] = field(default_factory=list)
+    """What happened in each life."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The uninterrupted run of a layout."""
+
+    run_dir: Path
+    seconds: float
+    counts: list[Counter[str]]
+    """By rank: calls on the checkpoints."""
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Its steps."""
+        return records(self.run_dir / "metrics.jsonl")
+
+
+class Laboratory:
+    """Where runs live: the corpus, and the uninterrupted runs, each made when it is first needed.
+
+    Args:
+        root: an absolute folder to write into.
+        corpus: the flags that name the data.
+        seed: of everything that is left to chance, but for how fast the machine is.
+    """
+
+    def __init__(self, root: Path, corpus: list[str], seed: int) -> None:
+        self.root, self.corpus, self.seed = root, corpus, seed
+        self.reference = cache(self._make_reference)
+
+    def command(self, layout: Layout, saving: Saving, run_dir: Path) -> list[str]:
+        """The flags of one life."""
+        resume = ("--load", str(run_dir / "checkpoints"), "--fresh-if-missing", "--run-dir", str(run_dir))
+        save = ("--save-interval", str(saving.interval), *saving.flags)
+        return [*SIZES, *TRAINING, *self.corpus, *layout.flags, *resume, *save]
+
+    def _make_reference(self, layout: Layout) -> Reference:
+        """A run with plain saves that nobody kills."""
+        run_dir = self.root / f"reference-{layout.name.replace(' ', '-')}"
+        log = self.root / f"{run_dir.name}.log"
+        life = live(layout.ranks, self.command(layout, SAVINGS[0], run_dir), run_dir, log, None)
+        assert life.statuses == [0] * layout.ranks, f"{life.statuses}{_logs(log)}"
+        assert len(records(run_dir / "metrics.jsonl")) == STEPS
+        return Reference(run_dir, life.seconds, life.counts)
+
+    def run(self, number: int) -> Story:
+        """The run of this number: layout, ways to save and kills follow from it and the seed."""
+        layout, saving = LAYOUTS[number % len(LAYOUTS)], SAVINGS[number % len(SAVINGS)]
+        return _Telling(self, number, layout, saving).tell()
+
+
+class _Telling:
+    """A story under way."""
+
+    def __init__(self, laboratory: Laboratory, number: int, layout: Layout, saving: Saving) -> None:
+        self.laboratory, self.layout, self.saving = laboratory, layout, saving
+        self.story = Story(number, f"{layout.name}; {saving.name}")
+        self.random = random.Random(f"{laboratory.seed}:{number}")
+        self.tolerance = OTHER_LAYOUT if layout.then else 0.0
+        self.run_dir = laboratory.root / f"run-{number}"
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.metrics = self.run_dir / "metrics.jsonl"
+        self.saved_last = False
+        """The last life saved something, and so tidied up what earlier ones left."""
+
+    def tell(self) -> Story:
+        story, log = self.story, self.laboratory.root
+        try:
+            reference = self.laboratory.reference(self.layout)
+            blows = iter(_deck(self.laboratory.seed, story.number))
+            for _ in range(KILLS[story.number % len(KILLS)]):
+                blow = self._next_blow(blows, reference)
+                if blow is None or not self._die(blow, reference):
+                    break
+            if not story.missed:
+                self._finish(reference)
+            self._check_end(reference)
+        except Exception as error:
+            tail = _logs(log / f"run-{story.number}-life-{story.lives - 1}")
+            story.failure = f"{type(error).__name__}: {error}\n" + "\n".join(story.log) + tail
+        return story
+
+    def _next_blow(self, kinds: Any, reference: Reference) -> Blow | None:
+        """The next of the deck that this run can meet; None: it has nothing left to do."""
+        steps = steps_in(self.checkpoints)
+        start = steps[-1] if steps else 0
+        if start == STEPS:
+            return None
+        layout = self.layout.of_life(self.story.lives)
+        alone = self.random.random() < 2 / 3
+        # A run that goes on from a checkpoint can also be killed while it reads it.
+        reads = [f"before {LOAD}"] if self.story.kills and start and self.random.random() < 1 / 3 else []
+        for kind in itertools.chain(reads, kinds):
+            blow = self._blow(kind, layout, start, reference)
+            if blow is not None:
+                others = [rank for rank in range(layout.ranks) if rank != blow.ranks[0]]
+                ranks = blow.ranks if alone else (*blow.ranks, *others)
+                return Blow(ranks, blow.point, blow.after_seconds, blow.after_step)
+        raise AssertionError(f"nothing in the deck fits {self.story.name} from step {start}")
+
+    def _blow(self, kind: str, layout: Layout, start: int, reference: Reference) -> Blow | None:
+        """A kill of this kind in a life that starts from step `start`; None: there is no such point in it."""
+        victim = self.random.randrange(layout.ranks)
+        if kind == "after a step":
+            if start >= STEPS - 1:
+                return None
+            return Blow((victim,), after_step=self.random.randint(start + 1, STEPS - 1))
+        if kind == "at any time":
+            left = 0.1 + 0.5 * (STEPS - start) / STEPS
+            return Blow((victim,), after_seconds=self.random.uniform(0.0, left * reference.seconds))
+        where, call = kind.split()
+        if call == LOAD:
+            return Blow((victim,), Point(call, where, self.random.randint(1, 5)))
+        kept, interval = self.saving.keeps, self.saving.interval
+        to_come = len([step for step in range(start + 1, STEPS + 1) if step % interval == 0])
+        if call in (REMOVAL, "rmdir"):
+            # The first removal comes with the first save beyond those that are kept.
+            removed = 0 if kept is None else len(steps_in(self.checkpoints)) + to_come - kept
+            each = 1 if call == "rmdir" else 1 + layout.ranks
+            return Blow((0,), Point(call, where, self.random.randint(1, each))) if removed > 0 else None
+        saves = len(SAVINGS[0].left(STEPS))
+        often = [counts[call] // saves for counts in reference.counts]
+        candidates = [rank for rank, count in enumerate(often) if count]
+        if not candidates:
+            return None
+        victim = self.random.choice(candidates)
+        save = self.random.randint(0, min(2, max(1, to_come - 1)) - 1)
+        # A save's last writes are its lists, the manifest and `latest`: half of the kills go there.
+        first = 1 if self.random.random() < 0.5 else max(1, often[victim] - 3)
+        return Blow(
+            (victim,), Point(call, where, save * often[victim] + self.random.randint(first, often[victim]))
+        )
+
+    def _live(self, blow: Blow | None) -> tuple[Life, str]:
+        """One more life; also what its first rank printed."""
+        story = self.story
+        layout = self.layout.of_life(story.lives)
+        log = self.laboratory.root / f"run-{story.number}-life-{story.lives}"
+        before = steps_in(self.checkpoints)
+        command = self.laboratory.command(layout, self.saving, self.run_dir)
+        story.lives += 1
+        life = live(layout.ranks, command, self.run_dir, log, blow)
+        story.seconds.append(round(life.seconds, 2))
+        story.slowest_end = max(story.slowest_end, round(life.seconds_after_death, 2))
+        story.launcher_ended += life.launcher_ended
+        happened = f"{blow}: {life.died_at or life.statuses}" if blow else f"to the end: {life.statuses}"
+        story.log.append(f"life {story.lives - 1} on {layout.name}, from {before[-1:]}, {happened}")
+        assert not life.hung, f"ranks {life.hung} were still there; they printed their stacks"
+        printed = Path(f"{log}.0").read_text()
+        self._check_start(printed, before, life)
+        return life, printed
+
+    def _check_start(self, printed: str, before: list[int], life: Life) -> None:
+        """It took up the newest checkpoint that could be seen: none was damaged."""
+        assert "passed over" not in printed, "a checkpoint that could be seen is damaged"
+        loaded = re.search(r"loaded \S*step-(\d+) ", printed)
+        if loaded is not None:
+            assert int(loaded[1]) == before[-1], (
+                f"started from step {int(loaded[1])}, the newest is {before[-1]}"
+            )
+        elif "starting from step 0" in printed:
+            assert not before, f"started anew beside checkpoints of steps {before}"
+        else:
+            assert life.was_killed, "did not say where it started"
+
+    def _die(self, blow: Blow, reference: Reference) -> bool:
+        """A life that ends by a blow; false if it came to its end before."""
+        before = steps_in(self.checkpoints)
+        life, printed = self._live(blow)
+        if not life.was_killed:
+            assert set(life.statuses) == {0}, f"nobody was killed, and yet it ended with {life.statuses}"
+            self.story.missed.append(blow.kind)
+            return False
+        self.story.kills.append(blow.kind)
+        after = steps_in(self.checkpoints)
+        made = records(self.metrics)
+        check_records(made, reference.records, self.tolerance)
+        for step in after:
+            open_sound(self.checkpoints, step)
+        assert self._latest() in (None, *after), (
+            f"latest names step {self._latest()}, which is not in {after}"
+        )
+        newest = after[-1] if after else 0
+        assert newest >= max(before, default=0), (
+            f"the checkpoint of step {before[-1]} is gone; there are {after}"
+        )
+        saved = [int(step) for step in re.findall(r"^saved \S*step-(\d+) ", printed, re.MULTILINE)]
+        assert newest >= max(saved, default=0), f"said that it saved step {saved[-1]}; there are {after}"
+        # The step after a save is made when the save is done, or, with async saves, the one before it.
+        interval = self.saving.interval
+        last = made[-1]["step"] if made else 0
+        due = (last - 1) // interval * interval - (interval if self.saving.is_async else 0)
+        assert newest >= due, f"step {last} was made, and the newest checkpoint is of step {newest}"
+        return True
+
+    def _finish(self, reference: Reference) -> None:
+        """The life that comes to the end."""
+        life, printed = self._live(None)
+        self.saved_last = "\nsaved " in printed
+        assert set(life.statuses) == {0}, f"nobody was killed, and yet it ended with {life.statuses}"
+
+    def _check_end(self, reference: Reference) -> None:
+        """Losses, state and what lies in the folder."""
+        made = records(self.metrics)
+        check_records(made, reference.records, self.tolerance)
+        assert [row["step"] for row in made] == list(range(1, STEPS + 1)), [row["step"] for row in made]
+        ours = open_sound(self.checkpoints, STEPS)
+        theirs = open_sound(reference.run_dir / "checkpoints", STEPS)
+        self.story.tensors = check_state(ours, theirs, self.tolerance)
+        names = {path.name for path in self.checkpoints.iterdir()}
+        expected = {"latest", *(f"step-{step:07}" for step in self.saving.left(STEPS))}
+        assert expected <= names, f"{sorted(expected - names)} are gone"
+        if self.saved_last:
+            assert expected == names, f"{sorted(names - expected)} are left over"
+        latest = self._latest()
+        assert latest == STEPS, f"the last step is {STEPS}, latest names {latest}"
+
+    def _latest(self) -> int | None:
+        """The step that `latest` names."""
+        path = self.checkpoints / "latest"
+        if not path.exists():
+            return None
+        match = re.fullmatch(r"step-(\d{7})\n", path.read_text())
+        assert match, f"latest is {path.read_text()!r}"
+        return int(match[1])
+
+
+def _deck(seed: int, number: int) -> list[str]:
+    """The kinds of kills in the order in which run `number` takes them up.
+
+    Each run starts in the shuffled round where the one before it has ended, so that no kind waits for long.
+    """
+    calls = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir")
+    kinds = [f"{where} {call}" for call in calls for where in ("before", "after")]
+    kinds += ["inside write", *MOMENTS, *MOMENTS]
+    random.Random(seed).shuffle(kinds)
+    removals = [f"after {REMOVAL}", "before rmdir", f"before {REMOVAL}", "after rmdir"]
+    rounds, rest = divmod(number, len(KILLS))
+    first = rounds * sum(KILLS) + sum(KILLS[:rest])
+    deck = [kinds[(first + index) % len(kinds)] for index in range(len(kinds))]
+    # Few runs remove checkpoints: those that do are killed at it first.
+    turn = (number // len(SAVINGS) * 2 + number % 2) % len(removals)
+    return [removals[turn], *deck]
+
+
+def _logs(log: Path) -> str:
+    """The ends of what the ranks printed."""
+    texts = [
+        (path, path.read_text(errors="replace")) for path in sorted(log.parent.glob(f"{log.name}.[0-9]*"))
+    ]
+    return "".join(f"\n--- {path.name}\n{text[-3000:]}" for path, text in texts)
