@@ -1,4 +1,4 @@
-"""Promise 3: a run goes on from its checkpoint as if it had never stopped, on the same layout or another."""
+"""What may change between a checkpoint and the run that takes it up (the precision, say), and what may not."""
 
 from pathlib import Path
 from typing import Any
@@ -12,51 +12,14 @@ from megalite.optimizers.schedules import Progress
 from megalite.training.checkpointing import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
 BEFORE, AFTER = 2, 3
 """Steps before the checkpoint and after it."""
 
 STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 
-GPT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-FAMILIES = {"gpt": GPT, "llama": {**LLAMA, "hidden_dropout": 0.1}}
-
 Z1 = {"dp_strategy": "distributed-optimizer"}
-SP = {"sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp": 2},
-    "tp4-sp": {"tp": 4, **SP},
-    "pp2-vpp2": {"pp": 2, "vpp": 2},
-    "pp4": {"pp": 4},
-    "dp2": {"dp": 2},
-    "dp4-zero": {"dp": 4, **Z1},
-    "tp2-pp2-sp": {"tp": 2, "pp": 2, **SP},
-    "tp2-dp2-zero": {"tp": 2, "dp": 2, **Z1},
-    "pp2-dp2-zero": {"pp": 2, "dp": 2, **Z1},
-    "tp2-pp2-dp2-zero-sp": {"tp": 2, "pp": 2, "dp": 2, **SP, **Z1},
-}
-
-PAIRS = [
-    ("gpt", "one", "tp2-pp2-dp2-zero-sp"),
-    ("gpt", "tp2-pp2-dp2-zero-sp", "one"),
-    ("gpt", "one", "dp2"),
-    ("gpt", "tp2-pp2-dp2-zero-sp", "pp4"),
-    ("gpt", "dp4-zero", "tp4-sp"),
-    ("gpt", "dp4-zero", "pp2-vpp2"),
-    ("gpt", "pp2-vpp2", "dp4-zero"),
-    ("gpt", "pp2-vpp2", "tp2"),
-    ("llama", "tp4-sp", "pp2-dp2-zero"),
-    ("llama", "tp4-sp", "pp2-vpp2"),
-    ("llama", "pp2-dp2-zero", "tp2-pp2-sp"),
-    ("llama", "pp2-dp2-zero", "tp2-dp2-zero"),
-    ("llama", "tp2-pp2-sp", "dp4-zero"),
-]
-
-
-def world_of(settings: dict[str, Any]) -> int:
-    return int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
 
 
 def silent(line: str) -> None:
@@ -73,21 +36,13 @@ def steps(runner: Runner, count: int) -> list[tuple[float, float, float, bool]]:
     return [(result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results]
 
 
-def uninterrupted(
-    context: RankContext, world: int, settings: dict[str, Any], folder: str, before: int = BEFORE
-) -> dict[str, Any]:
+def uninterrupted(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train, save, and train on."""
     runner = Runner(build(context, tiny_config(world, **settings)))
-    earlier = steps(runner, before)
+    steps(runner, BEFORE)
     saved = state(runner)
     save(runner.replica, Path(folder), runner.progress, tokenizer="a" * 64)
-    return {
-        "before": earlier,
-        "saved": saved,
-        "after": steps(runner, AFTER),
-        "end": state(runner),
-        "scaler": runner.replica.scaler.state(),
-    }
+    return {"saved": saved, "after": steps(runner, AFTER)}
 
 
 def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -96,81 +51,12 @@ def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: 
     runner = Runner(replica, load(replica, Path(folder), tokenizer="a" * 64, log=silent))
     loaded = state(runner)
     result = {"progress": runner.progress, "updates": replica.optimizer.updates, "loaded": loaded}
-    return result | {"after": steps(runner, AFTER), "end": state(runner), "scaler": replica.scaler.state()}
+    return result | {"after": steps(runner, AFTER)}
 
 
 def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.ndarray]]:
     """Full tensors of each kind at one moment; copies must agree."""
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
-
-
-def assert_same(ours: dict[str, dict[str, np.ndarray]], theirs: dict[str, dict[str, np.ndarray]]) -> None:
-    """To the bit."""
-    for kind in STATES:
-        assert ours[kind].keys() == theirs[kind].keys()
-        for name, values in theirs[kind].items():
-            np.testing.assert_array_equal(ours[kind][name], values, err_msg=f"{kind} of {name}")
-
-
-@pytest.fixture(scope="module")
-def sources(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[str, str], tuple[Path, list[dict[str, Any]]]]:
-    """Checkpoints of the layouts that are switched from, each with the run that went on."""
-    made = {}
-    for family, source, _ in PAIRS:
-        if (family, source) not in made:
-            folder = tmp_path_factory.mktemp(f"{family}-{source}")
-            settings = {**FAMILIES[family], **LAYOUTS[source]}
-            world = world_of(settings)
-            made[family, source] = folder, run_ranks(world, uninterrupted, world, settings, str(folder))
-    return made
-
-
-@pytest.mark.parametrize("family, source, target", PAIRS)
-def test_any_layout_continues_any_other(sources: Any, family: str, source: str, target: str) -> None:
-    folder, run = sources[family, source]
-    settings = {**FAMILIES[family], **LAYOUTS[target]}
-    world = world_of(settings)
-    ours = run_ranks(world, resumed, world, settings, str(folder))
-    assert ours[0]["progress"] == Progress(BEFORE, BEFORE * 8)
-    assert ours[0]["updates"] == BEFORE
-    assert_same(whole(ours, "loaded"), whole(run, "saved"))
-    moved = whole(run, "saved")["exp_avg_sq"]
-    assert all(values.any() for values in moved.values()), "a second moment of zeros would prove nothing"
-    losses, reference = ([step[0] for step in rank[0]["after"]] for rank in (ours, run))
-    np.testing.assert_allclose(losses, reference, rtol=1e-12)
-
-
-SAME = [
-    ("fp32", "tp2-pp2-sp", {}, BEFORE),
-    ("fp32", "pp2-dp2-zero", {}, BEFORE),
-    ("bf16", "tp2-dp2-zero", {}, BEFORE),
-    ("bf16", "pp2-vpp2", {}, BEFORE),
-    # Saved with one good step of a window of two, and with one of two overflows counted: a scaler that forgot either
-    # would scale the next steps otherwise.
-    ("fp16", "tp2-pp2-sp", {"initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2}, 2),
-    ("fp16", "pp2-dp2-zero", {"initial_loss_scale": 2.0**20, "hysteresis": 2, "loss_scale_window": 3}, 1),
-]
-
-
-@pytest.mark.parametrize("precision, layout, more, before", SAME)
-def test_the_same_layout_continues_to_the_bit(
-    tmp_path: Path, precision: str, layout: str, more: dict[str, Any], before: int
-) -> None:
-    settings = {**GPT, **LAYOUTS[layout], **more, "precision": precision}
-    world = world_of(settings)
-    run = run_ranks(world, uninterrupted, world, settings, str(tmp_path), before)
-    ours = run_ranks(world, resumed, world, settings, str(tmp_path))
-    for one, other in zip(ours, run, strict=True):
-        assert str(one["after"]) == str(other["after"])  # as text: the norm of an overflow is nan
-        assert one["scaler"] == other["scaler"]
-    assert_same(whole(ours, "loaded"), whole(run, "saved"))
-    assert_same(whole(ours, "end"), whole(run, "end"))
-    if precision == "fp16":
-        every = run[0]["before"] + run[0]["after"]
-        assert {step[3] for step in every} == {True, False}
-        assert len({step[2] for step in run[0]["after"]}) > 1, "the scale must move after the checkpoint"
 
 
 def converted(

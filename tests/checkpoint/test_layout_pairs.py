@@ -1,0 +1,195 @@
+"""Every one of twelve layouts goes on from the checkpoint of every other, bit for bit.
+
+Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all twelve, and what it has in
+memory is compared with what the writer had in memory; it also saves what it has taken up, and the two checkpoints are
+compared, read without our own reader.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.optimizers.schedules import Progress
+from megalite.parity.tensors import Part
+from megalite.training import state_tensors
+from megalite.training.checkpointing import load
+from megalite.training.replica import Replica
+from megalite.training.saving import save
+from tests.checkpoint.layouts import GPT_MOE, LAYOUTS, LLAMA_MOE, Settings
+from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+
+BEFORE = 2
+"""Steps before the checkpoint."""
+
+AFTER = {"fp32": 1, "fp16": 1, "fp64": 2}
+"""Steps after it. The second loss is the first that depends on optimizer states."""
+
+KINDS = ("weight", "main_param", "exp_avg", "exp_avg_sq")
+
+RUNS: dict[str, Settings] = {
+    "fp32": {"precision": "fp32"},
+    # Both steps are good ones: the scale has doubled when the checkpoint is written.
+    "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**8, "loss_scale_window": 2},
+    "fp64": {"precision": "fp64"},
+}
+"""fp16 has main parameters apart from the model's; fp64 shows that the next losses are the same in other layouts."""
+
+NAMES = list(LAYOUTS)
+
+
+def model_of(run: str, source: str) -> Settings:
+    """Both models are saved in every layout; in fp64 one of them."""
+    return LLAMA_MOE if run == "fp32" or (run == "fp64" and NAMES.index(source) % 2) else GPT_MOE
+
+
+def sources_of(run: str, target: str) -> list[str]:
+    """All; for fp64 one other, so that each layout is the source of one."""
+    return NAMES if run != "fp64" else [NAMES[(NAMES.index(target) + 5) % len(NAMES)]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank knows of the run that wrote a checkpoint."""
+
+    state: dict[str, dict[str, Part]]
+    losses: list[float]
+    """Of the steps after the checkpoint."""
+    updates: int
+    scaler: dict[str, float]
+
+
+def fresh(context: RankContext, run: str, layout: str, source: str) -> Replica:
+    """A replica in a layout, of the model that the run has in the layout `source`."""
+    world, settings = LAYOUTS[layout]
+    return build(context, tiny_config(world, **{**model_of(run, source), **RUNS[run], **settings}))
+
+
+def write(context: RankContext, layout: str, folder: str) -> dict[str, Written]:
+    """Train every run in one layout, save in between; by run."""
+    found = {}
+    for run in RUNS:
+        runner = Runner(fresh(context, run, layout, layout))
+        replica = runner.replica
+        for _ in range(BEFORE):
+            runner.step()
+        state = {kind: local_parts(replica, kind) for kind in KINDS}
+        updates, scaler = replica.optimizer.updates, replica.scaler.state()
+        save_split(replica, Path(folder, run, layout), runner.progress)
+        losses = [runner.step().loss for _ in range(AFTER[run])]
+        found[run] = Written(state, losses, updates, scaler)
+    return found
+
+
+def save_split(replica: Replica, folder: Path, progress: Progress) -> None:
+    """Save as if the matrices were large: the ranks that hold one share out its rows."""
+    with mock.patch.object(state_tensors, "SPLIT_ELEMENTS", 300):
+        save(replica, folder, progress, tokenizer=None)
+
+
+def spoil(replica: Replica) -> None:
+    """Leave nothing in place that a load could be seen to have brought."""
+    for shard in replica.strategy.shards:
+        shard.bucket.data.fill_(torch.nan)
+        shard.main_param.data.fill_(torch.nan)
+        for values in replica.optimizer.state(shard.main_param).values():
+            values.fill_(torch.nan)
+    replica.optimizer.set_updates(99)
+    if replica.scaler.dynamic:
+        replica.scaler.scale = 3.0
+
+
+def read(context: RankContext, layout: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Take up checkpoint after checkpoint in one layout, and save each again; by run and source."""
+    found = {}
+    for run in RUNS:
+        replica = fresh(context, run, layout, sources_of(run, layout)[0])
+        for source in sources_of(run, layout):
+            spoil(replica)
+            progress = load(replica, Path(folder, run, source), tokenizer=None, log=lambda line: None)
+            result: dict[str, Any] = {
+                "progress": progress,
+                "updates": replica.optimizer.updates,
+                "scaler": replica.scaler.state(),
+                "differing": differing_here(replica, Path(folder, f"{run}-{source}.safetensors")),
+            }
+            if run == "fp16":
+                save_split(replica, Path(folder, run, layout, source), progress)
+            if source == layout or run == "fp64":
+                runner = Runner(replica, progress)
+                result["losses"] = [runner.step().loss for _ in range(AFTER[run])]
+            found[run, source] = result
+    return found
+
+
+def differing_here(replica: Replica, reference: Path) -> list[str]:
+    """Where this rank's part of the state is not, to the bit, that of the full tensors in a file."""
+    found = []
+    full = load_file(reference)
+    for kind in KINDS:
+        for name, (shape, bounds, values) in local_parts(replica, kind).items():
+            whole = full[f"{kind} {name}"].numpy()
+            wanted = whole[tuple(slice(start, stop) for start, stop in bounds)]
+            # float64 holds every value of the narrower types; as bytes zeros have a sign
+            same = wanted.tobytes() == values.astype(np.float64).tobytes()
+            if whole.shape != shape or not same:
+                found.append(f"{kind} {name}")
+    return found
+
+
+Sources = dict[tuple[str, str], tuple[Written, PlainCheckpoint]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+@pytest.fixture(scope="module")
+def sources(folder: Path) -> Sources:
+    """The twelve layouts' runs; leaves the state in each writer's memory, put together, beside the checkpoints."""
+    found = {}
+    for layout, (world, _) in LAYOUTS.items():
+        ranks = run_ranks(world, write, layout, str(folder))
+        for run in RUNS:
+            full = {
+                f"{kind} {name}": torch.from_numpy(values)
+                for kind in KINDS
+                for name, values in assemble([rank[run].state[kind] for rank in ranks]).items()
+            }
+            moments = {key: values for key, values in full.items() if key.startswith("exp_avg")}
+            assert all(bool(values.any()) for values in moments.values()), (
+                "moments of zeros would prove nothing"
+            )
+            save_file(full, folder / f"{run}-{layout}.safetensors")
+            found[run, layout] = ranks[0][run], read_plainly(folder / run / layout / "step-0000002")
+    return found
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_any_layout_takes_up_the_checkpoint_of_any_other(target: str, folder: Path, sources: Sources) -> None:
+    world, _ = LAYOUTS[target]
+    ranks = run_ranks(world, read, target, str(folder))
+    for run in RUNS:
+        for source in sources_of(run, target):
+            written, checkpoint = sources[run, source]
+            what = f"{run}: {target} takes up {source}"
+            for rank in ranks:
+                result = rank[run, source]
+                assert result["differing"] == [], what
+                assert result["progress"] == Progress(BEFORE, BEFORE * 12), what
+                assert (result["updates"], result["scaler"]) == (BEFORE, written.scaler), what
+            if run == "fp16":
+                again = read_plainly(folder / run / target / source / "step-0000002")
+                assert differing(checkpoint, again) == [], what
+            if source == target:
+                assert ranks[0][run, source]["losses"] == written.losses, what
+            elif run == "fp64":
+                np.testing.assert_allclose(ranks[0][run, source]["losses"], written.losses, rtol=1e-12)

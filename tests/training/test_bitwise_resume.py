@@ -1,0 +1,226 @@
+"""Promise 3 on one layout: a run goes on from its checkpoint to the bit as if it had never stopped, dropout on."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite.checkpoint.save import save_checkpoint
+from megalite.optimizers.schedules import Progress
+from megalite.topology.group import Group, Work
+from megalite.training import saving
+from megalite.training.checkpointing import load
+from megalite.training.replica import Replica
+from megalite.training.saving import Saver, save
+from megalite.training.step import StepResult
+from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+
+Settings = dict[str, Any]
+
+BEFORE, AFTER = 2, 4
+"""Steps before the checkpoint and after it."""
+
+ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
+DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EXPERTS: Settings = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.01,
+}
+RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
+"""Batches of 4, 4, 6, 8, 8, 8: the checkpoint is written in the midst of it."""
+
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "dp2-zero": (2, ZERO),
+    "dp2": (2, {}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "cp2": (2, {"cp": 2, **LLAMA}),
+    "ep2": (2, {"ep": 2, **LLAMA, **EXPERTS}),
+    "dp2-zero-ramp": (2, {**ZERO, **RAMP}),
+    "pp2-ramp": (2, {"pp": 2, **RAMP}),
+}
+
+PRECISIONS: dict[str, Settings] = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    # An overflow at the start, then good ones, of which every second one doubles the scale until it overflows again. At
+    # the checkpoint one good step of two is counted: a scaler that forgot it would scale the next ones otherwise.
+    "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2},
+    # At the checkpoint two overflows of three are counted: forgotten, the scale would not come down in time.
+    "fp16-counting": {
+        "precision": "fp16",
+        "initial_loss_scale": 2.0**20,
+        "hysteresis": 3,
+        "loss_scale_window": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step and what this rank has after it, as hashes."""
+
+    result: StepResult
+    scaler: dict[str, float]
+    progress: Progress
+    state: dict[str, str]
+
+
+def live_state(replica: Replica) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of this rank that the next step depends on."""
+    replica.strategy.wait_for_parameters()
+    for number, shard in enumerate(replica.strategy.shards):
+        yield f"{number} weights", shard.bucket.data
+        yield f"{number} main_param", shard.main_param.data
+        for name, values in replica.optimizer.state(shard.main_param).items():
+            yield f"{number} {name}", values
+
+
+def moment(runner: Runner, result: StepResult) -> Moment:
+    state = {
+        name: hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
+        for name, values in live_state(runner.replica)
+    }
+    return Moment(result, runner.replica.scaler.state(), runner.progress, state)
+
+
+def steps(runner: Runner, count: int) -> list[Moment]:
+    return [moment(runner, runner.step()) for _ in range(count)]
+
+
+def config_of(layout: str, precision: str, **more: Any) -> Any:
+    world, settings = LAYOUTS[layout]
+    return tiny_config(world, **{**DROPOUT, **settings, **PRECISIONS[precision], **more})
+
+
+def three_runs(context: RankContext, layout: str, precision: str, folder: str) -> dict[str, list[Moment]]:
+    """One run that is never interrupted, and two that go on from what it saved: at once, and from a thread."""
+    background = str(Path(folder, "background"))
+    runner = Runner(build(context, config_of(layout, precision, save=background, async_save=True)))
+    before = steps(runner, BEFORE)
+    save(runner.replica, Path(folder, "direct"), runner.progress, tokenizer=None)
+    saver = Saver(runner.replica, tokenizer=None, log=lambda line: None)
+    saver.begin(runner.progress)
+    found = {"before": before, "uninterrupted": steps(runner, AFTER)}
+    saver.wait()
+    for how in ("direct", "background"):
+        replica = build(context, config_of(layout, precision, load=str(Path(folder, how))))
+        progress = load(replica, Path(folder, how), tokenizer=None, log=lambda line: None)
+        found[how] = steps(Runner(replica, progress), AFTER)
+    return found
+
+
+CASES = [
+    (layout, precision)
+    for layout in LAYOUTS
+    for precision in ("fp32", "bf16", "fp16")
+    if "ramp" not in layout
+]
+CASES += [("dp2-zero", "fp16-counting"), ("dp2-zero-ramp", "bf16"), ("pp2-ramp", "fp16")]
+
+
+@pytest.mark.parametrize(("layout", "precision"), CASES)
+def test_the_same_layout_goes_on_to_the_bit(layout: str, precision: str, tmp_path: Path) -> None:
+    (tmp_path / "background").mkdir()
+    ranks = run_ranks(LAYOUTS[layout][0], three_runs, layout, precision, str(tmp_path))
+    for rank in ranks:
+        for how in ("direct", "background"):
+            for ours, theirs in zip(rank[how], rank["uninterrupted"], strict=True):
+                assert str(ours) == str(theirs)  # as text: the norm of an overflow is nan
+    run = ranks[0]["before"] + ranks[0]["uninterrupted"]
+    assert len({str(each.state) for each in run if not each.result.skipped}) == len(
+        [each for each in run if not each.result.skipped]
+    ), "every step moves something"
+    if "fp16" in precision:
+        assert {each.result.skipped for each in run} == {True, False}
+        after = [each.result.loss_scale for each in ranks[0]["uninterrupted"]]
+        assert len(set(after)) > 1, f"the scale must move after the checkpoint: {after}"
+    if "ramp" in layout:
+        ends = [each.progress.samples for each in run]
+        assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [4, 4, 6, 8, 8, 8]
+
+
+REPEATS = 20
+
+
+class Late:
+    """Work that is not even begun before somebody waits for it."""
+
+    def __init__(self, begin: Callable[[], Work]) -> None:
+        self._begin = begin
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+
+def gather_late(group: Group, output: torch.Tensor, part: torch.Tensor) -> Work:
+    return Late(lambda: real_gather(group, output, part))
+
+
+real_gather = Group.all_gather_async
+
+
+def save_both_ways(context: RankContext, folder: str) -> None:
+    """Every second step is saved directly, and in the background by a thread that begins when the next step is done.
+
+    (At every fourth it need not wait for that.) Parameters that a step has updated on other ranks are gathered as late
+    as can be.
+    """
+    background = Path(folder, "background")
+    runner = Runner(build(context, config_of("dp2-zero", "bf16", save=str(background), async_save=True)))
+    saver = Saver(runner.replica, tokenizer=None, log=lambda line: None)
+    may_write = threading.Event()
+
+    def write_late(*arguments: Any, **named: Any) -> Path:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_write.wait(60)
+        return save_checkpoint(*arguments, **named)
+
+    def save_directly() -> None:
+        save(runner.replica, Path(folder, "direct"), runner.progress, tokenizer=None)
+
+    def save_in_background() -> None:
+        saver.begin(runner.progress)
+
+    with mock.patch.object(saving, "save_checkpoint", write_late):
+        for repeat in range(REPEATS):
+            ways = [save_directly, save_in_background]
+            with mock.patch.object(Group, "all_gather_async", gather_late):
+                runner.step()
+                ways.pop(repeat % 2)()
+            ways.pop()()
+            if repeat % 4 == 3:
+                may_write.set()
+            runner.step()
+            may_write.set()
+            saver.wait()
+            may_write.clear()
+
+
+def test_what_is_saved_is_the_state_of_the_snapshot(tmp_path: Path) -> None:
+    for name in ("direct", "background"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, save_both_ways, str(tmp_path))
+    former: PlainCheckpoint | None = None
+    for step in range(1, 2 * REPEATS, 2):
+        direct, background = (
+            read_plainly(tmp_path / name / f"step-{step:07d}") for name in ("direct", "background")
+        )
+        assert differing(direct, background) == [], step
+        for key, values in background.tensors.items():
+            if key.startswith("weight:"):
+                main = background.tensors[key.replace("weight:", "optimizer.main_param:")]
+                assert torch.equal(values, main.to(torch.bfloat16)), f"{key} is older than its main parameter"
+        if former is not None:
+            assert len(differing(former, direct)) > len(direct.tensors) // 2, "steps change what is saved"
+        former = direct

@@ -1,0 +1,170 @@
+"""Taking up a checkpoint takes no more memory than a fresh start, and each rank reads what it needs and no more."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megalite.config.run import RunConfig
+from megalite.data_parallel.strategy import placed_in
+from megalite.parity.pool import RankPool
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+Settings = dict[str, Any]
+
+CLEAR = Path("/proc/self/clear_refs")
+
+LARGE: Settings = {
+    "num_layers": 3,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "vocab_size": 6144,
+    "seq_length": 16,
+    "global_batch_size": 2,
+    "ddp_bucket_size": 4_000_000,
+}
+"""12.6 million parameters, a quarter of them in one tensor; activations of a megabyte."""
+
+
+def resident(field: str) -> int:
+    """`VmRSS` or its peak `VmHWM`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def growth(work: Callable[[], Runner]) -> int:
+    """By how much resident memory has grown at its peak while `work()` ran, in bytes."""
+    gc.collect()
+    CLEAR.write_text("5")
+    before = resident("VmRSS")
+    held = work()
+    grown = resident("VmHWM") - before
+    del held
+    return grown
+
+
+def fresh(context: RankContext, config: RunConfig) -> Runner:
+    runner = Runner(build(context, config))
+    runner.step()
+    return runner
+
+
+def resumed(context: RankContext, config: RunConfig, folder: Path) -> Runner:
+    replica = build(context, config)
+    runner = Runner(replica, load(replica, folder, tokenizer=None, log=lambda line: None))
+    runner.step()
+    return runner
+
+
+def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
+    """Growth of memory up to the end of the first step: of a fresh start, and after a load."""
+    config = tiny_config(world, **{**LARGE, **settings})
+    # What is imported, loaded and set up at first use is no part of either.
+    first = fresh(context, config)
+    save(first.replica, Path(folder), first.progress, tokenizer=None)
+    del first
+    return growth(lambda: fresh(context, config)), growth(lambda: resumed(context, config, Path(folder)))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes of their own, whose allocator gives back at once what is freed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        with RankPool(2, strict=True) as ranks:
+            yield ranks
+
+
+ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
+CASES = [
+    pytest.param(1, {"precision": "fp32"}, id="one-fp32"),
+    pytest.param(1, {"precision": "bf16"}, id="one-bf16"),
+    pytest.param(2, {"precision": "fp32", **ZERO}, id="dp2-zero-fp32"),
+    pytest.param(2, {"precision": "bf16", **ZERO}, id="dp2-zero-bf16"),
+    pytest.param(2, {"precision": "bf16", "tp": 2}, id="tp2-bf16"),
+]
+
+
+@pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="the peak of resident memory cannot be reset here")
+@pytest.mark.parametrize(("world", "settings"), CASES)
+def test_resuming_takes_no_more_memory_than_starting(
+    world: int, settings: Settings, pool: RankPool, tmp_path: Path
+) -> None:
+    for first, again in pool.run(world, peaks, world, settings, str(tmp_path)):
+        assert first > 100_000_000, "the model is large enough to show"
+        assert again <= 1.05 * first
+
+
+WIDE: Settings = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 2048,
+    "vocab_size": 512,
+    "ddp_bucket_size": 300_000,
+    "precision": "fp32",
+}
+"""Rows of a row-parallel MLP weight over tp 2 are a page long; those of attention, 2 % of the model, are shorter."""
+
+QUARTERS: Settings = {"tp": 2, "pp": 2, "sequence_parallel": True}
+
+
+def write(context: RankContext, world: int, settings: Settings, folder: str) -> None:
+    runner = Runner(build(context, tiny_config(world, **WIDE, **settings)))
+    runner.step()
+    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+
+
+def bytes_read(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
+    """(bytes of tensors that a load reads on this rank, bytes of what this rank holds)."""
+    replica = build(context, tiny_config(world, **WIDE, **settings))
+    read, count = os.preadv, []
+
+    def counted(*arguments: Any) -> int:
+        count.append(read(*arguments))
+        return count[-1]
+
+    with mock.patch.object(os, "preadv", counted):
+        load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    held = 0
+    for shard in replica.strategy.shards:
+        weights = sum(placed.parameter.numel() for placed in shard.bucket.placed)
+        owned = sum(min(p.stop, shard.stop) - max(p.start, shard.start) for p in placed_in(shard))
+        held += 4 * weights + 8 * owned
+    return sum(count), held
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the wide model by one rank, and one by four."""
+    folder = tmp_path_factory.mktemp("wide")
+    for name, (world, settings) in {"one": (1, {}), "quarters": (4, QUARTERS)}.items():
+        run_ranks(world, write, world, settings, str(folder / name))
+    return folder
+
+
+# What is read beyond what is held: rows of attention's output projection, which are shorter than a page, in whole.
+@pytest.mark.parametrize(("source", "more"), [("quarters", 1.0), ("one", 1.05)])
+def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, written: Path) -> None:
+    ranks = run_ranks(4, bytes_read, 4, QUARTERS, str(written / source))
+    for read, held in ranks:
+        assert held <= read <= more * held
+    size = sum(path.stat().st_size for path in written.glob(f"{source}/step-*/*.safetensors"))
+    # The first and the last stage both hold the tied embedding, 5 % of the model; all else is read once.
+    assert sum(read for read, _ in ranks) < (more + 0.05) * size
+
+
+def test_a_distributed_optimizer_reads_its_own_part_of_the_states(written: Path) -> None:
+    ranks = run_ranks(2, bytes_read, 2, ZERO, str(written / "quarters"))
+    assert [read for read, _ in ranks] == [held for _, held in ranks]
+    parameters = (
+        sum(held for _, held in ranks) // 16
+    )  # 4 bytes of weight on both, 8 of states on one of the two
+    size = sum(path.stat().st_size for path in written.glob("quarters/step-*/*.safetensors"))
+    assert size == pytest.approx(12 * parameters, rel=0.01)
