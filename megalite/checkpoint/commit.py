@@ -7,13 +7,23 @@ A former checkpoint of the same step is renamed aside first and removed last; lo
 """
 
 import contextlib
+import errno
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.files import read_text, remove_tree, replace_durably, sync_folder, write_durably
+from megalite.checkpoint.files import (
+    MAX_TEXT,
+    entry_fault,
+    read_text,
+    remove_tree,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
 from megalite.checkpoint.folders import (
     LATEST_NAME,
     REPLACED_SUFFIX,
@@ -29,6 +39,8 @@ from megalite.checkpoint.manifest import (
     Manifest,
     Part,
     TensorEntry,
+    listed_files,
+    many_objects,
 )
 
 
@@ -49,32 +61,63 @@ def prepare_staging(folder: Path, step: int) -> Path:
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
+    remove_unfinished(folder)
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(STAGING_PREFIX):
-            remove_tree(path)
-        elif step_of(path.name) is not None and path.name.endswith(REPLACED_SUFFIX):
+        if step_of(path.name) is not None and path.name.endswith(REPLACED_SUFFIX):
             _finish_replacing(path)
     staging = folder / staging_name(step)
+    remove_tree(staging)
     staging.mkdir()
     sync_folder(folder)
     return staging
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Give back the room that saves and removals cut short have taken (rank 0); what cannot be removed stays."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(STAGING_PREFIX):
+            with contextlib.suppress(OSError):
+                remove_tree(path)
+
+
 def _finish_replacing(aside: Path) -> None:
-    """A crash came between moving a checkpoint aside and removing it: finish, or undo if its place is empty."""
+    """A crash came between moving a checkpoint aside and removing it: finish, or undo if its place is empty.
+
+    Undo it also if what took its place is damaged: this one may be the only sound one.
+    """
     proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
     if proper.exists():
-        discard(aside)
-    else:
-        aside.rename(proper)
-        sync_folder(aside.parent)
+        if _verifies(proper):
+            discard(aside)
+            return
+        proper.rename(_hidden(proper))
+    aside.rename(proper)
+    sync_folder(aside.parent)
+    remove_tree(_hidden(proper))
+
+
+def _verifies(checkpoint: Path) -> bool:
+    try:
+        files = listed_files(read_text(checkpoint / MANIFEST_NAME))
+    except CheckpointError:
+        return False
+    return all(entry_fault(checkpoint / name, entry) is None for name, entry in files.items())
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged."""
-    hidden = checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}")
-    checkpoint.rename(hidden)
-    remove_tree(hidden)
+    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged.
+
+    Raises:
+        OSError: it cannot be removed. One that is protected against writing keeps its name.
+    """
+    if not checkpoint.is_symlink() and not os.access(checkpoint, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
+    checkpoint.rename(_hidden(checkpoint))
+    remove_tree(_hidden(checkpoint))
+
+
+def _hidden(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}")
 
 
 def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
@@ -87,12 +130,13 @@ def _part_name(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
+def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], None]) -> Path:
     """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
 
     Args:
         preamble: the manifest without files and tensors.
         ranks: how many ranks wrote a part.
+        log: told of what goes wrong once the checkpoint is there: then the save has not failed.
 
     Returns:
         The folder's path, `.../step-N`.
@@ -103,6 +147,10 @@ def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
     """
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
+    if len(text) > MAX_TEXT:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} would have {len(text)} bytes; what can be read has at most {MAX_TEXT}"
+        )
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())
     for rank in range(ranks):
@@ -115,9 +163,12 @@ def publish(staging: Path, preamble: Manifest, ranks: int) -> Path:
         final.rename(aside)
     staging.rename(final)
     sync_folder(folder)
-    replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
-    if replacing:
-        discard(aside)
+    try:
+        replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
+        if replacing:
+            discard(aside)
+    except OSError as error:
+        log(f"warning: {final} is saved, but {error.filename or folder}: {error.strerror}")
     return final
 
 
@@ -146,21 +197,21 @@ def abandon(staging: Path) -> None:
 
 def _merge(staging: Path, preamble: Manifest, ranks: int) -> Manifest:
     files: dict[str, Any] = {}
-    tensors: dict[str, TensorEntry] = {}
-    for rank in range(ranks):
-        part = _read_part(staging, rank)
-        files.update(part.files)
-        for key, entry in part.tensors.items():
-            known = tensors.get(key)
-            if known is None:
-                tensors[key] = entry
-                continue
-            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
-                raise CheckpointError(
-                    f"{key}: rank {rank} wrote {entry.dtype} of global shape {list(entry.global_shape)}, "
-                    f"an earlier rank {known.dtype} of {list(known.global_shape)}"
-                )
-            tensors[key] = replace(known, parts=known.parts + entry.parts)
+    known: dict[str, TensorEntry] = {}
+    parts: dict[str, list[Part]] = {}
+    with many_objects():
+        for rank in range(ranks):
+            part = _read_part(staging, rank)
+            files.update(part.files)
+            for key, entry in part.tensors.items():
+                first = known.setdefault(key, entry)
+                if (first.dtype, first.global_shape) != (entry.dtype, entry.global_shape):
+                    raise CheckpointError(
+                        f"{key}: rank {rank} wrote {entry.dtype} of global shape {list(entry.global_shape)}, "
+                        f"an earlier rank {first.dtype} of {list(first.global_shape)}"
+                    )
+                parts.setdefault(key, []).extend(entry.parts)
+        tensors = {key: replace(entry, parts=tuple(parts[key])) for key, entry in known.items()}
     return replace(preamble, files=files, tensors=tensors)
 
 

@@ -34,15 +34,26 @@ def write_durably(path: Path, data: bytes) -> None:
     try:
         write_all(descriptor, memoryview(data))
         os.fsync(descriptor)
+    except OSError as error:
+        raise named(error, path) from None
     finally:
         os.close(descriptor)
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The error with the file's name: the system gives none for an open file."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def replace_durably(path: Path, data: bytes) -> None:
     """Give a file new content so that at every instant, even across a crash, it has the old one or the new one."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
-    write_durably(beside, data)
+    try:
+        write_durably(beside, data)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     beside.replace(path)
     sync_folder(path.parent)
 

@@ -16,7 +16,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Checkpo
 LATEST_NAME = "latest"
 REPLACED_SUFFIX = ".replaced"
 STAGING_PREFIX = ".tmp-step-"
-_STEP_NAME = re.compile(r"step-([0-9]{7,18})(\.replaced)?")
+_STEP_NAME = re.compile(r"step-([0-9]{7,19})(\.replaced)?")
 
 
 def step_name(step: int) -> str:

@@ -2,7 +2,7 @@
 
 import difflib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     CheckpointMissing,
+    FileEntry,
     Manifest,
     TensorEntry,
     part_keys,
@@ -21,6 +22,9 @@ from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.tiling import Slice, overlap, relative, within
 from megalite.topology.group import Group
+
+MAX_OPEN = 64
+"""Files held open: a checkpoint may have more of them than a process may open."""
 
 
 class Checkpoint:
@@ -35,6 +39,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._readers: dict[str, SafetensorsReader] = {}
+        self._open: dict[str, None] = {}
 
     def keys(self) -> list[str]:
         """Keys of all tensors, sorted."""
@@ -112,9 +117,16 @@ class Checkpoint:
         return entry
 
     def _reader(self, name: str) -> SafetensorsReader:
-        if name not in self._readers:
-            self._readers[name] = SafetensorsReader(self.path / name)
-        return self._readers[name]
+        reader = self._readers.pop(name, None)
+        if reader is None:
+            reader = SafetensorsReader(self.path / name)
+        self._readers[name] = reader  # the last one is the one used last
+        self._open[name] = None
+        if len(self._open) > MAX_OPEN:
+            longest_unused = next(one for one in self._readers if one in self._open)
+            self._readers[longest_unused].close()
+            del self._open[longest_unused]
+        return reader
 
 
 def find_checkpoint(
@@ -157,25 +169,22 @@ def find_checkpoint(
 
 def _agreed_candidates(folder: Path, step: int | None, world: Group, device: torch.device) -> list[Candidate]:
     """Rank 0's view of the folder, which may change while the ranks look, on every rank."""
-    view: dict[str, object] | None = None
+    view: dict[str, object] = {}
     if world.rank == 0:
         try:
             view = {"found": [[item.step, item.name] for item in candidates(folder, step)]}
         except CheckpointError as error:
             view = {"error": str(error), "missing": isinstance(error, CheckpointMissing)}
-    agreed = world.gather_json(view, device)[0]
+    agreed = world.broadcast_json(view, device)
     if "error" in agreed:
         raise (CheckpointMissing if agreed["missing"] else CheckpointError)(agreed["error"])
     return [Candidate(number, name) for number, name in agreed["found"]]
 
 
 def verify_checkpoint(
-    path: Path, step: int, *, world: Group, device: torch.device, from_disk: bool = False
+    path: Path, step: int, *, world: Group, device: torch.device
 ) -> tuple[Manifest | None, str]:
     """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
-
-    Args:
-        from_disk: read what the disk has, not what the system still has in memory.
 
     Collectives: two `gather_json` over `world`.
     """
@@ -197,16 +206,32 @@ def verify_checkpoint(
             f"{MANIFEST_NAME}: ranks read different content: the folder must be on a shared file system",
         )
     assert manifest is not None
+    files_fault = verify_files(path, manifest.files, world=world, device=device)
+    return (None, files_fault) if files_fault else (manifest, "")
+
+
+def verify_files(
+    path: Path,
+    files: Mapping[str, FileEntry],
+    *,
+    world: Group,
+    device: torch.device,
+    from_disk: bool = False,
+) -> str:
+    """What is wrong with a checkpoint's files, on every rank; empty if nothing is. The ranks share out the reading.
+
+    Args:
+        from_disk: read what the disk has, not what the system still has in memory.
+
+    Collectives: one `gather_json` over `world`.
+    """
     # Largest first and in turn, so that the ranks' shares are about equal.
-    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
-    mine = names[world.rank :: world.size]
+    names = sorted(files, key=lambda name: (-files[name].length, name))
     found = []
-    for name in mine:
-        fault = entry_fault(path / name, manifest.files[name], from_disk=from_disk)
+    for name in names[world.rank :: world.size]:
+        fault = entry_fault(path / name, files[name], from_disk=from_disk)
         if fault is not None:
             found.append(fault)
     every = sorted(fault for faults in world.gather_json(found, device) for fault in faults)
-    if every:
-        more = f" (and {len(every) - 3} more files)" if len(every) > 3 else ""
-        return None, "; ".join(every[:3]) + more
-    return manifest, ""
+    more = f" (and {len(every) - 3} more files)" if len(every) > 3 else ""
+    return "; ".join(every[:3]) + more

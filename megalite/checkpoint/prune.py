@@ -1,14 +1,18 @@
 """Removing checkpoints that are no longer wanted, never the last sound one."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megalite.checkpoint.agreement import agree
 from megalite.checkpoint.commit import discard
+from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates, step_name
-from megalite.checkpoint.load import verify_checkpoint
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.load import verify_files
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, listed_files
 from megalite.checkpoint.retention import Retention
 from megalite.topology.group import Group
 
@@ -27,27 +31,38 @@ def prune(
     A checkpoint first gets a name that loading does not know: a kill half-way leaves no damaged one. What cannot be
     removed is reported to `log` and stays: nothing is lost by it.
 
-    Collectives: as `verify_checkpoint`, if there is anything to remove.
+    Collectives: if `retention` removes anything, a few `gather_json` and broadcasts over `world`.
 
     Raises:
-        CheckpointError: the newest does not verify; the same on every rank. Nothing has been removed.
+        CheckpointError: the newest does not verify, or the folder cannot be listed; the same on every rank. Nothing has
+            been removed.
     """
-    superfluous: list[int] = []
-    if world.rank == 0:
-        steps = [found.step for found in candidates(folder)]
-        superfluous = retention.superfluous(steps, newest)
-    superfluous = world.gather_json(superfluous, device)[0]
-    if not superfluous:
+    if retention.keep_latest is None:
         return
     path = folder / step_name(newest)
-    _, fault = verify_checkpoint(path, newest, world=world, device=device, from_disk=True)
+    plan: dict[str, Any] = {}
+    failure: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            superfluous = retention.superfluous([found.step for found in candidates(folder)], newest)
+            listed = listed_files(read_text(path / MANIFEST_NAME)) if superfluous else {}
+            plan = {"steps": superfluous, "files": {name: asdict(entry) for name, entry in listed.items()}}
+        except CheckpointError as error:
+            failure = CheckpointError(f"{path} was written but then not found to be there: {error}")
+    agree(failure, world=world, device=device)
+    plan = world.broadcast_json(plan, device)
+    if not plan["steps"]:
+        return
+    # Each rank gets the list of files alone: a manifest of many ranks takes long to read.
+    files = {name: FileEntry(**entry) for name, entry in plan["files"].items()}
+    fault = verify_files(path, files, world=world, device=device, from_disk=True)
     if fault:
         raise CheckpointError(
             f"{path} was written but does not verify when it is read back ({fault}): the older checkpoints are kept"
         )
     if world.rank == 0:
-        for step in superfluous:
+        for step in plan["steps"]:
             try:
                 discard(folder / step_name(step))
             except OSError as error:
-                log(f"cannot remove the old checkpoint {folder / step_name(step)}: {error.strerror}")
+                log(f"warning: cannot remove the old checkpoint {folder / step_name(step)}: {error.strerror}")

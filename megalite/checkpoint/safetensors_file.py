@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.digest import RunningDigest
-from megalite.checkpoint.files import CHUNK, create, open_plain, write_all
+from megalite.checkpoint.files import CHUNK, create, named, open_plain, write_all
 from megalite.checkpoint.manifest import CheckpointError, FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 
@@ -51,9 +51,11 @@ class SafetensorsWriter:
     ) -> None:
         self._path = path
         self._pending = list(reversed(records))
-        self._digest = RunningDigest() if digest else None
+        self._digest: RunningDigest | None = None
         self._length = 0
         self._descriptor: int | None = create(path)
+        if digest:
+            self._digest = RunningDigest()
         try:
             self._append(memoryview(header_bytes(records, metadata)))
         except BaseException:
@@ -73,7 +75,10 @@ class SafetensorsWriter:
     def finish(self) -> FileEntry:
         """Put the file on the disk and return its length and hash (empty without `digest`)."""
         assert not self._pending and self._descriptor is not None, (self._path, len(self._pending))
-        os.fsync(self._descriptor)
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise named(error, self._path) from None
         sha256 = "" if self._digest is None else self._digest.finish()
         self.close()
         return FileEntry(self._length, sha256)
@@ -92,7 +97,10 @@ class SafetensorsWriter:
             chunk = data[start : start + CHUNK]
             if self._digest is not None:
                 self._digest.update(chunk)
-            write_all(self._descriptor, chunk)
+            try:
+                write_all(self._descriptor, chunk)
+            except OSError as error:
+                raise named(error, self._path) from None
         self._length += len(data)
 
 
@@ -130,7 +138,7 @@ class SafetensorsReader:
         self.records, self.metadata, self._offsets = header.records, header.metadata, header.offsets
 
     def close(self) -> None:
-        """Close the file; nothing can be read any more."""
+        """Give the open file back; the next read opens it again."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
@@ -198,7 +206,8 @@ class SafetensorsReader:
         place.copy_((buffer if part is None else buffer[part]).view(place.shape))
 
     def _read_exactly(self, target: memoryview, offset: int) -> None:
-        assert self._descriptor is not None, "closed"
+        if self._descriptor is None:
+            self._descriptor = open_plain(self._path)
         while target:
             count = os.preadv(self._descriptor, [target[:CHUNK]], offset)
             if count == 0:

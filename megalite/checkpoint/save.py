@@ -3,7 +3,7 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +84,7 @@ def save_checkpoint(
     world: Group,
     device: torch.device,
     make_folder: bool = True,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
 
@@ -102,6 +103,7 @@ def save_checkpoint(
         device: for the collectives of `world`.
         make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
             that they are on.
+        log: called on rank 0 with what goes wrong once the checkpoint is there.
 
     Returns:
         The checkpoint's folder.
@@ -142,7 +144,7 @@ def save_checkpoint(
     failure = None
     if world.rank == 0:
         try:
-            publish(staging, preamble, world.size)
+            publish(staging, preamble, world.size, log)
         except Exception as error:
             failure = error
     _agree_or_abandon(failure, staging, needed, world, device)
@@ -257,11 +259,13 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
     if isinstance(error, CheckpointError):
         return CheckpointError(f"cannot save a checkpoint in {folder}: {error}")
     if isinstance(error, OSError):
-        place = error.filename or folder
-        free = free_bytes(folder)
-        space = "unknown" if free is None else f"{free:,} bytes"
+        place = f"{error.filename}: " if error.filename and error.filename != str(folder) else ""
+        room = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = free_bytes(folder)
+            space = "unknown" if free is None else f"{free:,} bytes"
+            room = f"; the checkpoint needs {needed:,} bytes, free there: {space}"
         return CheckpointError(
-            f"cannot save a checkpoint in {folder}: {place}: {error.strerror or error}; "
-            f"the checkpoint needs {needed:,} bytes, free there: {space}"
+            f"cannot save a checkpoint in {folder}: {place}{error.strerror or error}{room}"
         )
     return CheckpointError(f"cannot save a checkpoint in {folder}: {type(error).__name__}: {error}")

@@ -213,6 +213,19 @@ class Group:
             for row, length in zip(rows, lengths.tolist(), strict=True)
         ]
 
+    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at."""
+        if self.size == 1:
+            return value
+        payload = torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        self.broadcast(length)
+        data = payload.to(device) if self.rank == 0 else length.new_empty(int(length), dtype=torch.uint8)
+        self.broadcast(data)
+        return json.loads(data.cpu().numpy().tobytes())
+
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
 

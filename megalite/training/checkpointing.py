@@ -36,10 +36,11 @@ def same_folder(one: str | None, other: str | None) -> bool:
 def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     """A run must not save among later checkpoints of another one: the next resume would take those for its own.
 
-    Later ones in the folder that the run has just resumed from are damaged, or they would have been taken.
+    Later ones in the folder that the run has just resumed from are damaged, or they would have been taken. Nor may a
+    run remove checkpoints that it has not made.
 
     Raises:
-        ConfigError: the save folder holds checkpoints beyond `progress`.
+        ConfigError: the save folder holds checkpoints beyond `progress`, or any that keep_latest would remove.
     """
     c = config.checkpoint
     if c.save is None:
@@ -55,6 +56,12 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
         raise ConfigError(
             f"{c.save} holds checkpoints up to step {newest.step} but this run starts at step {progress.step}; add "
             f"--load {c.save} to go on from the newest, or give another --save"
+        )
+    if c.keep_latest is not None:
+        raise ConfigError(
+            f"{c.save} holds checkpoints up to step {newest.step} that this run has not made, and keep_latest "
+            f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to go on from them, or leave "
+            "out --keep-latest"
         )
 
 
@@ -102,6 +109,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
 def _take_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
     counters = checkpoint.manifest.counters
     try:
+        if int(counters["step"]) != checkpoint.manifest.step:
+            raise ValueError(f"step is {counters['step']} in a checkpoint of step {checkpoint.manifest.step}")
         replica.optimizer.set_updates(int(counters["optimizer_updates"]))
         replica.scaler.load_state(counters["loss_scaler"])
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
@@ -157,6 +166,11 @@ def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
     """Read this rank's slice of one parameter, rounded to the parameter's type."""
     spec = parameter.info.spec
     key = weight_key(spec.name)
+    stored = tuple(checkpoint.entry(key).global_shape)
+    if stored != tuple(spec.global_shape):
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {list(stored)} there, {list(spec.global_shape)} here"
+        )
     if TORCH_DTYPES[checkpoint.entry(key).dtype] != parameter.dtype:
         key = _main_key(parameter, checkpoint)
     checkpoint.read_into(parameter.data, key, spec.slice)

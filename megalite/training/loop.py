@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.checkpoint.commit import correct_latest
+from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
@@ -139,6 +139,8 @@ class _Run:
                 refuse_foreign_checkpoints(config, self.progress)
                 if self._goes_on() and self.progress.step > 0:
                     correct_latest(Path(str(config.checkpoint.save)), self.progress.step)
+                if config.checkpoint.save is not None:
+                    remove_unfinished(Path(config.checkpoint.save))
             except ConfigError as error:
                 found = error
             except OSError as error:
@@ -147,9 +149,10 @@ class _Run:
         saver = Saver(self.replica, tokenizer=self.fingerprint, log=self.log)
         if self._goes_on():
             saver.saved_at = self.progress.step
-        steps, every = self.total - self.progress.step, config.checkpoint.save_interval
-        if steps > 0:
-            saver.preflight(-(-steps // every) if every else 1)
+        first, every = self.progress.step + 1, config.checkpoint.save_interval
+        steps = [step for step in range(first, self.total + 1) if every and step % every == 0]
+        if first <= self.total:
+            saver.preflight(steps if steps[-1:] == [self.total] else [*steps, self.total])
         return saver
 
     def _goes_on(self) -> bool:

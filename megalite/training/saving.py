@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.agreement import agree
 from megalite.checkpoint.background import BackgroundSave
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.manifest import CheckpointError
@@ -77,6 +78,7 @@ class _Write:
             "layout": asdict(replica.topology.layout),
             "tokenizer": tokenizer,
             "make_folder": make_folder,
+            "log": log,
         }
 
     def __call__(
@@ -115,7 +117,8 @@ class Saver:
         self._world, self._device = replica.topology.world, replica.topology.device
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostMemory()
-        self._background = background_group(self._world) if self._config.async_save else None
+        # For saves at once too: a disk may be slower than any timeout that is right for training.
+        self._background = background_group(self._world) if self._config.save else self._world
         self.saved_at: int | None = None
         """The step of the last checkpoint that was written or is being written."""
 
@@ -124,19 +127,21 @@ class Saver:
         """Where checkpoints go, if anywhere."""
         return None if self._config.save is None else Path(self._config.save)
 
-    def preflight(self, saves: int) -> None:
-        """Say how large a checkpoint will be and whether `saves` of them fit, before any work is done.
+    def preflight(self, steps: Sequence[int]) -> None:
+        """Say how large a checkpoint will be and whether those of `steps` fit, before any work is done.
 
-        Collectives: two `gather_json` over the world.
+        Collectives: a few `gather_json` over the world.
 
         Raises:
-            CheckpointError: there is no room for a single one.
+            CheckpointError: there is no room for a single one on the disk, or for its copy in host memory.
         """
         if self.folder is None:
             return
-        plan = [entry for entry, _ in state_tensors(self._replica)]
-        needed = sum(self._world.gather_json(planned_bytes(plan), self._device))
-        free = self._world.gather_json(free_bytes(self.folder), self._device)[0]
+        saved = state_tensors(self._replica)
+        if self._config.async_save:
+            self._reserve([tensor for _, tensor in saved])
+        needed = sum(self._world.gather_json(planned_bytes([entry for entry, _ in saved]), self._device))
+        free = self._world.broadcast_json(free_bytes(self.folder), self._device)
         if free is None:
             self._log(f"a checkpoint takes {format_bytes(needed)}")
             return
@@ -145,12 +150,30 @@ class Saver:
             raise CheckpointError(
                 f"{room}: make room, give --save a folder on another disk, or add --on-save-error continue"
             )
-        kept = saves if self._config.keep_latest is None else min(saves, self._config.keep_latest + 1)
-        if free < kept * needed:
+        most = self._most_at_a_time(steps)
+        if free < most * needed:
             remedy = "" if self._config.keep_latest else "; --keep-latest 2 would remove older ones"
-            self._log(f"warning: {room}, not enough for the {kept} that this run will have there{remedy}")
+            self._log(f"warning: {room}, not enough for the {most} that this run will have there{remedy}")
         else:
             self._log(room)
+
+    def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        failure = None
+        try:
+            self._memory.reserve(tensors)
+        except RuntimeError as error:
+            size = format_bytes(sum(tensor.nbytes for tensor in tensors))
+            failure = CheckpointError(
+                f"async_save needs {size} of host memory on a rank: {error}; leave it out"
+            )
+        agree(failure, world=self._world, device=self._device)
+
+    def _most_at_a_time(self, steps: Sequence[int]) -> int:
+        latest, every = self._config.keep_latest, self._config.keep_every
+        if latest is None:
+            return len(steps)
+        for_ever = sum(step % every == 0 for step in steps) if every else 0
+        return min(len(steps), latest + 1 + for_ever)
 
     def begin(self, progress: Progress) -> None:
         """Save the state of now, unless it is saved already. A save under way is waited for first.
@@ -174,12 +197,12 @@ class Saver:
             log=self._log,
         )
         self.saved_at = progress.step
-        if self._background is None:
-            self._conclude(progress.step, started, lambda: write(plan, tensors, self._world, self._device))
+        group, cpu = self._background, torch.device("cpu")
+        if not self._config.async_save:
+            self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
             return
-        copies, background = self._memory.copy(tensors), self._background
-        cpu = torch.device("cpu")
-        work = BackgroundSave(lambda: write(plan, copies, background, cpu))
+        copies = self._memory.copy(tensors)
+        work = BackgroundSave(lambda: write(plan, copies, group, cpu))
         self._under_way = (progress.step, started, work)
 
     def poll(self) -> None:

@@ -123,6 +123,10 @@ def make_save_folder(config: RunConfig) -> None:
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(
+            f"cannot write checkpoints to {folder}: it is a link to {folder.readlink()}, which is not there"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

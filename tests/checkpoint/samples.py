@@ -31,7 +31,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class ThreadGroup(Group):
-    """A group whose ranks are threads: the one collective that saving and loading use, without processes."""
+    """A group whose ranks are threads: the collectives that saving and loading use, without processes."""
 
     exchange: Exchange = field(default_factory=lambda: Exchange(1))
 
@@ -41,6 +41,9 @@ class ThreadGroup(Group):
         rows = [json.loads(slot) for slot in self.exchange.slots]
         self.exchange.barrier.wait()
         return rows
+
+    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+        return self.gather_json(value, device)[0]
 
 
 def on_threads(size: int, fn: Callable[[Group], Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import megalite.checkpoint.commit as commit
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
 from megalite.topology.group import Group
 from megalite.topology.sharding import ShardSpec
@@ -36,19 +39,21 @@ def save_plan(
     plan: Plan,
     tensors: Sequence[torch.Tensor],
     tokenizer: str | None = None,
-    **more: Any,
+    counters: Any = None,
+    log: Callable[[str], None] = pytest.fail,
 ) -> Path:
     return save_checkpoint(
         folder,
         step=2,
         plan=plan,
         tensors=tensors,
-        counters=more.get("counters", {}),
+        counters=counters or {},
         config={},
         layout={},
         tokenizer=tokenizer,
         world=group,
         device=CPU,
+        log=log,
     )
 
 
@@ -101,25 +106,19 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             patch.setattr(os, "write", failing_write(fail_at, calls, partly, errno.ENOSPC))
             results = on_threads(2, lambda group: save_as(folder, group, step=2, seed=2, stream=counted))
         assert len(taken) == 2
-        if calls[0] < fail_at:
-            break
+        if set(results) == {folder / "step-0000002"}:
+            break  # the failure came later than the commit, in writing `latest`, or did not come
         message = same_error(results)
         assert "No space left on device" in message and str(folder) in message
         assert "free there: " in message and "of 2)" in message
+        assert re.search(r"(-0000[01]\.safetensors|part-[01]\.json|manifest\.json): No space", message), (
+            message
+        )
         needed.add(message.partition("needs ")[2].partition(" bytes")[0])
-        assert not any(name.startswith(".tmp") for name in names(folder))
-        newest = find(folder, log=pytest.fail)
-        # Only writing `latest` comes after the commit: then the checkpoint is there and sound.
-        assert_holds(newest, seed=newest.manifest.step)
-        if newest.manifest.step == 2:
-            save_as(folder, SOLO, step=2, seed=2)
-            assert names(folder) == ["latest", "step-0000001", "step-0000002"]
-            (folder / "latest").write_text("step-0000001\n")
-            for path in (folder / "step-0000002").iterdir():
-                path.unlink()
-            (folder / "step-0000002").rmdir()
+        assert names(folder) == ["latest", "step-0000001"]
+        assert_holds(find(folder, log=pytest.fail), seed=1)
     assert fail_at > 20, "a save makes many writes"
-    assert set(results) == {folder / "step-0000002"}
+    assert calls[0] >= fail_at and (folder / "latest").read_text() == "step-0000001\n"
     written = (folder / "step-0000002").glob("*.safetensors")
     assert needed == {f"{sum(path.stat().st_size for path in written):,}"}
     assert names(folder) == ["latest", "step-0000001", "step-0000002"]
@@ -281,3 +280,85 @@ def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-0000001", "step-0000002", "step-0000003"]
     for step in (1, 2, 3):
         assert_holds(find(tmp_path, step), seed=step)
+
+
+def test_the_replaced_one_is_kept_if_its_successor_is_damaged(tmp_path: Path) -> None:
+    """It may be the only sound one: it gets its name back before anything is removed."""
+    save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
+    broken = save_as(tmp_path, SOLO, step=2, seed=5) / "weights-00000.safetensors"
+    assert names(tmp_path) == ["latest", "step-0000002"], "a sound one takes its place"
+    (tmp_path / "step-0000002").rename(tmp_path / "other")
+    save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
+    (tmp_path / "other").rename(tmp_path / "step-0000002")
+    data = bytearray(broken.read_bytes())
+    data[-1] ^= 1
+    broken.write_bytes(data)
+    assert_holds(find(tmp_path, log=lambda line: None), seed=2)
+    save_as(tmp_path, SOLO, step=3, seed=3)
+    assert names(tmp_path) == ["latest", "step-0000002", "step-0000003"]
+    assert_holds(find(tmp_path, 2), seed=2)
+
+
+def test_a_leftover_that_cannot_be_removed_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".tmp-step-step-0000001").mkdir()
+
+    def refuse(path: Path) -> None:
+        if path.name == ".tmp-step-step-0000001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path)
+
+    real = commit.remove_tree
+    monkeypatch.setattr(commit, "remove_tree", refuse)
+    save_as(tmp_path, SOLO, step=3, seed=3)
+    assert_holds(find(tmp_path), seed=3)
+
+
+def test_a_protected_checkpoint_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_as(tmp_path, SOLO, step=3, seed=3)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(PermissionError):
+        commit.discard(path)
+    assert_holds(find(tmp_path), seed=3)
+
+
+def test_what_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(commit, "replace_durably", refuse)
+    lines: list[str] = []
+    path = save_plan(tmp_path, SOLO, [weight("a", (2,), (0, 2))], [torch.ones(2)], log=lines.append)
+    assert lines == [f"warning: {path} is saved, but {tmp_path / 'latest'}: No space left on device"]
+    monkeypatch.undo()
+    commit.correct_latest(tmp_path, find(tmp_path).manifest.step)
+    assert (tmp_path / "latest").read_text() == f"{path.name}\n"
+
+
+def test_no_thread_is_left_by_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(FileExistsError):
+        (tmp_path / "x").touch()
+        SafetensorsWriter(tmp_path / "x", [])
+    assert threading.active_count() == before
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    ranks, rows = 70, 2
+
+    def save(group: Group) -> Path:
+        mine = weight("w", (ranks * rows,), (group.rank * rows, (group.rank + 1) * rows))
+        return save_plan(tmp_path, group, [mine], [torch.full((rows,), float(group.rank))])
+
+    on_threads(ranks, save)
+    checkpoint = find(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.checkpoint.load.MAX_OPEN", 5)
+        before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0  # noqa: PTH208
+        for _ in range(2):
+            values = checkpoint.read("weight:w", device=CPU)
+            assert torch.equal(values, torch.arange(ranks).repeat_interleave(rows).float())
+            checkpoint.read("weight:w", ((3, 5),), device=CPU)
+        if before:
+            assert len(os.listdir("/proc/self/fd")) <= before + 5  # noqa: PTH208

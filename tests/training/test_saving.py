@@ -17,8 +17,11 @@ import megalite.checkpoint.safetensors_file as safetensors_file
 import megalite.checkpoint.save as saving
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.config.errors import ConfigError
 from megalite.optimizers.schedules import Progress
+from megalite.training.checkpointing import refuse_foreign_checkpoints
 from megalite.training.saving import SaveError, Saver
+from megalite.training.snapshot import HostMemory
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -242,7 +245,7 @@ def flight_check(context: RankContext, folder: str, free: int | None, **settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.training.saving.free_bytes", lambda folder: free)
         try:
-            saver.preflight(saves=5)
+            saver.preflight([2, 4, 6, 8, 10])
         except CheckpointError as error:
             return ["error", str(error)]
     return lines
@@ -264,6 +267,7 @@ def test_the_room_is_looked_at_before_the_first_step(tmp_path: Path) -> None:
     assert "not enough for the 5 that this run will have there; --keep-latest 2" in said(one)
     assert said(4 * one, keep_latest=3).startswith("a checkpoint"), "four at a time fit"
     assert "not enough for the 4 that" in said(one, keep_latest=3)
+    assert "not enough for the 4 that" in said(2 * one, keep_latest=1, keep_every=4), "and 4 and 8 for ever"
 
 
 def keeps(context: RankContext, folder: str, breaks: int | None, **settings: Any) -> list[list[int]]:
@@ -335,3 +339,61 @@ def stubborn(context: RankContext, folder: str) -> list[str]:
         patch.setattr(pruning, "discard", discard)
         saver.begin(Progress(2, 16))
     return lines
+
+
+def blind(context: RankContext, folder: str, **settings: Any) -> tuple[str, list[str]]:
+    """Rank 0 cannot list the folder when it looks for old checkpoints."""
+    _, saver, lines = make_saver(context, 2, save=folder, keep_latest=1, **settings, **ZERO2)
+
+    def candidates(folder: Path) -> None:
+        raise CheckpointError("cannot look")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "candidates", candidates)
+        try:
+            saver.begin(Progress(1, 8))
+            saver.wait()
+        except SaveError as error:
+            return str(error), lines
+    saver.finish(Progress(2, 16))
+    return "", lines
+
+
+def test_every_rank_hears_of_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+    for error, _ in run_ranks(2, blind, str(tmp_path / "a")):
+        assert "was written but then not found to be there: cannot look" in error
+    for error, lines in run_ranks(2, blind, str(tmp_path / "b"), async_save=True, on_save_error="continue"):
+        assert not error and lines[0].startswith("warning: ") and lines[1].startswith("saved ")
+
+
+def no_memory(context: RankContext, folder: str) -> str:
+    _, saver, _ = make_saver(context, 2, save=folder, async_save=True, **ZERO2)
+
+    def reserve(self: HostMemory, tensors: Any) -> None:
+        raise RuntimeError("not enough memory: you tried to allocate 99 bytes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(HostMemory, "reserve", reserve)
+        with pytest.raises(CheckpointError) as caught:
+            saver.preflight([1])
+    return str(caught.value)
+
+
+def test_memory_for_the_copy_is_asked_for_before_the_first_step(tmp_path: Path) -> None:
+    for error in run_ranks(2, no_memory, str(tmp_path / "s")):
+        assert (
+            error.startswith("async_save needs ") and "not enough memory" in error and "leave it out" in error
+        )
+
+
+def test_a_run_does_not_remove_what_another_has_made(tmp_path: Path) -> None:
+    assert run_ranks(1, stubborn, str(tmp_path / "s"))
+    config = tiny_config(save=str(tmp_path / "s"), keep_latest=1)
+    with pytest.raises(
+        ConfigError, match="holds checkpoints up to step 2 that this run has not made, and keep_latest 1"
+    ):
+        refuse_foreign_checkpoints(config, Progress(200, 1600))
+    refuse_foreign_checkpoints(tiny_config(save=str(tmp_path / "s")), Progress(200, 1600))
+    mine = tiny_config(save=str(tmp_path / "s"), load=str(tmp_path / "s"), keep_latest=1)
+    refuse_foreign_checkpoints(mine, Progress(2, 16))
