@@ -1,0 +1,170 @@
+"""Typed access to a config.json, and the settings that all families read and write alike: sizes, RoPE, activation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.conversion.weights import ConversionError
+
+MAX_LAYERS = 1 << 16
+"""More than any network has: what is checked layer by layer must not go on for ever."""
+
+
+class ModelFile:
+    """The values of a config.json; every access says what type it must have.
+
+    Args:
+        values: the JSON object.
+        where: its path, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int:
+        """A whole number of at least 1; without default it must be there."""
+        value = self.optional_integer(name, default, limit=limit)
+        if value is None:
+            raise self.fault(f"{name} is {'null' if name in self.values else 'missing'}; it must be a number")
+        return value
+
+    def optional_integer(
+        self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1
+    ) -> int | None:
+        """A whole number of at least 1, or null."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if type(value) is not int or not 1 <= value <= limit:
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a whole number from 1 to {limit}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        return self.finite(name, self.values.get(name, default))
+
+    def finite(self, name: str, value: Any) -> float:
+        """`value`, which stands under `name`, as a finite number."""
+        if type(value) not in (int, float) or not -1e30 < value < 1e30:  # NaN fails as well
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.values.get(name, default)
+        if type(value) is not bool:
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be true or false")
+        return value
+
+    def activation(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+        """The activation in our words, from one of `choices` (their word -> ours)."""
+        value = self.values.get(name, default)
+        if not isinstance(value, str) or value not in choices:
+            known = ", ".join(choices)
+            raise self.fault(f"{name} is {str(value)[:60]!r}; what can be expressed is {known}")
+        return choices[value]
+
+    def fault(self, text: str) -> ConversionError:
+        """An error that names the file."""
+        return ConversionError(f"{self.where}: {text}")
+
+    def model(self, *, seq_length: int, **settings: Any) -> ModelConfig:
+        """The network with these settings, checked, what they leave open filled in.
+
+        Raises:
+            ConversionError: they do not fit one another.
+        """
+        try:
+            return resolved(replace(RunConfig(), **settings).model, seq_length)
+        except ConfigError as error:
+            raise self.fault(str(error)) from None
+
+
+def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
+    """The network with its derived sizes filled in, and settings that have no effect at their defaults.
+
+    Raises:
+        ConfigError: it is not legal.
+    """
+    return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
+
+
+def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[str, Any]:
+    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    Raises:
+        ConversionError: a kind of scaling that our RoPE does not have, or values that contradict each other.
+    """
+    values = _rope_values(file)
+    base = file.finite("rope_theta", values.get("rope_theta", default_base))
+    if file.finite("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise file.fault(
+            f"partial_rotary_factor is {values['partial_rotary_factor']}; RoPE can only turn whole heads (1.0)"
+        )
+    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    kind = values.get("rope_type", "default")
+    if kind == "default":
+        return settings
+    if kind not in ("linear", "llama3"):
+        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is default, linear, llama3")
+
+    def needed(name: str) -> float:
+        if name not in values:
+            raise file.fault(f"rope_type {kind} needs {name}, which is missing")
+        return file.finite(name, values[name])
+
+    settings |= {"rope_scaling": kind, "rope_scaling_factor": needed("factor")}
+    if kind == "llama3":
+        original = values.get("original_max_position_embeddings", max_positions)
+        settings |= {
+            "rope_low_freq_factor": needed("low_freq_factor"),
+            "rope_high_freq_factor": needed("high_freq_factor"),
+            "rope_original_max_positions": int(file.finite("original_max_position_embeddings", original)),
+        }
+    return settings
+
+
+def _rope_values(file: ModelFile) -> dict[str, Any]:
+    """What the places that RoPE's settings may stand in say together."""
+    merged: dict[str, Any] = {}
+
+    def add(values: Mapping[str, Any], place: str) -> None:
+        for name, value in values.items():
+            key = "rope_type" if name == "type" else name
+            if isinstance(value, Mapping):
+                raise file.fault(f"{place} has a RoPE of its own for {name!r}; all layers must have the same")
+            if merged.setdefault(key, value) != value:
+                raise file.fault(
+                    f"{key} is {merged[key]} in one place and {value} in {place}; keep one of the two"
+                )
+
+    for place in ("rope_parameters", "rope_scaling"):
+        values = file.values.get(place)
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise file.fault(f"{place} must be an object, not {str(values)[:60]!r}")
+        add(values, place)
+    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    add({name: file.values[name] for name in names if file.values.get(name) is not None}, "the file")
+    return merged
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """RoPE's settings under the names that every version of transformers reads."""
+    scaling: dict[str, Any] | None = None
+    if model.rope_scaling != "none":
+        scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+    if scaling is not None and model.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_max_positions,
+        }
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}

@@ -1,0 +1,216 @@
+"""A model's settings as Megatron-LM's `args` have them, read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.conversion.megatron.given_args import Arguments
+from megalite.conversion.weights import ConversionError
+
+_MUST_BE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("squared_relu", "quick_geglu", "multi_latent_attention", "rotary_interleaved"), (None, False)
+    ),
+    **dict.fromkeys(
+        ("apply_residual_connection_post_layernorm", "is_hybrid_model", "qk_l2_norm"), (None, False)
+    ),
+    **dict.fromkeys(
+        ("heterogeneous_layers_config_path", "hybrid_layer_pattern", "hybrid_override_pattern"), (None,)
+    ),
+    **dict.fromkeys(("linear_attention_freq", "experimental_attention_variant"), (None,)),
+    **dict.fromkeys(
+        ("mtp_num_layers", "moe_latent_size", "window_attn_skip_freq", "no_rope_freq"), (None, 0)
+    ),
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_input_jitter_eps"), (None,)),
+    **dict.fromkeys(("moe_router_enable_expert_bias", "moe_shared_expert_gate", "use_mup"), (None, False)),
+    **dict.fromkeys(
+        ("retro_add_retriever", "attention_output_gate", "moe_apply_probs_on_input"), (None, False)
+    ),
+    "moe_router_score_function": (None, "softmax"),
+    "softmax_type": (None, "vanilla"),
+    "moe_token_drop_policy": (None, "probs", "position"),
+    "rotary_percent": (None, 1.0),
+    "position_embedding_type": (None, "learned_absolute", "rope", "none"),
+    "normalization": (None, "LayerNorm", "RMSNorm"),
+}
+"""Argument -> the values with which the network is one of ours; None: the version did not have it."""
+
+
+def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConfig:
+    """The network that these arguments describe.
+
+    Args:
+        padded_vocabulary: rows of the word embedding over all ranks.
+        tp: tensor-parallel size, of which the padding is a multiple.
+
+    Raises:
+        ConversionError: it is a network that megalite has not; the arguments are named.
+    """
+    wrong = [
+        f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed
+    ]
+    if wrong:
+        raise ConversionError(
+            f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}"
+        )
+    h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
+    biases = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+    groups = args.whole("num_query_groups", heads) if args.get("group_query_attention", False) else heads
+    vocabulary, multiple = _vocabulary(args, padded_vocabulary, tp)
+    settings: dict[str, Any] = {
+        "num_layers": args.whole("num_layers"),
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": args.whole("kv_channels", h // heads),
+        "ffn_hidden_size": args.whole("ffn_hidden_size", 4 * h),
+        "vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": multiple,
+        "max_position_embeddings": args.whole("max_position_embeddings"),
+        "sliding_window": _window(args),
+        "normalization": args.get("normalization", "LayerNorm"),
+        "norm_zero_centered": bool(args.get("apply_layernorm_1p", False)),
+        "norm_epsilon": args.number("norm_epsilon", args.number("layernorm_epsilon", 1e-5)),
+        "qk_norm": bool(args.get("qk_layernorm", False)),
+        "activation": _activation(args, biases),
+        "add_bias_linear": biases,
+        "add_qkv_bias": bool(args.get("add_qkv_bias", False)),
+        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "hidden_dropout": args.number("hidden_dropout", 0.0),
+        "attention_dropout": args.number("attention_dropout", 0.0),
+        "init_method_std": args.number("init_method_std", 0.02),
+    }
+    return ModelConfig(**settings, **_positions(args), **_experts(args, biases))
+
+
+def _window(args: Arguments) -> int | None:
+    """Theirs is (keys before the query, keys after it), -1 without limit; ours counts the query's own."""
+    window = args.get("window_size")
+    if window is None:
+        return None
+    if (
+        not isinstance(window, list | tuple)
+        or len(window) != 2
+        or not all(isinstance(n, int) for n in window)
+    ):
+        raise ConversionError(f"{args.path}: args.window_size is {window!r}; it must be two whole numbers")
+    if window[1] not in (0, -1):
+        raise ConversionError(f"{args.path}: args.window_size is {window!r}; (left, 0) is what megalite has")
+    return None if window[0] < 0 else window[0] + 1
+
+
+def _activation(args: Arguments, biases: bool) -> str:
+    """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
+    if args.get("swiglu", False):
+        return "swiglu"
+    if args.get("openai_gelu", False):
+        return "gelu_tanh"
+    fused = args.get("bias_gelu_fusion", True) and biases and not args.get("onnx_safe", False)
+    return "gelu_tanh" if fused else "gelu"
+
+
+def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
+    """Size and multiple, such that our padding is theirs; the padded size is the size where the true one is not known."""
+    stated = args.whole("padded_vocab_size", padded)
+    if stated != padded:
+        raise ConversionError(
+            f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows over {tp} ranks"
+        )
+    multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
+    size = args.get("vocab_size")
+    # The NullTokenizer counts its end-of-document token or not, by version.
+    known = isinstance(size, int) and args.get("tokenizer_type") != "NullTokenizer"
+    if known and -(-size // multiple) * multiple == padded:
+        return size, multiple
+    return padded, multiple if padded % multiple == 0 else 1
+
+
+def _positions(args: Arguments) -> dict[str, Any]:
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if args.get("use_rotary_position_embeddings", False):
+        kind = "rope"
+    settings: dict[str, Any] = {
+        "position_embedding_type": kind,
+        "rotary_base": args.number("rotary_base", 10000),
+    }
+    factor = args.number("rotary_seq_len_interpolation_factor", 1)
+    if kind == "rope" and args.get("use_rope_scaling", False):
+        if factor != 1:
+            raise ConversionError(
+                f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
+                "are not something that megalite has"
+            )
+        settings |= {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": args.number("rope_scaling_factor", 8.0),
+        }
+    elif kind == "rope" and factor != 1:
+        settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
+    return settings
+
+
+def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
+    experts = args.get("num_experts")
+    if isinstance(experts, list | tuple):  # of 2023, one number for each group of layers
+        experts = None if list(experts) in ([], [1]) else experts[0] if len(experts) == 1 else experts
+    if experts is None:
+        return {}
+    if not isinstance(experts, int):
+        raise ConversionError(
+            f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed"
+        )
+    if biases:
+        raise ConversionError(
+            f"{args.path}: args.num_experts with args.add_bias_linear: megalite's experts have no biases"
+        )
+    etp = args.get("expert_tensor_parallel_size")
+    if etp not in (None, args.get("tensor_model_parallel_size", 1)):
+        raise ConversionError(
+            f"{args.path}: args.expert_tensor_parallel_size is {etp}; only that of the other layers, "
+            f"{args.get('tensor_model_parallel_size', 1)}, can be read. Save it again with that value"
+        )
+    first, every = _expert_layers(args)
+    capacity = args.number("moe_expert_capacity_factor", -1.0)
+    return {
+        "num_experts": experts,
+        "moe_router_topk": args.whole("moe_router_topk", 2),
+        "moe_ffn_hidden_size": args.whole("moe_ffn_hidden_size", args.whole("ffn_hidden_size")),
+        "moe_shared_expert_intermediate_size": (
+            args.whole("moe_shared_expert_intermediate_size")
+            if args.get("moe_shared_expert_intermediate_size")
+            else None
+        ),
+        "moe_first_dense_layers": first,
+        "moe_layer_freq": every,
+        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax", False)),
+        "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
+        "moe_expert_capacity_factor": None if capacity < 0 else capacity,
+        "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),
+        "moe_aux_loss_coeff": _coefficient(args.get("moe_aux_loss_coeff")),
+        "moe_z_loss_coeff": _coefficient(args.get("moe_z_loss_coeff")),
+    }
+
+
+def _coefficient(value: Any) -> float:
+    """Of one loss; where there are several they are not ours."""
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _expert_layers(args: Arguments) -> tuple[int, int]:
+    """Dense layers at the start and every how-many-th layer after them has experts."""
+    pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
+    if isinstance(pattern, int):
+        return 0, args.whole("moe_layer_freq", 1)
+    if isinstance(pattern, list | tuple) and len(pattern) == layers and 1 in pattern:
+        first = list(pattern).index(1)
+        after = [index for index in range(first + 1, layers) if pattern[index] == 1]
+        every = after[0] - first if after else layers
+        if (
+            all((index - first) % every == 0 for index in after)
+            and len(after) == (layers - 1 - first) // every
+        ):
+            return first, every
+    raise ConversionError(
+        f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers at the start and then experts in "
+        "every n-th"
+    )

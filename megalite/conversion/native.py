@@ -1,0 +1,271 @@
+"""megalite's own checkpoints: read whatever the layout that wrote them, written as weights alone."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import yaml
+
+from megalite import __version__
+from megalite.checkpoint.code_version import code_version
+from megalite.checkpoint.folders import LATEST_NAME, candidates, step_name, step_of
+from megalite.checkpoint.load import Checkpoint, find_checkpoint
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    optimizer_key,
+    weight_key,
+)
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
+from megalite.checkpoint.safetensors_header import FORMAT_PT
+from megalite.config.data import DataConfig
+from megalite.config.files import level_from_text
+from megalite.config.merge import merge
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.training import TrainingConfig
+from megalite.config.validate import validate
+from megalite.conversion.output import Advance, Output, identity_of
+from megalite.conversion.pieces import Piece
+from megalite.conversion.stream import Target, split_files, write_file
+from megalite.conversion.tokenizer_files import (
+    has_tokenizer,
+    named_tokenizer_files,
+    open_tokenizer,
+    saved_tokenizer_files,
+    tokenizer_settings,
+)
+from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
+from megalite.conversion.wrapped import LastRead, Repadded
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+"""Types of weights by what --dtype and --precision call them."""
+
+TOKENIZER_FOLDER, CONFIG_NAME = "tokenizer", "config.yaml"
+_CPU = torch.device("cpu")
+
+
+class NativeWeights:
+    """A verified checkpoint of megalite's.
+
+    Where it has main parameters (of a run in bf16 or fp16) these are the weights: nothing else has all their digits.
+
+    Args:
+        folder: of checkpoints, or one checkpoint in it.
+        step: which of a folder of checkpoints; default the newest. There is no falling back to an older one.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConversionError: what it says of its model and its tensors do not go together.
+    """
+
+    format = "megalite"
+
+    def __init__(self, folder: Path, *, step: int | None = None) -> None:
+        self._checkpoint = _open(folder, step)
+        self.path = self._checkpoint.path
+        config = _saved_config(self._checkpoint)
+        self.model: ModelConfig = config.model
+        self.seq_length: int = config.training.seq_length
+        self.tokenizer_files: Sequence[Path] = _right_tokenizer(self._checkpoint, config.data)
+        self.layout = dict(self._checkpoint.manifest.layout)
+        self._keys: dict[str, str] = {}
+        for name, shape in parameter_shapes(self.model).items():
+            main = optimizer_key("main_param", name)
+            key = main if self._checkpoint.has(main) else weight_key(name)
+            entry = self._checkpoint.entry(key)
+            if entry.global_shape != shape.shape:
+                raise ConversionError(
+                    f"{self.path}: {name} has shape {list(entry.global_shape)}; a model of its settings has "
+                    f"{list(shape.shape)}"
+                )
+            self._keys[name] = key
+        _refuse_others(self._checkpoint, set(self._keys))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `Weights`."""
+        return TORCH_DTYPES[self._checkpoint.entry(self._keys[name]).dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `Weights`."""
+        return self._checkpoint.read(self._keys[name], device=_CPU)
+
+
+def _open(folder: Path, step: int | None) -> Checkpoint:
+    own = step_of(folder.absolute().name)
+    if own is not None and (folder / MANIFEST_NAME).exists():
+        if step not in (None, own):
+            raise ConversionError(
+                f"{folder} is the checkpoint of step {own}, and --step is {step}; leave out --step"
+            )
+        folder, step = folder.absolute().parent, own
+    steps = sorted({candidate.step for candidate in candidates(folder, step)})
+    try:
+        world = Group.solo("world")
+        return find_checkpoint(folder, step=steps[-1], world=world, device=_CPU, log=lambda line: None)
+    except CheckpointError as error:
+        older = f"; --step {steps[-2]} takes the one before" if len(steps) > 1 else ""
+        raise CheckpointError(f"{error}{older}") from None
+
+
+def _saved_config(checkpoint: Checkpoint) -> RunConfig:
+    """The settings of a checkpoint that say what its network and tokenizer are, checked."""
+    config = checkpoint.manifest.config
+    wanted = {
+        "model": None,
+        "training": ("seq_length",),
+        "data": ("tokenizer_model", "vocab_file", "merge_file"),
+    }
+    tree = {}
+    for section, names in wanted.items():
+        values = config.get(section)
+        if not isinstance(values, dict):
+            raise ConversionError(f"{checkpoint.path}/{MANIFEST_NAME}: config has no section {section}")
+        tree[section] = values if names is None else {name: values[name] for name in names if name in values}
+    source = f"{checkpoint.path}/{MANIFEST_NAME}"
+    return validate(merge([level_from_text(json.dumps(tree), source)]).config, 1)
+
+
+def _right_tokenizer(checkpoint: Checkpoint, data: DataConfig) -> list[Path]:
+    """The files of the tokenizer that the checkpoint was trained with; none if they are gone.
+
+    Raises:
+        ConversionError: what is there now is another tokenizer.
+    """
+    files = saved_tokenizer_files(data, checkpoint.path.parent)
+    recorded = checkpoint.manifest.tokenizer
+    if files and recorded is not None:
+        tokenizer = open_tokenizer(files)
+        if tokenizer is not None and tokenizer.fingerprint() != recorded:
+            raise ConversionError(
+                f"{', '.join(map(str, files))}: not the tokenizer that {checkpoint.path} was trained with (sha256 "
+                f"{recorded[:12]}...); put that one there, or move this one away"
+            )
+    return files
+
+
+def _refuse_others(checkpoint: Checkpoint, known: set[str]) -> None:
+    """A weight that the settings know nothing of would be lost."""
+    others = sorted(entry.name for entry in checkpoint.manifest.tensors.values() if entry.name not in known)
+    if others:
+        raise ConversionError(
+            f"{checkpoint.path} holds {others[0]}, which a model of its settings does not have"
+        )
+
+
+def write_native(
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    advance: Advance,
+    vocab_divisible_by: int | None = None,
+) -> Path:
+    """A folder of checkpoints with one of step 0, of weights alone; returns the folder.
+
+    Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`.
+
+    Args:
+        dtype: of every tensor; None: as it is in the source.
+        max_file_bytes: no file is larger, but for a tensor that is so by itself.
+        vocab_divisible_by: multiple that the vocabulary's rows are padded to; None: as in the source.
+
+    Raises:
+        ConversionError: the target is there already; the tokenizer does not fit; a value does not fit `dtype`.
+        ConfigError: the model is none that megalite could train.
+        OSError: disk full, no permission, ...
+    """
+    if vocab_divisible_by is not None:
+        weights = Repadded(weights, vocab_divisible_by)
+    folder = folder.resolve()
+    shapes = parameter_shapes(weights.model)
+    targets = [
+        Target(name, Piece(name, name, shape.shape), dtype or weights.dtype(name))
+        for name, shape in shapes.items()
+    ]
+    files = weights.tokenizer_files
+    named = named_tokenizer_files(files) if has_tokenizer(files) else {}
+    config = _run_config(weights, targets, tokenizer_settings(named, folder / TOKENIZER_FOLDER))
+    fingerprint = _fitting_tokenizer(weights)
+    settings = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
+    output = Output(folder, identity=identity_of(weights, **settings))
+    step, kept = step_name(0), LastRead(weights)
+    entries: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for number, part in enumerate(split_files(targets, max_file_bytes)):
+        name = f"weights-{number:05d}.safetensors"
+        entries[name] = write_file(
+            output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT
+        )
+        tensors |= {weight_key(target.key): _entry(target, name) for target in part}
+    for name, path in named.items():
+        output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
+    manifest = Manifest(
+        step=0,
+        files=entries,
+        tensors=tensors,
+        counters={"step": 0, "consumed_samples": 0, "optimizer_updates": 0, "loss_scaler": {}},
+        config=asdict(config),
+        layout=asdict(ParallelLayout()),
+        megalite_version=__version__,
+        code=code_version(),
+        tokenizer=fingerprint,
+    )
+    output.write(f"{step}/{MANIFEST_NAME}", manifest.to_json().encode())
+    output.write(LATEST_NAME, f"{step}\n".encode())
+    output.write(CONFIG_NAME, _model_yaml(config).encode())
+    return output.commit()
+
+
+def _entry(target: Target, file: str) -> TensorEntry:
+    shape = target.piece.shape
+    part = Part(file, tuple((0, size) for size in shape))
+    return TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, (part,))
+
+
+def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -> RunConfig:
+    """The config that a run of this model would have, as far as the weights tell."""
+    elements = dict.fromkeys(PRECISIONS, 0)
+    for target in targets:
+        if target.dtype not in elements:
+            known = ", ".join(PRECISIONS.values())
+            raise ConversionError(
+                f"{weights.path}: {target.key} is {target.dtype}; give --dtype, one of {known}"
+            )
+        elements[target.dtype] += target.record.nbytes // target.dtype.itemsize
+    precision = PRECISIONS[max(elements, key=lambda kind: elements[kind])]
+    training = TrainingConfig(seq_length=weights.seq_length, precision=precision)
+    return validate(RunConfig(model=weights.model, training=training, data=data), 1)
+
+
+def _fitting_tokenizer(weights: Weights) -> str | None:
+    """The fingerprint of the tokenizer, which must have no ids beyond the vocabulary."""
+    tokenizer = open_tokenizer(weights.tokenizer_files)
+    if tokenizer is None:
+        return None
+    size = weights.model.vocab_size
+    assert size is not None
+    if tokenizer.vocab_size > size:
+        raise ConversionError(
+            f"{weights.tokenizer_files[0]} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the "
+            "model's own with --tokenizer-model, or --without-tokenizer"
+        )
+    return tokenizer.fingerprint()
+
+
+def _model_yaml(config: RunConfig) -> str:
+    """What `--config` needs to train on from these weights in any layout."""
+    defaults, data = asdict(DataConfig()), asdict(config.data)
+    training = {"seq_length": config.training.seq_length, "precision": config.training.precision}
+    tree = {"model": asdict(config.model), "training": training}
+    given = {name: value for name, value in data.items() if value != defaults[name]}
+    return yaml.safe_dump({**tree, **({"data": given} if given else {})}, sort_keys=False)

@@ -1,0 +1,71 @@
+"""A model on disk, whatever wrote it."""
+
+from pathlib import Path
+from typing import Literal
+
+from megalite.checkpoint.folders import step_of
+from megalite.checkpoint.manifest import MANIFEST_NAME
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.megatron.folders import TRACKER
+from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.native import NativeWeights
+from megalite.conversion.weights import ConversionError, Weights
+
+Format = Literal["native", "huggingface", "megatron"]
+FORMATS: tuple[Format, ...] = ("native", "huggingface", "megatron")
+
+
+def open_weights(path: Path, *, format: Format | None = None, step: int | None = None) -> Weights:
+    """Open the model at `path`.
+
+    Args:
+        path: a folder: checkpoints of megalite's or one of them, a Hugging Face model, or what Megatron-LM saved.
+        format: None: told from what is in the folder.
+        step: which checkpoint, of a folder of several; not of Hugging Face's, which has one.
+
+    Raises:
+        ConversionError: it is none of these, or not a sound one.
+    """
+    format = format or detect_format(path)
+    if format == "native":
+        return NativeWeights(path, step=step)
+    if format == "megatron":
+        return open_megatron(path, iteration=step)
+    if step is not None:
+        raise ConversionError(f"--step {step} has no effect on {path}: a Hugging Face folder holds one model")
+    return HuggingFaceWeights(path)
+
+
+def detect_format(path: Path) -> Format:
+    """What wrote the folder, by the names in it.
+
+    Raises:
+        ConversionError: no or several formats fit; the message says what was looked for.
+    """
+    if not path.is_dir():
+        what = "is a file; give the folder that holds it" if path.exists() else "does not exist"
+        raise ConversionError(f"{path} {what}")
+    names = {entry.name for entry in path.iterdir()}
+    fitting: list[Format] = []
+    if MANIFEST_NAME in names or any(step_of(name) is not None for name in names):
+        fitting.append("native")
+    # A folder of ours may hold the files of a tokenizer, but not these.
+    if "config.json" in names or any(name.endswith(".safetensors.index.json") for name in names):
+        fitting.append("huggingface")
+    if any(map(_is_megatron, names)):
+        fitting.append("megatron")
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ConversionError(
+            f"{path} could be of {' or '.join(fitting)}; say which with --from {fitting[0]}, or move the other away"
+        )
+    shown = ", ".join(sorted(names)[:5]) or "nothing"
+    raise ConversionError(
+        f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "
+        f"(huggingface), no {TRACKER}, iter_* or mp_rank_* (megatron); it holds {shown}"
+    )
+
+
+def _is_megatron(name: str) -> bool:
+    return name in (TRACKER, ".metadata", "common.pt") or name.startswith(("iter_", "mp_rank_"))

@@ -1,0 +1,202 @@
+"""Where a conversion writes: a folder aside that keeps finished files across interruptions and becomes visible whole.
+
+.tmp-convert-NAME/        beside the target NAME
+  progress.json           which conversion it is, and the files that are finished
+  lock                    held by the process that writes
+  files/                  what becomes the target by one rename
+"""
+
+import fcntl
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite import __version__
+from megalite.checkpoint.files import (
+    file_length,
+    read_text,
+    remove_tree,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes just written, for a progress bar."""
+
+STAGING_PREFIX = ".tmp-convert-"
+
+
+class Output:
+    """The folder `target` in the making.
+
+    Files are written to `staging`, beside the target. One that is finished is noted with `mark`; a later conversion of
+    the same `identity` into the same target finds it there and does not write it again. `commit` renames the folder.
+
+    Args:
+        target: must not exist yet, or be an empty folder.
+        identity: plain JSON of everything that the result depends on: source and its state, settings (see
+            `identity_of`). What another identity has left is removed.
+
+    Raises:
+        ConversionError: the target is there already, or another process is writing it.
+        OSError: no permission, no space, ...
+    """
+
+    staging: Path
+
+    def __init__(self, target: Path, *, identity: Mapping[str, Any]) -> None:
+        self._target = target.resolve()
+        self._workplace = workplace_of(target)
+        self.staging = self._workplace / "files"
+        self._identity = json.loads(json.dumps(identity))
+        _refuse_existing(self._target, self._workplace)
+        self._workplace.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        self._marks = self._former_marks()
+        self.staging.mkdir(exist_ok=True)
+        self._remove_unfinished()
+        self._save_progress()
+        sync_folder(self._workplace)
+        sync_folder(self._workplace.parent)
+
+    def finished(self, name: str) -> Mapping[str, Any] | None:
+        """The facts that a finished file was marked with; None if it must be written (what is there of it is gone)."""
+        mark = self._marks.get(name)
+        if mark is not None and _is_whole(self.staging / name, mark["length"]):
+            facts: Mapping[str, Any] = mark["facts"]
+            return facts
+        if mark is not None:
+            del self._marks[name]
+            self._save_progress()
+        remove_tree(self.staging / name)
+        return None
+
+    def mark(self, name: str, facts: Mapping[str, Any]) -> None:
+        """The file is complete and on the disk."""
+        sync_folder((self.staging / name).parent)
+        length = file_length(self.staging / name)
+        self._marks[name] = {"length": length, "facts": json.loads(json.dumps(facts))}
+        self._save_progress()
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, written and marked at once; that of an earlier run is replaced."""
+        path = self.staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_tree(path)
+        write_durably(path, data)
+        self.mark(name, {})
+
+    def commit(self) -> Path:
+        """Give the folder its name, durably; returns it.
+
+        Raises:
+            ConversionError: the target has come to be in the meantime.
+        """
+        for folder in sorted({self.staging, *(path for path in self.staging.rglob("*") if path.is_dir())}):
+            sync_folder(folder)
+        _refuse_existing(self._target, self._workplace)
+        self.staging.rename(self._target)  # an empty folder there is replaced
+        sync_folder(self._target.parent)
+        remove_tree(self._workplace)
+        self._lock()
+        return self._target
+
+    def _locked(self) -> Callable[[], Any]:
+        """Keep other processes out; returns what lets them in again, at the latest when this object goes."""
+        descriptor = os.open(self._workplace / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        unlock = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConversionError(
+                f"another process is converting into {self._target}; wait for it, or give another target"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        return unlock
+
+    def _former_marks(self) -> dict[str, Any]:
+        """What an interrupted conversion of the same identity has finished; the rest of its files is removed."""
+        try:
+            former = json.loads(read_text(self._workplace / "progress.json"))
+            if former["identity"] == self._identity and all(
+                isinstance(mark["length"], int) and isinstance(mark["facts"], dict)
+                for mark in former["marks"].values()
+            ):
+                return dict(former["marks"])
+        except (CheckpointError, ValueError, LookupError, TypeError, AttributeError):
+            pass  # nothing that could be gone on with
+        remove_tree(self.staging)
+        return {}
+
+    def _remove_unfinished(self) -> None:
+        for path in sorted(self.staging.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            if str(path.relative_to(self.staging)) not in self._marks:
+                remove_tree(path)
+
+    def _save_progress(self) -> None:
+        text = json.dumps({"identity": self._identity, "marks": self._marks}, indent=1)
+        replace_durably(self._workplace / "progress.json", text.encode())
+
+
+def workplace_of(target: Path) -> Path:
+    """The folder beside `target` that an unfinished conversion keeps its files in."""
+    resolved = target.resolve()
+    return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
+
+
+def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
+    """All that the result of a conversion depends on: the source's files with their sizes and times, and settings."""
+    files = []
+    for folder, folders, names in os.walk(weights.path):
+        folders.sort()
+        files += [Path(folder, name) for name in sorted(names)]
+    return {
+        "megalite": __version__,
+        "source": str(weights.path.resolve()),
+        "format": weights.format,
+        "model": str(weights.model),
+        "tensors": {name: str(weights.dtype(name)) for name in parameter_shapes(weights.model)},
+        "files": [_state(path) for path in (*files, *weights.tokenizer_files)],
+        "settings": {name: str(value) for name, value in settings.items()},
+    }
+
+
+def _state(path: Path) -> list[Any]:
+    """What changes when a file does."""
+    try:
+        status = path.stat()
+    except OSError:
+        return [str(path)]  # a dangling link
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def _refuse_existing(target: Path, workplace: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConversionError(f"{target} is there already and is not a folder; give another target")
+    names = sorted(path.name for path in target.iterdir())
+    if not names:
+        return
+    if workplace.is_dir() and not (workplace / "files").exists():
+        remove_tree(workplace)  # killed between the rename and the tidying up: the target is whole
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    raise ConversionError(
+        f"{target} exists and is not empty ({shown}); give a target that does not exist yet, or remove it"
+    )
+
+
+def _is_whole(path: Path, length: int) -> bool:
+    try:
+        return file_length(path) == length
+    except CheckpointError:
+        return False

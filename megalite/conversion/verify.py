@@ -1,0 +1,244 @@
+"""Is what was written what was read? Every weight bit for bit, and the logits of both on the same tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.conversion.stock import stock_logits, stock_version
+from megalite.conversion.tokenizer_files import open_tokenizer
+from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
+from megalite.conversion.wrapped import Wrapped
+from megalite.models.gpt import GPTStage
+from megalite.models.shapes import parameter_count
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+
+DOUBLE_BELOW = 10_000_000
+"""Parameters of a model that is computed in float64; larger ones in float32."""
+SEQUENCES, TOKENS = 2, 64
+"""Of the batch that both sides are run on; no more tokens than the model takes."""
+TEXT = (
+    "A checkpoint that was moved from one format to another must say the same as before, word for word and to the last "
+    "digit; 3.14159 and 2.71828 are two numbers, and so are 1, 2, 4, 8, 16, 32.\n"
+    "Every weight is compared by its bits. The logits are compared as well, because a weight in the wrong place, or a "
+    "setting that was lost on the way, leaves all the bits as they were and changes what the model says."
+)
+_OURS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_STOCK_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+_CHUNK = 1 << 22
+OURS = "megalite"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs: its name and the largest absolute difference between two elements."""
+
+    name: str
+    worst: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What the comparison found.
+
+    Args:
+        wrong: tensors of the target that are not the source's, rounded to their type, bit for bit.
+        rounded: tensors that rounding to a narrower type has changed.
+        logits: largest absolute difference between the source's and the target's logits.
+        unexplained: the part of it that rounding does not explain: between the target's logits and those of the source's
+            weights rounded to the target's types, or, if it is larger, between the source's by two programs.
+        scale: largest absolute logit of the source.
+        tolerance: on `unexplained`, for a scale of 1.
+        computed: who computed the source's logits, the target's, in which type and on what.
+    """
+
+    wrong: tuple[Difference, ...]
+    rounded: tuple[Difference, ...]
+    logits: float
+    unexplained: float
+    scale: float
+    tolerance: float
+    computed: str
+
+    @property
+    def passed(self) -> bool:
+        """Nothing differs but by rounding."""
+        return not self.wrong and self.unexplained <= self.tolerance * max(self.scale, 1e-30)
+
+    def lines(self) -> list[str]:
+        """The findings in words, the verdict last."""
+        found = []
+        if self.rounded:
+            worst = max(self.rounded, key=lambda difference: difference.worst)
+            found.append(
+                f"weights: {len(self.rounded)} tensors changed by rounding, {worst.name} most, by {worst.worst:.3g}"
+            )
+        for difference in self.wrong[:10]:
+            found.append(f"weights: {difference.name} differs by up to {difference.worst:.6g}")
+        if len(self.wrong) > 10:
+            found.append(f"weights: {len(self.wrong) - 10} more tensors differ")
+        if not self.wrong:
+            found.append("weights: bit-equal" + (" to the source's, rounded" if self.rounded else ""))
+        found.append(
+            f"logits: worst difference {self.logits:.3g}, largest logit {self.scale:.3g} ({self.computed})"
+        )
+        if self.rounded:
+            found.append(f"logits: beside what rounding explains, worst difference {self.unexplained:.3g}")
+        limit = self.tolerance * self.scale
+        verdict = "passed" if self.passed else "FAILED"
+        return [*found, f"{verdict} (allowed beside rounding: weights none, logits {limit:.3g})"]
+
+
+class Rounded(Wrapped):
+    """Weights rounded to the types that another model stores them in."""
+
+    def __init__(self, weights: Weights, other: Weights) -> None:
+        super().__init__(weights)
+        self._other = other
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The other's."""
+        return self._other.dtype(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `Weights`."""
+        return self._weights.read(name).to(self.dtype(name))
+
+
+def verify(
+    source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True
+) -> Verification:
+    """Compare a converted model, opened anew, with what it was made from.
+
+    Logits of a Hugging Face folder come from stock transformers where that is installed, others from this package. One
+    model at a time is in memory.
+
+    Args:
+        log: gets a line for each step that takes time.
+        use_stock: False: all logits come from this package.
+
+    Raises:
+        ConversionError: one of them cannot be read, has other tensors, or transformers does not load it.
+    """
+    ours, theirs = parameter_shapes(source.model), parameter_shapes(target.model)
+    if source.model.vocab_size != target.model.vocab_size:
+        sizes = f"vocab_size {source.model.vocab_size} and {target.model.vocab_size}"
+        raise ConversionError(f"{source.path} and {target.path} are different models: {sizes}")
+    if ours.keys() != theirs.keys():
+        other = sorted(ours.keys() ^ theirs.keys())[0]
+        raise ConversionError(
+            f"{source.path} and {target.path} are different models: only one of them has {other}"
+        )
+    log("comparing weights")
+    wrong, rounded = _compare_weights(source, target)
+    dtype = torch.float64 if parameter_count(source.model) < DOUBLE_BELOW else torch.float32
+    tokens, kind = _tokens(source, target)
+    log(f"computing logits of {source.path}")
+    first, first_by = _logits(source, tokens, dtype, use_stock)
+    log(f"computing logits of {target.path}")
+    second, second_by = _logits(target, tokens, dtype, use_stock)
+    unexplained = logits = _worst(first, second)
+    if rounded:
+        log("computing logits of the source's weights after rounding")
+        unexplained = _worst(our_logits(Rounded(source, target), tokens, dtype), second)
+        if first_by != OURS:  # or nothing would tell that this package misreads the source
+            unexplained = max(unexplained, _worst(first, our_logits(source, tokens, dtype)))
+    tolerance = (_OURS_TOLERANCE if first_by == second_by == OURS else _STOCK_TOLERANCE)[dtype]
+    by = first_by if first_by == second_by else f"{first_by} and {second_by}"
+    return Verification(
+        wrong=tuple(wrong),
+        rounded=tuple(rounded),
+        logits=logits,
+        unexplained=unexplained,
+        scale=float(first.abs().max()),
+        tolerance=tolerance,
+        computed=f"by {by}, {str(dtype).removeprefix('torch.')}, {tokens.numel()} tokens of {kind}",
+    )
+
+
+def _compare_weights(source: Weights, target: Weights) -> tuple[list[Difference], list[Difference]]:
+    """(tensors that are wrong, tensors that rounding changed); padding of the vocabulary is left out."""
+    vocab = source.model.vocab_size
+    assert vocab is not None
+    wrong, rounded = [], []
+    for name in parameter_shapes(source.model):
+        ours, theirs = source.read(name), target.read(name)
+        if name in ("embedding.word.weight", "head.weight"):
+            ours, theirs = ours[:vocab], theirs[:vocab]
+        if ours.shape != theirs.shape:
+            raise ConversionError(
+                f"{name} is {list(ours.shape)} in {source.path}, {list(theirs.shape)} in {target.path}"
+            )
+        worst, worst_rounding, same = 0.0, 0.0, True
+        for a, b in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK)):
+            expected = a.to(b.dtype)
+            if not torch.equal(expected.view(torch.uint8), b.view(torch.uint8)):
+                same = False
+                worst = max(worst, _worst(expected, b))
+            worst_rounding = max(worst_rounding, _worst(a, expected)) if a.dtype != b.dtype else 0.0
+        if not same:
+            wrong.append(Difference(name, worst))
+        if worst_rounding > 0.0:
+            rounded.append(Difference(name, worst_rounding))
+    return wrong, rounded
+
+
+def _worst(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest absolute difference; infinite where only one of two elements is a finite number."""
+    difference = (one.double() - other.double()).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+
+
+def _tokens(source: Weights, target: Weights) -> tuple[torch.Tensor, str]:
+    """int64 [SEQUENCES, s] and what they are: text if one of the two has a tokenizer, else drawn from a fixed seed."""
+    model = source.model
+    assert model.vocab_size is not None
+    length = min(TOKENS, source.seq_length, target.seq_length)
+    count = SEQUENCES * length
+    files = source.tokenizer_files or target.tokenizer_files
+    tokenizer = open_tokenizer(files)
+    ids = tokenizer.encode(TEXT) if tokenizer is not None else []
+    if ids and max(ids) < model.vocab_size:
+        repeated = (ids * -(-count // len(ids)))[:count]
+        return torch.tensor(repeated).view(SEQUENCES, length), f"text by {files[0].name}"
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(model.vocab_size, (SEQUENCES, length), generator=generator)
+    return drawn, "a fixed random draw"
+
+
+def _logits(
+    weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool
+) -> tuple[torch.Tensor, str]:
+    """Logits [b, s, vocab_size] and who computed them."""
+    found = stock_version()
+    if weights.format == "huggingface" and use_stock and found is not None:
+        has_experts = weights.model.num_experts is not None
+        return stock_logits(weights.path, tokens, dtype, has_experts=has_experts), f"transformers {found}"
+    return our_logits(weights, tokens, dtype), OURS
+
+
+@torch.no_grad()
+def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logits [b, s, vocab_size] of tokens [b, s] by `GPTStage` on the CPU."""
+    model = weights.model
+    stage = _stage(model, dtype, tokens.shape[1])
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        parameter.copy_(weights.read(parameter.info.spec.name))
+    logits: torch.Tensor = stage.eval()(tokens, stage.context())
+    return logits.transpose(0, 1)[..., : model.vocab_size]
+
+
+def _stage(model: ModelConfig, dtype: torch.dtype, length: int) -> GPTStage:
+    make = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=dtype, device=torch.device("cpu"))
+    return GPTStage(
+        model,
+        first_layer=0,
+        last_layer=model.num_layers,
+        has_embedding=True,
+        has_head=True,
+        make=make,
+        seq_length=length,
+    )

@@ -1,0 +1,136 @@
+"""Tiny models of transformers, one for every family and feature that can be read, and their folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.config.model import ModelConfig
+from megalite.conversion.weights import Weights, parameter_shapes
+from megalite.generation.sample import Sampling, generate
+from megalite.models.gpt import GPTStage
+from tests.models.stages import B, S, build, named
+from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model
+
+LLAMA = FAMILIES["llama3"].theirs
+CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
+    "gpt2-untied": Family(
+        "", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}
+    ),
+    "llama-tied": Family("", {}, "Llama", {**LLAMA, "tie_word_embeddings": True}),
+    "llama-biases": Family(
+        "", {}, "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}
+    ),
+    "llama-linear": Family("", {}, "Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
+    "llama-geglu": Family("", {}, "Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-no-window": Family(
+        "", {}, "Mistral", {**FAMILIES["mistral"].theirs, "sliding_window": None, "head_dim": 6}
+    ),
+    "qwen2-window": Family(
+        "",
+        {},
+        "Qwen2",
+        {
+            **FAMILIES["qwen2"].theirs,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
+}
+"""Every case of `test_families` but Gemma, which cannot be converted, and features that it leaves out."""
+
+
+def saved(name: str, folder: Path) -> Any:
+    """transformers' float64 model of a case, saved by its own save_pretrained into the folder; returns the model."""
+    model = their_model(CASES[name])
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
+
+
+def their_logits(model: Any) -> torch.Tensor:
+    """[b, s, vocab_size] in float64."""
+    with torch.no_grad(), all_float64():
+        return model(tokens(), use_cache=False).logits
+
+
+def our_stage(weights: Weights) -> GPTStage:
+    """The whole network in float64, with these weights."""
+    stage = build(weights.model)
+    parameters = named(stage)
+    assert sorted(parameters) == sorted(parameter_shapes(weights.model))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            values = weights.read(name)
+            assert values.dtype == weights.dtype(name)
+            assert values.shape == parameter.shape, name
+            parameter.copy_(values)
+    return stage.eval()
+
+
+def our_logits(stage: GPTStage) -> torch.Tensor:
+    """[b, s, vocab_size] in float64."""
+    with torch.no_grad():
+        return stage(tokens(), stage.context()).transpose(0, 1)[..., :VOCAB]
+
+
+def our_text(stage: GPTStage, prompt: list[int], length: int) -> list[int]:
+    return list(generate(stage, prompt, Sampling(max_new_tokens=length, temperature=0.0), eod=None))
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float64
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set keys of config.json; `...` removes one."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, read by the safetensors library."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def rename(folder: Path, change: Any) -> None:
+    """Write model.safetensors anew with `change` (tensors -> tensors) applied."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+class InMemory:
+    """`Weights` out of a dictionary under our names, such as a conversion in between leaves behind."""
+
+    format = "megalite"
+
+    def __init__(
+        self, path: Path, model: ModelConfig, seq_length: int, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        self.path, self.model, self.seq_length, self.tensors = path, model, seq_length, tensors
+        self.tokenizer_files: list[Path] = []
+
+    @classmethod
+    def copy(cls, weights: Weights) -> "InMemory":
+        tensors = {name: weights.read(name) for name in parameter_shapes(weights.model)}
+        return cls(weights.path, weights.model, weights.seq_length, tensors)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name].clone()

@@ -1,0 +1,229 @@
+"""config.json: missing keys mean what transformers takes them for, and what our network has not is refused."""
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from megalite.config.describe import replace
+from megalite.config.flags import parse_arguments
+from megalite.config.validate import validate
+from megalite.conversion.huggingface.families import FAMILIES, TRAINING_FIELDS, choose_family, differences
+from megalite.conversion.huggingface.model_config import ModelFile, resolved
+from megalite.conversion.weights import ConversionError
+from megalite.training.checkpointing import FREE_MODEL_FIELDS
+from tests.models.stages import LLAMA, varied
+
+NEEDED: dict[str, Any] = {
+    "num_hidden_layers": 30,
+    "hidden_size": 128,
+    "num_attention_heads": 64,
+    "intermediate_size": 20,
+    "vocab_size": 37,
+}
+NEEDED_BY_GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 16, "n_head": 4, "vocab_size": 37}
+CLASSES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES |= {"mixtral": "Mixtral"}
+
+
+def needed(name: str) -> dict[str, Any]:
+    return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED)
+
+
+def read(name: str, values: dict[str, Any]) -> Any:
+    return FAMILIES[name].read(ModelFile(values, "config.json"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_missing_keys_are_those_of_transformers(name: str) -> None:
+    """What its class fills in, read from what it saves, is what we fill in."""
+    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    theirs = getattr(module, f"{CLASSES[name]}Config")(**needed(name))
+    saved = json.loads(theirs.to_json_string(use_diff=False))
+    assert read(name, needed(name)) == read(name, saved)
+
+
+PRESETS = {
+    "gpt2-124m": "gpt2",
+    "gpt3-1.3b": "gpt2",
+    "llama2-7b": "llama",
+    "llama3-70b": "llama",
+    "llama3.1-8b": "llama",
+    "mistral-7b": "mistral",
+    "qwen2-7b": "qwen2",
+    "qwen3-8b": "qwen3",
+    "mixtral-8x7b": "mixtral",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
+    asked = parse_arguments(["--preset", preset]).config
+    config = validate(asked, 1)
+    seq_length = config.training.seq_length
+    family = choose_family(config.model, seq_length, None)
+    assert family.name == PRESETS[preset]
+    written = json.loads(json.dumps(family.write(config.model, seq_length)))
+    model, positions = read(family.name, written)
+    trained = {name: getattr(config.model, name) for name in TRAINING_FIELDS}
+    assert replace(asked, **vars(model) | trained).model == config.model
+    assert positions == seq_length
+
+
+@pytest.mark.parametrize("preset", ["gemma-7b", "deepseek-moe-16b"])
+def test_presets_that_no_family_expresses(preset: str) -> None:
+    config = validate(parse_arguments(["--preset", preset]).config, 1)
+    with pytest.raises(ConversionError, match="no Hugging Face family is this model"):
+        choose_family(config.model, config.training.seq_length, None)
+
+
+def test_fields_that_only_training_needs_are_those_of_checkpoints() -> None:
+    """Those in which a run may differ from its checkpoint, and the padding, which is of no function at all."""
+    assert FREE_MODEL_FIELDS | {"make_vocab_size_divisible_by"} == TRAINING_FIELDS
+
+
+def test_every_field_of_the_network_is_compared() -> None:
+    """A change of any setting of a Llama with experts makes another Mixtral, or none."""
+    base = resolved(varied(LLAMA, num_experts=4), 12)
+    assert differences(FAMILIES["mixtral"], base, 12) == {}
+    mixtral = FAMILIES["mixtral"]
+    for field, other in {
+        "num_layers": 2, "hidden_size": 24, "num_query_groups": 1, "kv_channels": 8, "vocab_size": 40,
+        "max_position_embeddings": 20, "rotary_base": 60.0, "rope_scaling": "linear", "sliding_window": 3,
+        "activation": "geglu", "norm_epsilon": 1e-4, "num_experts": 5, "moe_router_topk": 3,
+        "tie_embeddings": True, "moe_ffn_hidden_size": 12,
+    }.items():  # fmt: skip
+        changed = resolved(varied(base, **{field: other}), 12)
+        assert differences(mixtral, changed, 12) == {}, field
+        assert mixtral.write(changed, 12) != mixtral.write(base, 12), field
+    for field, other in {
+        "normalization": "LayerNorm", "norm_zero_centered": True, "qk_norm": True, "add_qkv_bias": True,
+        "add_bias_linear": True, "scale_embeddings": True, "position_embedding_type": "none",
+        "activation": "gelu", "moe_shared_expert_intermediate_size": 8, "moe_layer_freq": 2,
+        "moe_first_dense_layers": 1, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0,
+    }.items():  # fmt: skip
+        changed = varied(base, **{field: other})
+        assert field in differences(mixtral, changed, 12), field
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "gpt2",
+        {"activation_function": "relu"},
+        "activation_function is 'relu'; what can be expressed is gelu_new",
+    ),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false; only true"),
+    (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx is true; only false",
+    ),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true; only false"),
+    (
+        "gpt2",
+        {"resid_pdrop": 0.2},
+        r"embd_pdrop is 0\.1 and resid_pdrop 0\.2; hidden_dropout is one for both",
+    ),
+    ("gpt2", {"n_head": 3}, "hidden_size 16 is not divisible by num_attention_heads 3"),
+    (
+        "llama",
+        {"attention_bias": True},
+        "attention_bias is true and mlp_bias false; biases can be expressed in all",
+    ),
+    ("llama", {"mlp_bias": True}, "attention_bias is false and mlp_bias true"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is true and mlp_bias false"),
+    ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
+    ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic'; .* default, linear",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor, which is missing"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
+    ("llama", {"rope_scaling": 2.0}, r"rope_scaling must be an object, not '2\.0'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; it must be a number"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5},
+        r"rope_theta is 10000\.0 in one place and 500000\.0 in the file; keep one",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}},
+        "rope_type is linear in one place and llama3 in rope_scaling",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        "a RoPE of its own for 'full_attention'",
+    ),
+    (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        r"partial_rotary_factor is 0\.5; RoPE can only turn whole heads",
+    ),
+    ("llama", {"rope_theta": None, "rope_scaling": None, "head_dim": 5}, "a head size of 5 is odd"),
+    (
+        "qwen2",
+        {"use_sliding_window": True},
+        "max_window_layers is 28 of 30 layers: those below see all tokens",
+    ),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is '-1'"),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention"] * 29 + ["sliding_attention"]},
+        "layer_types does not say full_attention for every layer",
+    ),
+    (
+        "mistral",
+        {"layer_types": ["full_attention"] * 30},
+        "layer_types does not say sliding_attention for every layer",
+    ),
+    ("mixtral", {"num_local_experts": 1}, "num_experts"),
+    ("mixtral", {"num_experts_per_tok": 9}, "moe_router_topk 9"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_what_our_network_has_not(name: str, changes: dict[str, Any], message: str) -> None:
+    even = {"head_dim": 2} if name != "gpt2" else {}
+    with pytest.raises(ConversionError, match=message) as caught:
+        read(name, needed(name) | even | changes)
+    assert str(caught.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize(
+    "changes, window",
+    [
+        ({}, None),
+        ({"use_sliding_window": True, "max_window_layers": 30}, None),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 7}, 7),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, None),
+        ({"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 7}, None),
+    ],
+)
+def test_qwen_has_a_window_in_all_layers_or_none(changes: dict[str, Any], window: int | None) -> None:
+    for name in ("qwen2", "qwen3"):
+        model, _ = read(name, needed(name) | {"head_dim": 2} | changes)
+        assert model.sliding_window == window
+
+
+def test_the_same_value_in_two_places_is_no_contradiction() -> None:
+    """As a file has it that every version of transformers is to read."""
+    values = needed("llama") | {"head_dim": 2, "rope_theta": 50.0}
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    once, _ = read("llama", values | {"rope_scaling": scaling})
+    twice = {"rope_scaling": scaling | {"type": "linear"}, "rope_parameters": scaling | {"rope_theta": 50.0}}
+    assert read("llama", values | twice)[0] == once
+    assert (once.rope_scaling, once.rope_scaling_factor, once.rotary_base) == ("linear", 2.0, 50.0)
+
+
+def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None:
+    scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0}
+    model, _ = read("llama", needed("llama") | {"rope_scaling": scaling})
+    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.5, 3.0)
+    assert model.rope_scaling_factor == 2.0
+    assert model.rope_original_max_positions == model.max_position_embeddings == 2048

@@ -1,0 +1,360 @@
+"""Folders that are broken or mean harm: each is refused with one line that names the file and the fault."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.conversion.huggingface.folder import MAX_JSON
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.weights import ConversionError, parameter_shapes
+from tests.conversion.huggingface.models import edit_config
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 6,
+    "vocab_size": 11,
+    "max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+Break = Callable[[Path], Any]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {"model.embed_tokens.weight": (11, 8), "lm_head.weight": (11, 8), NORM: (8,)}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (8, 8) for name in "qo"}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (4, 8) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": (6, 8) for name in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj.weight"] = (8, 6)
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def make(folder: Path) -> Path:
+    """A sound folder of two files with an index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    every = tensors()
+    first = {name: tensor for name, tensor in every.items() if "layers.1" not in name}
+    second = {name: tensor for name, tensor in every.items() if name not in first}
+    save_file(first, folder / ONE)
+    save_file(second, folder / TWO)
+    places = {name: ONE if name in first else TWO for name in every}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
+    return folder
+
+
+def test_the_sound_folder_is_read(tmp_path: Path) -> None:
+    weights = HuggingFaceWeights(make(tmp_path / "model"))
+    assert torch.equal(weights.read("final_norm.weight"), tensors()[NORM])
+    assert {weights.dtype(name) for name in parameter_shapes(weights.model)} == {torch.float32}
+
+
+def config(**changes: Any) -> Break:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def text(name: str, content: str | bytes) -> Break:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def place(name: str, file: Any) -> Break:
+    """The index says that a tensor is in `file`."""
+
+    def change(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][name] = file
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+def tensor(file: str, name: str, value: torch.Tensor | None) -> Break:
+    """The file has another tensor under that name, or none."""
+
+    def change(folder: Path) -> None:
+        found = load_file(folder / file)
+        found.pop(name, None)
+        if value is not None:
+            found[name] = value
+        (folder / file).unlink()
+        save_file(found, folder / file)
+
+    return change
+
+
+def both(*breaks: Break) -> Break:
+    def change(folder: Path) -> None:
+        for each in breaks:
+            each(folder)
+
+    return change
+
+
+def remove(*names: str) -> Break:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def link(name: str, target: str) -> Break:
+    """The file has moved to `target` (relative to the folder) and a link is in its place."""
+
+    def change(folder: Path) -> None:
+        destination = Path(os.path.normpath(folder / target))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(destination)
+        (folder / name).symlink_to(target)
+
+    return change
+
+
+def loop(folder: Path) -> None:
+    (folder / ONE).unlink()
+    (folder / ONE).symlink_to(ONE)
+
+
+def pickled(folder: Path) -> None:
+    for name in (ONE, TWO, INDEX):
+        (folder / name).unlink()
+    # Unpickling this would write a file into the working directory.
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+
+
+def huge_header(folder: Path) -> None:
+    (folder / ONE).write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+
+
+def lying_header(folder: Path) -> None:
+    header = json.dumps({NORM: {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    (folder / ONE).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / ONE, (folder / ONE).stat().st_size - 4)
+
+
+def large(folder: Path) -> None:
+    os.truncate(folder / "config.json", MAX_JSON + 1)
+
+
+HOSTILE: dict[str, tuple[Break, str]] = {
+    # The configuration.
+    "no config": (remove("config.json"), "has no config.json"),
+    "not JSON": (text("config.json", "{"), r"config\.json: not JSON"),
+    "not UTF-8": (text("config.json", b'{"a": "\xff"}'), r"config\.json: not JSON"),
+    "not an object": (text("config.json", "[]"), r"config\.json: not a JSON object"),
+    "deep": (text("config.json", '{"a":' * 100_000), r"config\.json: not JSON"),
+    "huge number": (
+        text("config.json", '{"a": ' + "9" * 5000 + "}"),
+        r"config\.json: not JSON: Exceeds the limit",
+    ),
+    "key twice": (
+        text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
+        "'model_type' is there twice",
+    ),
+    "endless": (large, "more than 268435456 are not read"),
+    "a folder": (both(remove("config.json"), lambda f: (f / "config.json").mkdir()), "not a plain file"),
+    "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "not a plain file"),
+    "unknown family": (
+        config(model_type="falcon"),
+        "model_type is 'falcon'; what can be read is gpt2, llama",
+    ),
+    "no family": (config(model_type=...), "model_type is 'None'"),
+    "family of another type": (config(model_type=["llama"]), "model_type is "),
+    "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
+    "trust_remote_code": (config(trust_remote_code=True), "trust_remote_code names code"),
+    "quantized": (
+        config(quantization_config={"quant_method": "fp8"}),
+        "quantization_config: the weights are",
+    ),
+    "no size": (config(hidden_size=...), "hidden_size is missing"),
+    "null size": (config(vocab_size=None), "vocab_size is null"),
+    "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
+    "negative size": (config(intermediate_size=-6), "intermediate_size is '-6'"),
+    "true for a size": (config(hidden_size=True), "hidden_size is 'True'"),
+    "fractional size": (config(num_attention_heads=2.0), "num_attention_heads is '2.0'"),
+    "absurd layers": (config(num_hidden_layers=10**9), "num_hidden_layers is '1000000000'; .* to 65536"),
+    "too many layers": (config(num_hidden_layers=60_000), "says 60000 layers, the files hold 21 tensors"),
+    "absurd width": (
+        config(hidden_size=2**31 - 4),
+        r"embed_tokens\.weight has the shape \[11, 8\]; by config",
+    ),
+    "epsilon of text": (config(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'; it must be a number"),
+    "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps is 'nan'; it must be a number"),
+    "epsilon infinite": (config(rms_norm_eps=float("inf")), "rms_norm_eps is 'inf'; it must be a number"),
+    "flag of text": (
+        config(tie_word_embeddings="no"),
+        "tie_word_embeddings is 'no'; it must be true or false",
+    ),
+    "heads that do not divide": (config(num_key_value_heads=3), "num_attention_heads 2 is not divisible"),
+    "token of text": (config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+    # The index.
+    "index leads out": (place(NORM, "../x.safetensors"), r"'\.\./x\.safetensors' is not the name of a file"),
+    "index is absolute": (
+        place(NORM, "/etc/x.safetensors"),
+        "'/etc/x.safetensors' is not the name of a file",
+    ),
+    "index names a folder's file": (place(NORM, "a/b.safetensors"), "'a/b.safetensors' is not the name"),
+    "index names a pickle": (
+        place(NORM, "pytorch_model.bin"),
+        "'pytorch_model.bin', which is no safetensors",
+    ),
+    "index with a number": (place(NORM, 1), "weight_map must say for each tensor the name"),
+    "index with a null byte": (place(NORM, "a\0.safetensors"), "is not the name of a file"),
+    "index without a map": (text(INDEX, "{}"), "weight_map must say"),
+    "index is no JSON": (text(INDEX, "\0"), f"{INDEX}: not JSON"),
+    "index names the other file": (place(NORM, TWO), f"{NORM} is in {TWO}; it is in {ONE}"),
+    "index names what is nowhere": (place("model.ghost", ONE), f"model.ghost is in {ONE}; it is in no file"),
+    "missing file": (remove(TWO), f"{TWO}, which {INDEX} names, is missing"),
+    # The tensors.
+    "nothing": (remove(ONE, TWO, INDEX), r"has no model\.safetensors and no model\.safetensors\.index\.json"),
+    "pickle alone": (pickled, "pytorch_model.bin, a pickle, which is not read because it can run code"),
+    "adapter": (
+        both(remove(ONE, TWO, INDEX), text("adapter_config.json", "{}")),
+        "holds an adapter, not a model; merge it",
+    ),
+    "not indexed": (tensor(TWO, "model.extra", torch.ones(2)), f"holds model.extra, which {INDEX} does not"),
+    "twice": (tensor(TWO, NORM, torch.ones(8)), f"{NORM} is in {ONE} and in {TWO}"),
+    "missing": (
+        both(remove(TWO, INDEX), lambda f: (f / ONE).rename(f / "model.safetensors")),
+        r"model\.layers\.1\.input_layernorm\.weight is missing; llama as config\.json describes it has it",
+    ),
+    "unknown": (
+        both(tensor(ONE, "model.extra", torch.ones(2)), place("model.extra", ONE)),
+        r"model\.extra: llama as config\.json describes it has no such tensor",
+    ),
+    "bias that config denies": (
+        both(
+            tensor(ONE, "model.layers.0.self_attn.q_proj.bias", torch.ones(8)),
+            place("model.layers.0.self_attn.q_proj.bias", ONE),
+        ),
+        "q_proj.bias: llama as config.json describes it has no such tensor",
+    ),
+    "shape": (
+        tensor(ONE, NORM, torch.ones(9)),
+        r"model\.norm\.weight has the shape \[9\]; by config.json it is \[8\]",
+    ),
+    "transposed": (
+        tensor(ONE, "model.layers.0.mlp.down_proj.weight", torch.ones(6, 8)),
+        r"has the shape \[6, 8\]; by config.json it is \[8, 6\]",
+    ),
+    "whole numbers": (
+        tensor(ONE, NORM, torch.ones(8, dtype=torch.int64)),
+        "is I64; weights must be BF16, F16",
+    ),
+    "eight bits": (
+        tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)),
+        r"is F8_E4M3; .*\(quantized ones are not read\)",
+    ),
+    "truncated": (cut, f"{ONE}: its tensors take"),
+    "huge header": (huge_header, f"{ONE}: says that its header has"),
+    "a petabyte": (lying_header, f"{ONE}: its tensors take 4398046511104 bytes"),
+    "empty file": (text(ONE, ""), f"{ONE}: 0 bytes are too few"),
+    # Links.
+    "weights elsewhere": (link(ONE, "../elsewhere/one.safetensors"), f"{ONE} is a link to .*elsewhere"),
+    "config elsewhere": (
+        link("config.json", "../elsewhere/c.json"),
+        r"config\.json is a link to .*elsewhere",
+    ),
+    "no blobs outside a cache": (link(ONE, "../../blobs/one"), "is a link to .*outside of the folder"),
+    "link to nowhere": (
+        both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")),
+        "a link that leads nowhere",
+    ),
+    "link to itself": (loop, "a link that leads nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_it_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_, message = HOSTILE[name]
+    folder = make(tmp_path / "a" / "model")
+    monkeypatch.chdir(tmp_path)
+    break_(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConversionError, match=message) as caught:
+        HuggingFaceWeights(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_cache_of_hugging_face_is_read(tmp_path: Path) -> None:
+    """There every file is a link to ../../blobs/."""
+    folder = make(tmp_path / "models--a--b" / "snapshots" / "0123abcd")
+    for i, name in enumerate((ONE, TWO, INDEX, "config.json")):
+        link(name, f"../../blobs/{i}")(folder)
+    assert torch.equal(HuggingFaceWeights(folder).read("final_norm.weight"), tensors()[NORM])
+    outside = tmp_path / "secret"
+    (tmp_path / "models--a--b" / "blobs" / "0").rename(outside)
+    (tmp_path / "models--a--b" / "blobs" / "0").symlink_to(outside)
+    with pytest.raises(ConversionError, match=r"is a link to .*secret, outside of the folder"):
+        HuggingFaceWeights(folder)
+
+
+def test_links_within_the_folder_are_read(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    link(ONE, "parts/one.safetensors")(folder)
+    assert torch.equal(HuggingFaceWeights(folder).read("final_norm.weight"), tensors()[NORM])
+    (tmp_path / "name").symlink_to(folder)
+    HuggingFaceWeights(tmp_path / "name")
+
+
+def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    weights = HuggingFaceWeights(folder)
+    os.truncate(folder / ONE, 600)
+    with pytest.raises(ConversionError, match=ONE):
+        for name in parameter_shapes(weights.model):
+            weights.read(name)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["evil.T", null]}}', "auto_map names code"),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json: not a JSON object"),
+        ("generation_config.json", '{"trust_remote_code": true}', "trust_remote_code names code"),
+        ("tokenizer.json", "{}", "it has no model.vocab"),
+        ("tokenizer.json", '{"model": {"vocab": 7}}', "it has no model.vocab"),
+        ("tokenizer.model", "not one", "not a SentencePiece model"),
+        ("tokenizer.model", "", "it has no pieces"),
+        ("vocab.json", '{"a": 0}', "vocab.json do not make a tokenizer"),
+    ],
+)
+def test_tokenizer_files_that_are_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    (folder / name).write_text(content)
+    weights = HuggingFaceWeights(folder)
+    with pytest.raises(ConversionError, match=message):
+        write_huggingface(
+            weights,
+            tmp_path / "to",
+            dtype=None,
+            family=None,
+            max_file_bytes=1 << 30,
+            advance=lambda count: None,
+        )
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_tokenizer_file_that_leads_out_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    (folder / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(ConversionError, match=r"tokenizer\.json is a link to /etc/hostname"):
+        HuggingFaceWeights(folder)

@@ -1,0 +1,162 @@
+"""What transformers saves is, read as `Weights`, the same network: equal logits in float64, to 1e-9."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.weights import ConversionError
+from tests.conversion.huggingface.models import (
+    CASES,
+    edit_config,
+    error,
+    our_logits,
+    our_stage,
+    rename,
+    saved,
+    their_logits,
+)
+from tests.models.test_families import VOCAB
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    them = saved(name, tmp_path)
+    weights = HuggingFaceWeights(tmp_path)
+    assert weights.format == "huggingface" and weights.path == tmp_path
+    assert weights.seq_length == weights.model.max_position_embeddings == them.config.max_position_embeddings
+    assert error(our_logits(our_stage(weights)), their_logits(them)) < 1e-9
+
+
+def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
+    saved("llama3", tmp_path)
+    weights = HuggingFaceWeights(tmp_path)
+    assert weights.model.vocab_size == VOCAB and weights.model.padded_vocab_size == 128
+    for name in ("embedding.word.weight", "head.weight"):
+        rows = weights.read(name)
+        assert rows.shape[0] == 128 and not rows[VOCAB:].any() and rows[:VOCAB].any()
+
+
+def old_keys(name: str) -> dict[str, Any]:
+    """RoPE as transformers 4 wrote it."""
+    values = dict(CASES[name].theirs["rope_parameters"])
+    theta = values.pop("rope_theta")
+    scaling = values if values["rope_type"] != "default" else None
+    return {"rope_parameters": ..., "rope_theta": theta, "rope_scaling": scaling}
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3.1", "llama-linear", "mixtral"])
+def test_the_old_keys_of_rope_say_the_same(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    new = HuggingFaceWeights(tmp_path).model
+    edit_config(tmp_path, **old_keys(name))
+    assert HuggingFaceWeights(tmp_path).model == new
+    if name == "llama-linear":  # before 4.43
+        edit_config(tmp_path, rope_scaling={"type": "linear", "factor": 3.0})
+        assert HuggingFaceWeights(tmp_path).model == new
+
+
+def without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
+def with_masks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.uint8)
+    return without_prefix(tensors) | {"h.0.attn.bias": mask, "h.1.attn.masked_bias": torch.tensor(-1e4)}
+
+
+def with_frequencies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+
+
+def with_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def head_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+
+
+def merged(name_of_experts: str) -> Any:
+    """Mixtral's experts as transformers 5 holds them."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {name: tensor for name, tensor in tensors.items() if "block_sparse_moe" not in name}
+        for i in range(3):
+            there = f"model.layers.{i}.block_sparse_moe"
+            here = f"model.layers.{i}.{name_of_experts}"
+            w1, w2, w3 = (
+                torch.stack([tensors[f"{there}.experts.{e}.{w}.weight"] for e in range(5)])
+                for w in ("w1", "w2", "w3")
+            )
+            found[f"{here}.gate.weight"] = tensors[f"{there}.gate.weight"]
+            found[f"{here}.experts.gate_up_proj"] = torch.cat((w1, w3), dim=1)
+            found[f"{here}.experts.down_proj"] = w2
+        return found
+
+    return change
+
+
+def split_of_5(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("gpt2", without_prefix),
+        ("gpt2-untied", with_masks),
+        ("llama3", with_frequencies),
+        ("llama-tied", with_head),
+        ("qwen2-window", head_alone),
+        ("mixtral", merged("mlp")),
+        ("mixtral", merged("block_sparse_moe")),
+        ("mixtral", split_of_5),
+    ],
+)
+def test_other_names_for_the_same(name: str, change: Any, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    before = HuggingFaceWeights(tmp_path)
+    names = list(our_stage(before).state_dict())
+    expected = {name: before.read(name) for name in before._pieces}
+    rename(tmp_path, change)
+    after = HuggingFaceWeights(tmp_path)
+    assert names and all(torch.equal(after.read(name), value) for name, value in expected.items())
+
+
+def test_a_tied_head_of_other_values_is_refused(tmp_path: Path) -> None:
+    saved("llama-tied", tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = with_head(tensors)
+        tensors["lm_head.weight"][-1, -1] += 1e-6
+        return tensors
+
+    rename(tmp_path, change)
+    with pytest.raises(ConversionError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        HuggingFaceWeights(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    head = HuggingFaceWeights(tmp_path).read("head.weight")
+    assert torch.equal(head[:VOCAB], load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+
+
+def test_mixed_types_give_the_wider(tmp_path: Path) -> None:
+    """Query in bfloat16, key in float32, value in float16: float32 holds them all."""
+    saved("llama3", tmp_path)
+    types = {"q_proj": torch.bfloat16, "k_proj": torch.float32, "v_proj": torch.float16}
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kinds = {name: types.get(name.split(".")[-2], torch.bfloat16) for name in tensors}
+        return {name: tensor.to(kinds[name]) for name, tensor in tensors.items()}
+
+    rename(tmp_path, change)
+    weights = HuggingFaceWeights(tmp_path)
+    assert weights.dtype("layers.0.attention.qkv.weight") == torch.float32
+    assert weights.read("layers.0.attention.qkv.weight").dtype == torch.float32
+    assert weights.dtype("layers.0.mlp.up.weight") == torch.bfloat16
+    theirs = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+    ours = weights.read("layers.0.attention.qkv.weight").unflatten(0, (2, 4, 4))[:, 2]
+    assert torch.equal(ours.flatten(0, 1), theirs)

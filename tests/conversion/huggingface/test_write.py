@@ -1,0 +1,271 @@
+"""What is written loads with stock transformers and is the same network; what came from there goes back unchanged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.weights import ConversionError, parameter_shapes
+from tests.conversion.huggingface.models import (
+    CASES,
+    InMemory,
+    edit_config,
+    error,
+    our_logits,
+    our_stage,
+    our_text,
+    saved,
+    tensors_of,
+    their_logits,
+)
+from tests.models.stages import GPT, LLAMA, varied
+from tests.models.test_families import FAMILIES, VOCAB, all_float64
+
+PROMPT = [5, 17, 30, 3]
+GIB = 1 << 30
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu_tanh"},
+    "gpt2-gelu-untied": {"tie_embeddings": False},
+    "llama": {},
+    "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
+    "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
+    "llama-linear": {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "activation": "geglu"},
+    "mistral": {"sliding_window": 4},
+    "mistral-odd": {"hidden_size": 18, "num_attention_heads": 4},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen2-window": {"add_qkv_bias": True, "sliding_window": 4, "num_attention_heads": 2},
+    "qwen3": {"qk_norm": True},
+    "qwen3-window": {"qk_norm": True, "sliding_window": 4},
+    "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
+}
+"""Models of ours, by what they are to be written as."""
+
+
+def random_weights(name: str, folder: Path) -> InMemory:
+    """A model of ours with every weight drawn at random, padding rows too."""
+    gpt = name.startswith("gpt2")
+    model = varied(GPT if gpt else LLAMA, **PRESETS[name])
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        key: torch.randn(shape.shape, dtype=torch.float64, generator=generator)
+        * (0.3 if len(shape.shape) > 1 else 0.2)
+        + (shape.init == "ones")
+        for key, shape in parameter_shapes(model).items()
+    }
+    folder.mkdir()
+    return InMemory(folder, model, 12, tensors)
+
+
+def write(weights: Any, folder: Path, **changes: Any) -> Path:
+    how: dict[str, Any] = {
+        "dtype": None,
+        "family": None,
+        "max_file_bytes": GIB,
+        "advance": lambda count: None,
+    }
+    return write_huggingface(weights, folder, **how | changes)
+
+
+def stock(folder: Path, **how: Any) -> Any:
+    """Loaded as any user of transformers would, but for the kernels, which do float64 in the plain ones alone."""
+    from transformers import AutoModelForCausalLM
+
+    is_mixtral = json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
+    kernels = {"experts_implementation": "eager"} if is_mixtral else {}
+    with all_float64():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            **kernels,
+            **how,
+        )
+    assert not any(report.values()), report
+    return model
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    """Logits to 1e-9 in float64, and the same greedy tokens."""
+    weights = random_weights(name, tmp_path / "ours")
+    folder = write(weights, tmp_path / "theirs")
+    them, us = stock(folder), our_stage(weights)
+    assert them.config.model_type == name.split("-")[0].replace("3.1", "")
+    assert error(our_logits(us), their_logits(them)) < 1e-9
+    with all_float64(), torch.no_grad():
+        text = them.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    ours = our_text(us, PROMPT, 8)
+    assert text[0].tolist() == PROMPT + ours
+    assert len(set(ours)) > 1, "the same token again and again would prove little"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """Theirs to our names and back: every tensor bit for bit, and a configuration of the same meaning."""
+    saved(name, tmp_path / "before")
+    before = HuggingFaceWeights(tmp_path / "before")
+    for source in (before, InMemory.copy(before)):
+        folder = write(source, tmp_path / f"after-{source.format}", family=before.family.name)
+        after = HuggingFaceWeights(folder)
+        old, new = tensors_of(tmp_path / "before"), tensors_of(folder)
+        assert old.keys() == new.keys()
+        for key in old:
+            assert old[key].dtype == new[key].dtype and torch.equal(old[key], new[key]), key
+        assert after.model == before.model and after.seq_length == before.seq_length
+        theirs = [stock(path).config.to_dict() for path in (tmp_path / "before", folder)]
+        # head_dim may be given or derived, layers beyond the last have no kind.
+        for config in theirs:
+            heads = config.get("num_attention_heads")
+            config["head_dim"] = config.get("head_dim") or (heads and config["hidden_size"] // heads)
+            config["n_inner"] = config.get("n_inner") or (config.get("n_embd") and 4 * config["n_embd"])
+            for free in ("max_window_layers", "_name_or_path", "transformers_version", "use_cache"):
+                config.pop(free, None)
+            if not config.get("use_sliding_window", True):
+                config.pop("sliding_window")
+        assert theirs[0] == theirs[1]
+
+
+def test_several_files(tmp_path: Path) -> None:
+    saved("mixtral", tmp_path / "before")
+    weights = InMemory.copy(HuggingFaceWeights(tmp_path / "before"))
+    counted: list[int] = []
+    folder = write(weights, tmp_path / "after", max_file_bytes=20_000, advance=counted.append)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = len(files)
+    assert count > 3
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert all((folder / file).stat().st_size <= 20_000 for file in files)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    old, new = tensors_of(tmp_path / "before"), tensors_of(folder)
+    assert old.keys() == new.keys() == index["weight_map"].keys()
+    assert all(torch.equal(old[key], new[key]) for key in old)
+    total = sum(tensor.numel() * 8 for tensor in old.values())
+    assert index["metadata"]["total_size"] == sum(counted) == total
+    stock(folder)  # finds all it needs and nothing else
+    again = HuggingFaceWeights(folder)
+    for name in parameter_shapes(again.model):
+        assert torch.equal(again.read(name), weights.read(name))
+
+
+def test_each_tensor_of_ours_is_read_once(tmp_path: Path) -> None:
+    """Mixtral's experts are 3·E tensors of theirs and 2 of ours."""
+    weights = random_weights("mixtral", tmp_path / "ours")
+    read: list[str] = []
+
+    class Counting(InMemory):
+        def read(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().read(name)
+
+    source = Counting(weights.path, weights.model, 12, weights.tensors)
+    write(source, tmp_path / "theirs", max_file_bytes=20_000)
+    assert read == list(parameter_shapes(weights.model))
+
+
+def test_another_type(tmp_path: Path) -> None:
+    weights = random_weights("qwen2", tmp_path / "ours")
+    folder = write(weights, tmp_path / "theirs", dtype=torch.bfloat16)
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    tensors = tensors_of(folder)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    rows = weights.read("head.weight")[:VOCAB]
+    assert torch.equal(tensors["lm_head.weight"], rows.bfloat16())
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0].double()
+    double = our_stage(HuggingFaceWeights(folder))
+    with torch.no_grad():
+        ours = double(torch.tensor([PROMPT]), double.generation_context(first_position=0, length=4))[:, 0]
+    assert float((ours[:, :VOCAB] - logits).abs().max() / logits.abs().max()) < 0.03
+
+
+def test_token_ids_of_the_source_stay(tmp_path: Path) -> None:
+    saved("llama3", tmp_path / "before")
+    edit_config(tmp_path / "before", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=0)
+    (tmp_path / "before" / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 7, 9], "temperature": 0.6}'
+    )
+    folder = write(HuggingFaceWeights(tmp_path / "before"), tmp_path / "after")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 7], 0)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, 7, 9] and generation["temperature"] == 0.6
+
+
+REFUSED: list[tuple[str | None, ModelConfig, str]] = [
+    (
+        None,
+        varied(LLAMA, scale_embeddings=True, norm_zero_centered=True, activation="geglu_tanh"),
+        r"no Hugging Face family is this model; the nearest, llama, differs: .*norm_zero_centered is True, llama "
+        r"has False; scale_embeddings is True, llama has False",
+    ),
+    (None, varied(GPT, position_embedding_type="none"), "gpt2, differs: position_embedding_type is none"),
+    (None, varied(LLAMA, normalization="LayerNorm"), "normalization is LayerNorm, llama has RMSNorm"),
+    (None, varied(LLAMA, qk_norm=True, add_qkv_bias=True), "nearest, qwen2, differs: qk_norm is True"),
+    (None, varied(LLAMA, num_experts=4, moe_layer_freq=2), "moe_layer_freq is 2, mixtral has 1"),
+    (
+        None,
+        varied(LLAMA, num_experts=4, moe_first_dense_layers=1),
+        "moe_first_dense_layers is 1, mixtral has 0",
+    ),
+    (
+        None,
+        varied(LLAMA, num_experts=4, moe_shared_expert_intermediate_size=8),
+        "moe_shared_expert_intermediate_size is 8, mixtral has None",
+    ),
+    (None, varied(LLAMA, num_experts=4, moe_router_pre_softmax=True), "moe_router_pre_softmax is True"),
+    (None, varied(GPT, activation="swiglu", ffn_hidden_size=20), "gpt2, differs: activation is swiglu"),
+    (None, varied(GPT, num_query_groups=2), "num_query_groups is 2, gpt2 has 4"),
+    (
+        "llama",
+        varied(LLAMA, sliding_window=4),
+        "llama differs: sliding_window is 4, llama has None; --family mistral is the same",
+    ),
+    ("llama", varied(LLAMA, hidden_size=18, num_attention_heads=4), "--family mistral is the same model"),
+    ("qwen3", LLAMA, "qwen3 differs: qk_norm is False, qwen3 has True; --family llama is the same model"),
+    ("gpt2", LLAMA, "position_embedding_type is rope, gpt2 has learned_absolute"),
+    ("gemma", LLAMA, "gemma is not a family that can be expressed; use gpt2, llama, mistral"),
+]
+
+
+@pytest.mark.parametrize("family, model, message", REFUSED)
+def test_what_no_family_expresses(
+    family: str | None, model: ModelConfig, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConversionError, match=message):
+        write(InMemory(tmp_path, model, 12, {}), tmp_path / "theirs", family=family)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_of_training_do_not_matter(tmp_path: Path) -> None:
+    """The function of the trained network is the same: dropout and the auxiliary losses are gone then."""
+    weights = random_weights("mixtral", tmp_path / "ours")
+    plain = write(weights, tmp_path / "plain")
+    weights.model = varied(
+        weights.model,
+        hidden_dropout=0.1,
+        moe_aux_loss_coeff=0.01,
+        moe_expert_capacity_factor=1.25,
+        moe_z_loss_coeff=1e-3,
+    )
+    other = write(weights, tmp_path / "other")
+    assert (plain / "config.json").read_bytes() == (other / "config.json").read_bytes()
+
+
+def test_gemma_is_only_read_by_transformers(tmp_path: Path) -> None:
+    """The family that the messages above are about has no mapping here: its folder is refused by name."""
+    assert "gemma" in FAMILIES and "gemma" not in CASES
+    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    with pytest.raises(
+        ConversionError, match="model_type is 'gemma'; what can be read is gpt2, llama, mistral"
+    ):
+        HuggingFaceWeights(tmp_path)

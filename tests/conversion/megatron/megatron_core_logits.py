@@ -1,0 +1,123 @@
+"""Run by test_megatron_core.py: one tensor-parallel rank of megatron.core's own GPTModel on the CPU.
+
+    python megatron_core_logits.py FOLDER RANK TP STORE
+
+Builds the model that the args of FOLDER's file say, loads the file strictly, and writes logits and, in both formats,
+what megatron.core itself would save.
+"""
+
+import argparse
+import contextlib
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+warnings.simplefilter("ignore")  # megatron.core warns of every package that is not there
+
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+
+def build(args: argparse.Namespace) -> GPTModel:
+    """What Megatron-LM's training script makes of args, with the local layers."""
+    settings = {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "kv_channels": args.kv_channels,
+        "normalization": args.normalization,
+        "layernorm_epsilon": args.norm_epsilon,
+        "qk_layernorm": args.qk_layernorm,
+        "add_bias_linear": args.add_bias_linear,
+        "add_qkv_bias": args.add_qkv_bias,
+        "gated_linear_unit": args.swiglu,
+        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        "bias_activation_fusion": args.bias_gelu_fusion,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "params_dtype": args.params_dtype,
+    }
+    if args.num_experts:
+        names = ("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+        settings |= {name: getattr(args, name) for name in names}
+        settings |= {
+            "num_moe_experts": args.num_experts,
+            "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+        }
+    config = TransformerConfig(**settings)
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
+    else:
+        spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+    )
+
+
+def main() -> None:
+    folder, rank, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: torch.device("cpu")  # what RoPE's frequencies are moved to
+    torch.cuda.synchronize = lambda *_: None
+    no_states = types.SimpleNamespace(fork=contextlib.nullcontext)  # of CUDA's random numbers, for dropout
+    tensor_parallel.get_cuda_rng_tracker = lambda: no_states
+    moe_utils.te_general_gemm = None  # Transformer Engine's, missed where it is not installed
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    file = folder / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(file, weights_only=True)
+    model = build(content["args"])
+    model.load_state_dict(content["model"], strict=True)
+    model.eval()
+    tokens = torch.load(folder / "tokens.pt", weights_only=True)
+    length = tokens.shape[1]
+    hidden = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(length)[None].expand_as(tokens), hidden)
+    torch.save(logits, folder / f"logits-{rank}.pt")
+    content["model"] = model.state_dict_for_save_checkpoint()
+    back = folder / "back" / "iter_0000005" / f"mp_rank_{rank:02d}"
+    back.mkdir(parents=True)
+    torch.save(content | {"iteration": 5}, back / "model_optim_rng.pt")
+    (folder / "back" / "latest_checkpointed_iteration.txt").write_text("5")
+    step = folder / "dist" / "iter_0000007"
+    step.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    content["args"].ckpt_format = "torch_dist"
+    dist_checkpointing.save(dict(model.sharded_state_dict()) | {"args": content["args"]}, str(step))
+    (folder / "dist" / "latest_checkpointed_iteration.txt").write_text("7")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

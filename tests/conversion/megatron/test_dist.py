@@ -1,0 +1,104 @@
+"""Reading Megatron-LM's `torch_dist` format, out of files with torch's own classes."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.conversion.megatron.dist import MegatronDistWeights
+from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.weights import ConversionError
+from tests.conversion.megatron import builder, dist_builder
+from tests.conversion.megatron.compare import assert_same
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT | {"activation": "gelu_tanh"},
+    "llama": LLAMA,
+    "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
+    "experts": EXPERTS,
+    "some-experts": EXPERTS | {"moe_first_dense_layers": 1, "moe_shared_expert_intermediate_size": 24},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_read(tmp_path: Path, kind: str, tp: int, stacked: bool) -> None:
+    if stacked and kind == "some-experts":
+        pytest.skip("layers that differ are never stacked")
+    weights = MadeUp(tmp_path, MODELS[kind])
+    found = open_megatron(dist_builder.save(tmp_path / "saved", weights, tp=tp, stacked=stacked))
+    assert isinstance(found, MegatronDistWeights)
+    assert found.path == tmp_path / "saved" / "iter_0000007"
+    assert_same(found, weights)
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    for name, args, message in (
+        ("layers", {"num_layers": 3}, r"args.num_layers is 3, but .* is \[2, 32\]"),
+        ("bias", {"add_qkv_bias": True}, "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
+        ("norm", {"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.q_layernorm.weight"),
+        ("width", {"ffn_hidden_size": 40}, r"is \[96, 32\]; its args make it \[80, 32\]"),
+        ("rope", {"rotary_percent": 0.5}, "args.rotary_percent"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            open_megatron(dist_builder.save(tmp_path / name, weights, **args))
+    folder = dist_builder.save(tmp_path / "saved", weights)
+    step, found = folder / "iter_0000007", open_megatron(folder)
+    for path in step.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ConversionError, match=r"distcp .bytes \d+ to \d+. is not a whole file of torch.save"):
+        found.read("final_norm.weight")
+    (step / "__0_0.distcp").unlink()
+    (step / "__1_0.distcp").unlink()
+    with pytest.raises(ConversionError, match=r"distcp .* cannot be read: .*No such file"):
+        found.read("final_norm.weight")
+    (step / "common.pt").unlink()
+    with pytest.raises(ConversionError, match=r"common.pt is missing"):
+        open_megatron(folder)
+
+
+def test_a_gap_is_found(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = dist_builder.save(tmp_path / "saved", weights, tp=2)
+    step = folder / "iter_0000007"
+    blocks = dist_builder.model_blocks(weights, 2, stacked=True)
+    shape, parts = blocks["output_layer.weight"]
+    blocks["output_layer.weight"] = shape, parts[:1]
+    (step / ".metadata").write_bytes(pickle.dumps(dist_builder.metadata(step, blocks)))
+    with pytest.raises(ConversionError, match=r"blocks of output_layer.weight have 4864 of 9728 elements"):
+        open_megatron(folder).read("head.weight")
+
+
+def test_no_file_outside_of_the_folder(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = dist_builder.save(tmp_path / "saved", weights)
+    path = folder / "iter_0000007" / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../o.distcp!"))
+    with pytest.raises(ConversionError, match=r"'../o.distcp!' is no file of the folder"):
+        open_megatron(folder)
+
+
+def test_a_damaged_block_is_found(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = dist_builder.save(tmp_path / "saved", weights)
+    values = weights.read("embedding.word.weight").numpy().tobytes()
+    path = folder / "iter_0000007" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[bytes(data).index(values[:300]) + 77] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ConversionError, match="is damaged: the checksum"):
+        open_megatron(folder).read("embedding.word.weight")
+
+
+def test_one_rank_of_several(tmp_path: Path) -> None:
+    """Types other than fp32, and an args that knows no vocabulary."""
+    weights = MadeUp(tmp_path, LLAMA, dtype=torch.bfloat16)
+    found = open_megatron(dist_builder.save(tmp_path / "saved", weights, tp=2))
+    assert found.model.vocab_size == weights.model.vocab_size
+    assert found.model.padded_vocab_size == builder.padded(weights.model, 2)
+    assert_same(found, weights)

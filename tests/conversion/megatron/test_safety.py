@@ -1,0 +1,237 @@
+"""Files that want to run something, and files that are damaged: refused by name, and nothing happens."""
+
+import io
+import os
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.megatron.pickled import Made, Name, PickleError, describe
+from megalite.conversion.megatron.safe_globals import Inert
+from megalite.conversion.megatron.torch_file import TorchFile
+from megalite.conversion.weights import ConversionError
+from tests.conversion.megatron import builder, dist_builder
+from tests.conversion.megatron.compare import assert_same
+from tests.conversion.samples import LLAMA, MadeUp
+
+
+class Call:
+    """Unpickling it calls a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+class Custom:
+    """A class of nobody's."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def evil(mark: Path) -> dict[str, tuple[Any, str]]:
+    """Objects that would make the file `mark`, or be made, and the name to be found in the refusal."""
+    command = f"touch {mark}"
+    return {
+        "system": (Call(os.system, command), "posix.system"),
+        "popen": (Call(os.popen, command), "os.popen"),
+        "eval": (Call(eval, f"open({str(mark)!r}, 'w')"), "eval"),
+        "exec": (Call(exec, f"open({str(mark)!r}, 'w')"), "exec"),
+        "open": (Call(open, str(mark), "w"), "io.open"),
+        "getattr": (Call(getattr, 1, "real"), "getattr"),
+        "import": (Call(__import__, "antigravity"), "__import__"),
+        "path": (Call(Path.touch, mark), "(Path.touch|getattr)"),
+        "load": (Call(torch.load, str(mark)), "torch.serialization.load"),
+        "bytes": (Call(torch.storage._load_from_bytes, b"x"), "_load_from_bytes"),
+        "pickle": (Call(pickle.loads, b"x"), "loads"),
+        "class": (Custom(), "Custom"),
+    }
+
+
+def places(content: dict[str, Any], bad: Any) -> dict[str, Any]:
+    """A file's content with `bad` somewhere in it."""
+    args = Namespace(**vars(content["args"]))
+    args.extra = [{"deep": (1, bad)}]
+    return {
+        "all": bad,
+        "beside": content | {"rng_state": bad},
+        "args": content | {"args": args},
+        "model": content | {"model": content["model"] | {"decoder.layers.0._extra_state": bad}},
+        "key": content | {"optimizer": OrderedDict(state=[bad])},
+    }
+
+
+def content_of(weights: MadeUp) -> dict[str, Any]:
+    model = builder.stage(weights, range(2), 1, 0, first=True, last=True)
+    return {"args": builder.arguments(weights, 1, 1), "checkpoint_version": 3.0, "model": model}
+
+
+@pytest.mark.parametrize("kind", evil(Path()))
+def test_nothing_runs(tmp_path: Path, kind: str) -> None:
+    mark = tmp_path / "ran"
+    bad, name = evil(mark)[kind]
+    weights = MadeUp(tmp_path, LLAMA)
+    for place, content in places(content_of(weights), bad).items():
+        folder = tmp_path / place
+        builder.write(folder, "mp_rank_00", content)
+        with pytest.raises(
+            ConversionError, match=rf"model_optim_rng.pt contains [\w.]*{name}, which is none"
+        ):
+            open_megatron(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", evil(Path()))
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_nothing_runs_in_torch_dist(tmp_path: Path, kind: str, protocol: int) -> None:
+    mark = tmp_path / "ran"
+    bad, name = evil(mark)[kind]
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = dist_builder.save(tmp_path / "saved", weights)
+    step = folder / "iter_0000007"
+    sound = (step / ".metadata").read_bytes()
+    found = pickle.loads(sound)
+    found.planner_data = {"x": [bad]}
+    for whole in (found, bad):
+        (step / ".metadata").write_bytes(pickle.dumps(whole, protocol=protocol))
+        with pytest.raises(ConversionError, match=r"\.metadata c(ontains|annot)"):
+            open_megatron(folder)
+    if protocol == 4:
+        with pytest.raises(ConversionError, match=rf"contains [\w.]*{name}.*--ckpt-format torch"):
+            open_megatron(folder)
+    (step / ".metadata").write_bytes(sound)
+    opened = open_megatron(folder)
+    torch.save(bad, step / "__1_0.distcp")
+    (step / "__0_0.distcp").write_bytes((step / "__1_0.distcp").read_bytes())
+    with pytest.raises(ConversionError, match="distcp"):
+        opened.read("final_norm.weight")
+    torch.save({"args": bad}, step / "common.pt")
+    with pytest.raises(ConversionError, match=rf"common.pt contains [\w.]*{name}"):
+        open_megatron(folder)
+    assert not mark.exists()
+
+
+def test_a_block_that_runs_something(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    path = tmp_path / "__0_0.distcp"
+    file = io.BytesIO()
+    torch.save(Call(os.system, f"touch {mark}"), file)
+    path.write_bytes(b"before" + file.getvalue() + b"after")
+    with pytest.raises(ConversionError, match=r"__0_0.distcp .bytes 6 to \d+. contains posix.system"):
+        TorchFile(path, 6, len(file.getvalue()))
+    assert not mark.exists()
+
+
+def test_old_and_other_files(tmp_path: Path) -> None:
+    """torch before 1.6, TorchScript, a plain pickle, a compressed archive, no file at all."""
+    path = tmp_path / "f.pt"
+    torch.save({"a": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        ConversionError, match=r"not a whole file of torch.save .* saved again by a newer torch"
+    ):
+        TorchFile(path)
+    path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(ConversionError, match=r"not a whole file of torch.save"):
+        TorchFile(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("f/data.pkl", pickle.dumps({"a": 1}, protocol=2))
+    with pytest.raises(ConversionError, match="compressed"):
+        TorchFile(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("f/data.pkl", pickle.dumps({"a": 1}, protocol=2))
+        archive.writestr("f/constants.pkl", pickle.dumps((), protocol=2))
+    with pytest.raises(ConversionError, match=r"f.pt cannot be read"):
+        TorchFile(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("f/data.pkl", pickle.dumps({"a": 1}, protocol=2))
+        archive.writestr("f/byteorder", "big")
+    with pytest.raises(ConversionError, match="big-endian"):
+        TorchFile(path)
+    with pytest.raises(ConversionError, match=r"cannot be read: .*No such file"):
+        TorchFile(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("cut", [1, 30, 2000, 20000])
+def test_truncated(tmp_path: Path, cut: int) -> None:
+    folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA))
+    path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ConversionError, match=r"is not a whole file of torch.save"):
+        open_megatron(folder)
+
+
+def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
+    """torch.load reads the checksums of the archive never; here a bit of a weight or of a setting is missed."""
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = builder.save(tmp_path / "saved", weights)
+    path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    sound = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    found = 0
+    for place in torch.randint(len(sound), (60,), generator=generator).tolist():
+        data = bytearray(sound)
+        data[place] ^= 1 << (place % 8)
+        path.write_bytes(data)
+        try:
+            opened = open_megatron(folder)
+            assert_same(opened, weights)
+        except ConversionError:
+            found += 1
+    assert found > 40  # the others are padding between the archive's entries
+
+
+def test_what_a_training_run_leaves_is_passed_over(tmp_path: Path) -> None:
+    """Random states, enumerations and the like become stand-ins that hold nothing."""
+    numpy = pytest.importorskip("numpy")
+    state = numpy.random.RandomState(1).get_state()
+    rng = [{"np_rng_state": state, "random_rng_state": (3, (1, 2), None), "torch": torch.get_rng_state()}]
+    weights = MadeUp(tmp_path, LLAMA)
+    content = content_of(weights) | {"rng_state": rng, "path": Path("/a"), "io": io.BytesIO(b"x")}
+    content["args"].save = Path("/b")
+    path = builder.write(tmp_path / "saved", "mp_rank_00", content)
+    assert_same(open_megatron(tmp_path / "saved"), weights)
+    found = TorchFile(path).content
+    assert isinstance(found["path"], Inert)
+    assert isinstance(found["rng_state"][0]["np_rng_state"][1], Inert)
+
+
+def test_tensors_of_a_gpu(tmp_path: Path) -> None:
+    """A file that says cuda:0 of its tensors is read without one."""
+    tensor = torch.arange(6.0)
+    path, moved = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
+    torch.save({"w": tensor}, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(moved, "w") as target:
+        for name in source.namelist():
+            data = source.read(name).replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
+            target.writestr(name.replace("cpu/", "cuda/"), data)
+    file = TorchFile(moved)
+    assert torch.equal(file.read(file.content["w"]), tensor)
+
+
+def test_describe() -> None:
+    """The same values as unpickling, with names and calls left as they are."""
+    value = {"a": [1, 2.5, None, True, "y" * 300], "b": ((), 2**70, -3, (1, 2, 3, 4)), "c": {}}
+    for protocol in range(2, 6):
+        assert describe(pickle.dumps(value, protocol=protocol), ()) == value
+    assert describe(pickle.dumps([b"x", {1, 2}]), ()) == [b"x", {1, 2}]
+    same = [1]
+    pair = describe(pickle.dumps((same, same)), ())
+    assert pair[0] is pair[1]
+    made = describe(pickle.dumps(torch.Size([2, 3])), {"torch.Size"})
+    assert isinstance(made, Made)
+    assert (made.name, made.arguments) == ("torch.Size", ((2, 3),))
+    assert describe(pickle.dumps(torch.float16), {"torch.float16"}) == Name("torch.float16")
+    for bad in (b"", b"\x80", b"junk", b".", b"]q\x00(K\x01", b"0.", b"h\x05.", b"(K\x01t", b"R."):
+        with pytest.raises(PickleError):
+            describe(bad, ())

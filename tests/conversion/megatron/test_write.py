@@ -1,0 +1,198 @@
+"""Writing Megatron-LM's `torch` format: each file is what a Megatron-LM rank would have saved."""
+
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.megatron.write import write_megatron, written_bytes
+from megalite.conversion.output import workplace_of
+from megalite.conversion.weights import ConversionError
+from tests.conversion.megatron.builder import fuse, padded, stage
+from tests.conversion.megatron.compare import assert_same
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, contents, ignore
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT | {"activation": "gelu_tanh"},
+    "llama": LLAMA,
+    "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
+    "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_first_dense_layers": 1},
+}
+SIZES = [(tp, pp) for tp in (1, 2) for pp in (1, 2)]
+
+
+def load(path: Path) -> Any:
+    """With torch alone, as Megatron-LM does."""
+    with torch.serialization.safe_globals([Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def write(weights: MadeUp, tp: int = 1, pp: int = 1, **options: Any) -> Path:
+    options = {"dtype": None, "advance": ignore, **options}
+    return write_megatron(weights, weights.path / "out", tp=tp, pp=pp, **options)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tp, pp", SIZES)
+def test_round_trip_and_files(tmp_path: Path, kind: str, tp: int, pp: int) -> None:
+    weights = MadeUp(tmp_path, MODELS[kind])
+    written: list[int] = []
+    folder = write(weights, tp, pp, advance=written.append)
+    assert sum(written) == written_bytes(weights, dtype=None, tp=tp, pp=pp)
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pt"))
+    suffixes = [f"_{stage:03d}" if pp > 1 else "" for stage in range(pp)]
+    assert files == sorted(
+        f"release/mp_rank_{rank:02d}{suffix}/model_optim_rng.pt" for rank in range(tp) for suffix in suffixes
+    )
+    layers = weights.model.num_layers // pp
+    for index, suffix in enumerate(suffixes):
+        for rank in range(tp):
+            path = folder / f"release/mp_rank_{rank:02d}{suffix}/model_optim_rng.pt"
+            found = load(path)
+            held = range(index * layers, (index + 1) * layers)
+            expected = fuse(stage(weights, held, tp, rank, first=index == 0, last=index == pp - 1))
+            assert found["model"].keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(found["model"][name], tensor), name
+            assert zipfile.ZipFile(path).testzip() is None  # the checksums are right
+    opened = open_megatron(folder)
+    assert_same(opened, weights)
+    assert opened.seq_length == weights.seq_length
+
+
+def test_each_tensor_is_read_once_a_stage(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, GPT)  # tied: the last stage has the word embedding too
+    write(weights, 2, 2)
+    assert weights.reads.pop("embedding.word.weight") == 2
+    assert set(weights.reads.values()) == {1}
+
+
+def test_args_are_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, MODELS["llama"] | {"sliding_window": 9, "rope_scaling": "llama3"})
+    args = load(write(weights, 2) / "release/mp_rank_00/model_optim_rng.pt")["args"]
+    expected = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "seq_length": 24,
+        "max_position_embeddings": 24,
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": True,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "padded_vocab_size": padded(weights.model, 2),
+        "make_vocab_size_divisible_by": 8,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "window_size": (8, 0),
+        "params_dtype": torch.float32,
+        "iteration": 0,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert open_megatron(tmp_path / "out").model.sliding_window == 9
+    assert open_megatron(tmp_path / "out").model.rope_scaling == "llama3"
+
+
+def test_settings_survive(tmp_path: Path) -> None:
+    """All that changes what the model computes comes back."""
+    changes = {"norm_zero_centered": True, "norm_epsilon": 1e-6, "rotary_base": 5e5, "kv_channels": 16}
+    changes |= {"rope_scaling": "linear", "rope_scaling_factor": 4.0, "num_experts": 4, "moe_router_topk": 1}
+    changes |= {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}
+    weights = MadeUp(tmp_path, LLAMA | changes)
+    model = open_megatron(write(weights)).model
+    for name, value in changes.items():
+        assert getattr(model, name) == value, name
+
+
+def test_dtype(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, GPT)
+    folder = write(weights, 2, dtype=torch.bfloat16)
+    opened = open_megatron(folder)
+    for name in ("layers.1.mlp.up.weight", "final_norm.bias"):
+        assert opened.dtype(name) == torch.bfloat16
+        assert torch.equal(opened.read(name), weights.read(name).bfloat16())
+    args = load(folder / "release/mp_rank_00/model_optim_rng.pt")["args"]
+    assert args.params_dtype == torch.bfloat16
+    assert args.bf16
+
+
+def test_rows_of_padding_come_back_from_an_import(tmp_path: Path) -> None:
+    """A vocabulary padded to 2 x 128 for two ranks is written with the same rows again."""
+    weights = MadeUp(tmp_path, GPT | {"make_vocab_size_divisible_by": 256})
+    args = load(write(weights, 2) / "release/mp_rank_00/model_optim_rng.pt")["args"]
+    assert (args.make_vocab_size_divisible_by, args.padded_vocab_size) == (128, 512)
+    assert open_megatron(tmp_path / "out").model.make_vocab_size_divisible_by == 256
+
+
+class Stop(Exception):
+    pass
+
+
+def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    whole = MadeUp(tmp_path / "source", LLAMA)
+    (tmp_path / "source").mkdir()
+    write_megatron(whole, tmp_path / "whole", dtype=None, tp=2, pp=2, advance=ignore)
+    weights = MadeUp(tmp_path / "source", LLAMA)
+    half = written_bytes(weights, dtype=None, tp=2, pp=2) // 2 + 20000
+    done: list[int] = []
+
+    def advance(count: int) -> None:
+        done.append(count)
+        if sum(done) > half:
+            raise Stop
+
+    with pytest.raises(Stop):
+        write_megatron(weights, tmp_path / "out", dtype=None, tp=2, pp=2, advance=advance)
+    assert not (tmp_path / "out").exists()
+    assert workplace_of(tmp_path / "out").is_dir()
+    weights.reads.clear()
+    again: list[int] = []
+    write_megatron(weights, tmp_path / "out", dtype=None, tp=2, pp=2, advance=again.append)
+    assert not any(name.startswith("layers.0.") for name in weights.reads)
+    assert weights.reads["layers.1.mlp.up.weight"] == 1
+    assert sum(again) == written_bytes(weights, dtype=None, tp=2, pp=2)
+    found, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert_same(open_megatron(tmp_path / "out"), weights)
+
+
+@pytest.mark.parametrize(
+    "changes, sizes, message",
+    [
+        ({"activation": "geglu", "add_bias_linear": False}, {}, "activation geglu"),
+        ({"activation": "gelu_tanh", "add_bias_linear": False}, {}, "gelu_tanh without add_bias_linear"),
+        ({"scale_embeddings": True}, {}, "scale_embeddings"),
+        (
+            {"rope_scaling": "llama3", "rope_low_freq_factor": 2.0},
+            {},
+            "rope_low_freq_factor 2.0 .built in: 1.0",
+        ),
+        ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
+        ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
+        ({}, {"tp": 4}, "tp 4 does not divide num_query_groups 2; take one of 1, 2"),
+        ({}, {"pp": 3}, "pp 3 does not divide num_layers 2; take one of 1, 2"),
+        ({}, {"tp": 0}, "tp 0 does not divide"),
+        ({}, {"implementation": "apex"}, "'apex'; it is one of transformer_engine, local"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
+    weights = MadeUp(tmp_path, LLAMA | changes)
+    with pytest.raises(ConversionError, match=message):
+        write(weights, **sizes)
+    assert not weights.reads
+    assert sorted(tmp_path.iterdir()) == []

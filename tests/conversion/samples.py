@@ -1,0 +1,95 @@
+"""What the tests of conversion share: made-up weights and a tokenizer."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.conversion.weights import parameter_shapes
+
+VOCAB = 301
+"""Above the 257 ids of `byte_tokenizer`, and no multiple of 8."""
+
+GPT: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB}
+GPT |= {"make_vocab_size_divisible_by": 8, "seq_length": 24}
+LLAMA: dict[str, Any] = {
+    **GPT,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "add_bias_linear": False,
+    "tie_embeddings": False,
+}
+EXPERTS: dict[str, Any] = {**LLAMA, "num_experts": 4}
+
+
+def model_of(settings: dict[str, Any]) -> ModelConfig:
+    """The complete model section of flat settings."""
+    return validate(replace(RunConfig(), **settings), 1).model
+
+
+class MadeUp:
+    """Weights that exist nowhere: each tensor is drawn from its name. Counts how often each is read."""
+
+    format = "megalite"
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+        tokenizer_files: Sequence[Path] = (),
+    ) -> None:
+        self.path = path
+        self.model = model_of(settings)
+        self.seq_length: int = settings["seq_length"]
+        self.tokenizer_files = tokenizer_files
+        self.reads: Counter[str] = Counter()
+        self._dtype = dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        shape = parameter_shapes(self.model)[name].shape
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        values = 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        if name in ("embedding.word.weight", "head.weight"):
+            values[self.model.vocab_size :] = 0.0
+        return values.to(self._dtype)
+
+
+def byte_tokenizer(folder: Path) -> list[Path]:
+    """vocab.json and merges.txt of a byte-level BPE that merges nothing: 256 bytes and the end of document."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = [chr(byte) for byte in printable] + [chr(256 + k) for k in range(len(others))]
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    vocab.write_text(json.dumps({token: i for i, token in enumerate([*symbols, "<|endoftext|>"])}))
+    merges.write_text("#version: 0.2\n")
+    return [vocab, merges]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in _files(folder)}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def ignore(count: int) -> None:
+    """Progress that nobody looks at."""

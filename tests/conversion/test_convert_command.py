@@ -1,0 +1,255 @@
+"""`megalite convert` as a user meets it: what it writes, says and refuses, and with which status it ends."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.cli import convert
+from megalite.cli.byte_progress import ByteProgress, decimal_bytes
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.open import open_weights
+from megalite.conversion.output import workplace_of
+from megalite.conversion.weights import parameter_shapes
+from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore
+from tests.conversion.test_verify import Changed, flipped
+from tests.conversion.trained import train
+
+ROOT = Path(__file__).parents[2]
+LARGE = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> Path:
+    """A small GPT with a tokenizer."""
+    weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "data"))
+    return write_native(weights, tmp_path / "gpt", dtype=None, max_file_bytes=LARGE, advance=ignore)
+
+
+def run(*words: str | Path) -> int:
+    return convert.main([str(word) for word in words])
+
+
+def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = train(tmp_path / "trained", 4, {**LLAMA, "tp": 2, "pp": 2, "precision": "bf16"})
+    route = [
+        ("trained", "a", "--to", "huggingface", "--max-shard-size", "40KB"),
+        ("a", "b", "--to", "megatron", "--tp", "2", "--pp", "2"),
+        ("b", "c", "--to", "native"),
+        ("c", "d", "--to", "native", "--dtype", "bf16"),
+    ]
+    said = []
+    for source, target, *flags in route:
+        assert run(tmp_path / source, tmp_path / target, *flags) == 0, capsys.readouterr()
+        said.append(capsys.readouterr().out)
+    for name, values in tensors["main_param"].items():
+        full, rounded = (open_weights(tmp_path / step).read(name) for step in ("c", "d"))
+        vocab = 301 if name in ("embedding.word.weight", "head.weight") else None
+        np.testing.assert_array_equal(full[:vocab].double().numpy(), values[:vocab], err_msg=name)
+        assert torch.equal(rounded, full.to(torch.bfloat16)), name
+    assert "fp32, written by tp 2, pp 2" in said[0]
+    assert len(list((tmp_path / "a").glob("model-*-of-*.safetensors"))) > 3
+    assert "verify   weights: bit-equal\n" in said[0] and "transformers" in said[0]
+    assert all("verify   passed" in text for text in said)
+    assert "15 tensors changed by rounding" in said[3]
+
+
+USELESS = [
+    ("native", ["--tp", "2"], "--tp has no effect with --to native; remove it, or use --to megatron"),
+    ("huggingface", ["--pp", "1"], "--pp has no effect with --to huggingface"),
+    ("native", ["--transformer-impl", "local"], "--transformer-impl has no effect with --to native"),
+    ("megatron", ["--family", "llama"], "--family has no effect with --to megatron"),
+    ("megatron", ["--max-shard-size", "1GB"], "use --to native or --to huggingface"),
+    ("huggingface", ["--make-vocab-size-divisible-by", "8"], "--make-vocab-size-divisible-by has no effect"),
+    ("megatron", ["--without-tokenizer"], "--without-tokenizer has no effect with --to megatron"),
+    ("native", ["--make-vocab-size-divisible-by", "0"], "is 0; it must be at least 1"),
+    ("native", ["--max-shard-size", "many"], "many is no size; write it as 500MB"),
+    ("native", ["--step", "-1"], "--step is -1; it must be at least 0"),
+    ("native", ["--step", "4"], "no checkpoint of step 4; it has steps 0"),
+    ("native", ["--from", "huggingface"], "has no config.json"),
+    ("native", ["--tokenizer-model", "nowhere"], "there is no tokenizer nowhere"),
+    ("huggingface", ["--family", "llama"], "llama"),
+]
+
+
+@pytest.mark.parametrize(("to", "flags", "says"), USELESS, ids=lambda value: str(value)[:40])
+def test_what_makes_no_sense_is_one_line_and_status_2(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, flags: list[str], says: str
+) -> None:
+    assert run(gpt, tmp_path / "target", "--to", to, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert says in error
+    assert not (tmp_path / "target").exists() and not workplace_of(tmp_path / "target").exists()
+
+
+def test_a_target_that_is_there_is_left_alone(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(gpt)
+    assert run(gpt, gpt, "--to", "huggingface") == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert contents(gpt) == before
+
+
+def test_the_tokenizer_goes_along_or_not(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(gpt, tmp_path / "with", "--to", "huggingface") == 0
+    assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
+    assert (tmp_path / "with" / "vocab.json").is_file()
+    assert run(gpt, tmp_path / "without", "--to", "native", "--without-tokenizer") == 0
+    assert "no tokenizer goes along" in capsys.readouterr().out
+    assert NativeWeights(tmp_path / "without").tokenizer_files == []
+    assert run(tmp_path / "without", tmp_path / "x", "--to", "native", "--without-tokenizer") == 2
+    assert "has no tokenizer; remove it" in capsys.readouterr().err
+    words = ["--to", "huggingface", "--tokenizer-model", tmp_path / "data"]
+    assert run(tmp_path / "without", tmp_path / "again", *words) == 0
+    assert (tmp_path / "again" / "merges.txt").is_file()
+
+
+def test_settings_of_the_target(gpt: Path, tmp_path: Path) -> None:
+    words = ["--to", "native", "--dtype", "fp16", "--make-vocab-size-divisible-by", "128"]
+    assert run(gpt, tmp_path / "target", *words, "--max-shard-size", "30KB") == 0
+    found = NativeWeights(tmp_path / "target")
+    assert found.model.padded_vocab_size == 384
+    assert {found.dtype(name) for name in parameter_shapes(found.model)} == {torch.float16}
+    assert len(list((tmp_path / "target" / "step-0000000").glob("*.safetensors"))) > 2
+
+
+def test_ctrl_c_keeps_what_is_done(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = ByteProgress.advance
+
+    def interrupted(progress: ByteProgress, count: int) -> None:
+        advance(progress, count)
+        if progress.done > 60_000:
+            raise KeyboardInterrupt
+
+    words = ["--to", "huggingface", "--max-shard-size", "20KB"]
+    assert run(gpt, tmp_path / "whole", *words) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteProgress, "advance", interrupted)
+        assert run(gpt, tmp_path / "target", *words) == 130
+    assert "interrupted; run the same command to go on" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+    kept = {
+        path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")
+    }
+    assert run(gpt, tmp_path / "target", *words) == 0
+    assert "of an interrupted conversion" in capsys.readouterr().out
+    assert contents(tmp_path / "target") == contents(tmp_path / "whole")
+    same = [name for name, inode in kept.items() if (tmp_path / "target" / name).stat().st_ino == inode]
+    assert len(same) >= 2
+
+
+def test_a_target_unlike_its_source_is_status_1(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "layers.1.mlp.up.weight"
+
+    def wrong(weights: Any, *arguments: Any, **named: Any) -> Path:
+        return write_native(Changed(weights, name, flipped), *arguments, **named)
+
+    monkeypatch.setattr(convert, "write_native", wrong)
+    assert run(gpt, tmp_path / "target", "--to", "native") == 1
+    said = capsys.readouterr()
+    assert f"verify   weights: {name} differs by up to" in said.out and "FAILED" in said.out
+    assert said.err.splitlines()[-1].endswith("do not use it")
+    assert run(gpt, tmp_path / "unseen", "--to", "native", "--no-verify") == 0
+    assert "verify" not in capsys.readouterr().out
+
+
+def test_large_models_are_verified_when_asked(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "VERIFIED_BELOW", 1000)
+    assert run(gpt, tmp_path / "one", "--to", "native") == 0
+    said = capsys.readouterr().out
+    assert "--verify does it" in said and "bit-equal" not in said
+    assert run(gpt, tmp_path / "two", "--to", "native", "--verify") == 0
+    assert "bit-equal" in capsys.readouterr().out
+
+
+def test_a_disk_without_room_is_told_at_once(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "free_bytes", lambda folder: 5000)
+    assert run(gpt, tmp_path / "target", "--to", "native") == 2
+    error = capsys.readouterr().err
+    assert "more bytes, free there: 5,000" in error
+    assert not workplace_of(tmp_path / "target").exists()
+
+
+def full(*arguments: Any, **named: Any) -> Path:
+    raise OSError(28, "No space left on device", "weights-00000.safetensors")
+
+
+def test_a_disk_that_fills_up_is_status_2(
+    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "write_native", full)
+    assert run(gpt, tmp_path / "target", "--to", "native") == 2
+    assert "No space left on device: 'weights-00000.safetensors'" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stream: io.StringIO, clock: Callable[[], float]) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr("megalite.cli.byte_progress.time.monotonic", clock)
+        progress = ByteProgress(1_000_000_000)
+        for _ in range(100):
+            progress.advance(10_000_000)
+        progress.end()
+        return stream.getvalue()
+
+    ticks = iter(range(1000))
+    lines = shown(io.StringIO(), lambda: float(next(ticks))).splitlines()
+    assert len(lines) == 10
+    assert lines[4] == " 50 %  500.0 MB of 1.0 GB  10 MB/s  0:50 left"
+    ticks = iter(range(1000))
+    bar = shown(Terminal(), lambda: float(next(ticks)))
+    assert bar.count("\r") == 101 and bar.endswith("\n") and bar.count("\n") == 1
+    assert f"\r[{'#' * 14}{'.' * 14}]  50 %  500.0 MB of 1.0 GB  10 MB/s" in bar
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e9, "2.5 GB"), (4e15, "4000.0 TB")],
+)
+def test_decimal_bytes(count: float, text: str) -> None:
+    assert decimal_bytes(count) == text
+
+
+def test_the_script_is_the_command(gpt: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "tools/convert_checkpoint.py", gpt, tmp_path / "target", "--to", "huggingface"]
+    done = subprocess.run(
+        [*command, "--no-verify"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "100 %" in done.stderr
+    assert HuggingFaceWeights(tmp_path / "target").family.name == "gpt2"

@@ -1,0 +1,45 @@
+"""The commands of docs/conversion.md, run one after the other as they stand there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli import convert, generate
+from megalite.cli.convert import DTYPES, _parser
+from megalite.conversion.native import NativeWeights
+from megalite.conversion.open import FORMATS
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.e2e.commands import commands_in
+
+PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+
+
+def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    weights = MadeUp(tmp_path, {**GPT, "seq_length": 128}, tokenizer_files=byte_tokenizer(tmp_path / "data"))
+    convert.write_native(
+        weights, Path("runs/1/checkpoints"), dtype=None, max_file_bytes=10**9, advance=ignore
+    )
+    found = [command.words for command in commands_in(PAGE.read_text(), str(PAGE))]
+    assert [words[1] for words in found] == ["convert"] * 4 + ["generate"]
+    for _, name, *words in found:
+        more = ["--device", "cpu", "--temperature", "0"] if name == "generate" else []
+        assert {"convert": convert, "generate": generate}[name].main([*words, *more]) == 0, words
+    last = NativeWeights(Path("back"))
+    for name in ("embedding.word.weight", "layers.1.mlp.up.bias"):
+        assert torch.equal(last.read(name), weights.read(name))
+    assert last.tokenizer_files
+    assert json.loads(Path("model-hf/config.json").read_text())["model_type"] == "gpt2"
+
+
+def test_every_flag_and_format_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    flags = {option for action in _parser()._actions for option in action.option_strings}
+    assert [flag for flag in sorted(flags - {"-h", "--help"}) if f"`{flag}" not in text] == []
+    assert all(f"`{name}`" in text for name in FORMATS)
+    assert "\\|".join(DTYPES) in text

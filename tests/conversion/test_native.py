@@ -1,0 +1,451 @@
+"""megalite's checkpoints read from any layout and written as weights alone, which training and generating take up."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from megalite.checkpoint import files
+from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.manifest import CheckpointError, Manifest, seal
+from megalite.cli import generate
+from megalite.config.flags import parse_arguments
+from megalite.config.model import ModelConfig
+from megalite.config.validate import validate
+from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.output import workplace_of
+from megalite.conversion.tokenizer_files import named_tokenizer_files
+from megalite.conversion.weights import ConversionError, parameter_shapes
+from megalite.optimizers.schedules import Progress
+from megalite.topology.group import Group
+from megalite.training.checkpointing import load
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore
+from tests.conversion.trained import train
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import assemble, build, local_parts, tiny_config
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+LARGE = 10**9
+WIDE = {"tp": 2, "pp": 2}
+
+
+def write(weights: Any, folder: Path, **settings: Any) -> Path:
+    given = {"dtype": None, "max_file_bytes": LARGE, "advance": ignore, **settings}
+    return write_native(weights, folder, **given)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A Llama in bf16 of tp 2 x pp 2, with a tokenizer, and its tensors."""
+    home = tmp_path_factory.mktemp("trained")
+    vocab, merges = byte_tokenizer(home / "data")
+    tokenizer = {"vocab_file": str(vocab), "merge_file": str(merges)}
+    settings = {**LLAMA, **WIDE, **tokenizer, "precision": "bf16", "sequence_parallel": True}
+    return home / "checkpoints", train(home / "checkpoints", 4, settings)
+
+
+class TestReading:
+    def test_main_parameters_of_any_layout_are_the_weights(self, trained: tuple[Path, Any]) -> None:
+        folder, tensors = trained
+        weights = NativeWeights(folder)
+        assert list(parameter_shapes(weights.model)) and set(tensors["main_param"]) == set(
+            parameter_shapes(weights.model)
+        )
+        for name, values in tensors["main_param"].items():
+            found = weights.read(name)
+            assert found.dtype == weights.dtype(name) == torch.float32
+            np.testing.assert_array_equal(found.double().numpy(), values, err_msg=name)
+        name = "layers.0.mlp.up.weight"
+        assert np.any(tensors["weight"][name] != tensors["main_param"][name]), "they hold more digits"
+        assert (weights.model.num_query_groups, weights.seq_length) == (2, 24)
+        assert [path.name for path in weights.tokenizer_files] == ["vocab.json", "merges.txt"]
+        assert weights.layout["tp"] == weights.layout["pp"] == 2
+
+    def test_one_checkpoint_or_a_folder_of_them(self, trained: tuple[Path, Any]) -> None:
+        folder, _ = trained
+        step = folder / "step-0000003"
+        for weights in (NativeWeights(folder), NativeWeights(folder, step=3), NativeWeights(step)):
+            assert weights.path == step
+        with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has steps 3"):
+            NativeWeights(folder, step=7)
+        with pytest.raises(ConversionError, match=r"checkpoint of step 3, and --step is 7"):
+            NativeWeights(step, step=7)
+
+    def test_damage_is_no_reason_to_take_an_older_one(self, tmp_path: Path) -> None:
+        write(MadeUp(tmp_path, GPT), tmp_path / "a")
+        newer = tmp_path / "a" / "step-0000005"
+        shutil.copytree(tmp_path / "a" / "step-0000000", newer)
+        body = json.loads((newer / "manifest.json").read_text())
+        del body["sha256"]
+        (newer / "manifest.json").write_text(seal({**body, "step": 5}))
+        assert NativeWeights(tmp_path / "a").path == newer
+        weights = newer / "weights-00000.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        with pytest.raises(CheckpointError, match=r"weights-00000.*sha256.*--step 0 takes the one before"):
+            NativeWeights(tmp_path / "a")
+        assert NativeWeights(tmp_path / "a", step=0).model.num_layers == 2
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"num_layers": 3}, "there is no weight:layers.2"),
+            ({"num_layers": 1}, "holds layers.1.* does not have"),
+            ({"hidden_size": 64}, r"has shape \[304, 32\]; a model of its settings has \[304, 64\]"),
+            ({"hidden_size": "wide"}, "hidden_size takes a whole number"),
+            ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+            ({"normalization": "Norm"}, "normalization cannot be 'Norm'"),
+            ({"magic": 1}, "magic"),
+        ],
+    )
+    def test_settings_and_tensors_must_go_together(
+        self, tmp_path: Path, change: dict[str, Any], says: str
+    ) -> None:
+        write(MadeUp(tmp_path, GPT), tmp_path / "a")
+        manifest = tmp_path / "a" / "step-0000000" / "manifest.json"
+        body = json.loads(manifest.read_text())
+        del body["sha256"]
+        body["config"]["model"] |= change
+        manifest.write_text(seal(body))
+        with pytest.raises((ConversionError, CheckpointError, ValueError), match=says):
+            NativeWeights(tmp_path / "a")
+
+    def test_a_tokenizer_may_have_moved_along_but_not_changed(self, tmp_path: Path) -> None:
+        first = byte_tokenizer(tmp_path / "data")
+        write(MadeUp(tmp_path, GPT, tokenizer_files=first), tmp_path / "a")
+        moved = tmp_path / "b"
+        (tmp_path / "a").rename(moved)
+        assert [path.parent for path in NativeWeights(moved).tokenizer_files] == [moved / "tokenizer"] * 2
+        (moved / "tokenizer" / "merges.txt").write_text("#version: 0.2\na b\n")
+        vocab = moved / "tokenizer" / "vocab.json"
+        vocab.write_text(json.dumps({**json.loads(vocab.read_text()), "ab": 257}))
+        with pytest.raises(ConversionError, match=r"merges.txt: not the tokenizer that .* was trained with"):
+            NativeWeights(moved)
+        shutil.rmtree(moved / "tokenizer")
+        assert NativeWeights(moved).tokenizer_files == []
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """As a tool reads them that has never heard of megalite."""
+    found = {}
+    for path in sorted((folder / "step-0000000").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    return found
+
+
+class TestWriting:
+    @pytest.mark.parametrize("settings", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    def test_a_checkpoint_that_verifies(
+        self, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype | None
+    ) -> None:
+        weights = MadeUp(tmp_path, settings)
+        limit = 20_000
+        assert write(weights, tmp_path / "a", dtype=dtype, max_file_bytes=limit) == tmp_path / "a"
+        assert (tmp_path / "a" / "latest").read_text() == "step-0000000\n"
+        found = find_checkpoint(
+            tmp_path / "a", step=None, world=Group.solo("world"), device=CPU, log=pytest.fail
+        )
+        assert found.manifest.config["training"]["precision"] == ("bf16" if dtype else "fp32")
+        tensors = tensors_in(tmp_path / "a")
+        assert set(tensors) == set(parameter_shapes(weights.model))
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, weights.read(name).to(dtype or torch.float32)), name
+        sizes = {name: entry.length for name, entry in found.manifest.files.items()}
+        assert len(sizes) > 3
+        for name, size in sizes.items():
+            in_file = [entry for entry in found.manifest.tensors.values() if entry.parts[0].file == name]
+            assert size <= limit or len(in_file) == 1
+        again = NativeWeights(tmp_path / "a")
+        assert (again.model, again.seq_length) == (weights.model, weights.seq_length)
+
+    def test_from_tp2_pp2_and_back(self, trained: tuple[Path, Any], tmp_path: Path) -> None:
+        folder, tensors = trained
+        write(NativeWeights(folder), tmp_path / "a")
+        for name, tensor in tensors_in(tmp_path / "a").items():
+            np.testing.assert_array_equal(tensor.double().numpy(), tensors["main_param"][name], err_msg=name)
+        write(NativeWeights(tmp_path / "a"), tmp_path / "b", max_file_bytes=30_000)
+        one, other = tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b")
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+    def test_padding_of_the_vocabulary(self, tmp_path: Path) -> None:
+        weights = MadeUp(tmp_path, LLAMA)
+        write(weights, tmp_path / "a", vocab_divisible_by=128)
+        model = NativeWeights(tmp_path / "a").model
+        assert (model.padded_vocab_size, model.vocab_size) == (384, 301)
+        head = tensors_in(tmp_path / "a")["head.weight"]
+        assert head.shape == (384, 32) and not head[301:].any()
+        assert torch.equal(head[:301], weights.read("head.weight")[:301])
+
+    def test_nothing_is_written_over(self, tmp_path: Path) -> None:
+        weights = MadeUp(tmp_path, GPT)
+        write(weights, tmp_path / "a")
+        before = contents(tmp_path / "a")
+        with pytest.raises(ConversionError, match="exists and is not empty"):
+            write(weights, tmp_path / "a")
+        assert contents(tmp_path / "a") == before
+
+    def test_what_cannot_be_trained_is_refused(self, tmp_path: Path) -> None:
+        weights = MadeUp(tmp_path, {**GPT, "vocab_size": 200})
+        weights.tokenizer_files = byte_tokenizer(tmp_path / "data")
+        with pytest.raises(ConversionError, match=r"has 257 ids, the model's vocab_size is 200"):
+            write(weights, tmp_path / "a")
+        with pytest.raises(ConversionError, match=r"int64; give --dtype, one of fp32, bf16"):
+            write(MadeUp(tmp_path, GPT, dtype=torch.int64), tmp_path / "a")
+        assert not (tmp_path / "a").exists()
+
+
+def finetuned(context: RankContext, folder: str, world: int) -> dict[str, Any]:
+    """Weights alone, taken up by a run with the settings that lie beside them, on another layout."""
+    given = [
+        *("--config", f"{folder}/config.yaml", "--load", folder, "--finetune", "--micro-batch-size", "1")
+    ]
+    given += ["--tp", "2", "--mock-data", "--train-iters", "2", "--device", "cpu"]
+    config = validate(parse_arguments(given).config, world)
+    replica = build(context, config)
+    progress = load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    assert progress == Progress(0, 0)
+    return local_parts(replica, "weight")
+
+
+def test_training_goes_on_from_the_weights(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, tensors = trained
+    write(NativeWeights(folder), tmp_path / "a")
+    loaded = assemble(run_ranks(2, finetuned, str(tmp_path / "a"), 2))
+    assert loaded.keys() == tensors["main_param"].keys()
+    for name, values in tensors["main_param"].items():
+        np.testing.assert_array_equal(loaded[name], values, err_msg=name)
+
+
+def resumed(context: RankContext, folder: str, settings: dict[str, Any]) -> str:
+    replica = build(context, tiny_config(1, **settings, precision="fp32"))
+    try:
+        load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
+    write(MadeUp(tmp_path, GPT), tmp_path / "a")
+    (said,) = run_ranks(1, resumed, str(tmp_path / "a"), GPT)
+    assert "there is no optimizer.exp_avg:" in said or "--finetune" in said
+
+
+def test_generates_text_with_the_tokenizer_that_went_along(
+    trained: tuple[Path, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(1)
+    folder, _ = trained
+    write(NativeWeights(folder), tmp_path / "a", dtype=torch.float32)
+    words = ["--prompt", "def main", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
+    said = []
+    for place in (folder, tmp_path / "a"):
+        assert generate.main(["--load", str(place), *words]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[1].startswith("def main")
+    assert (tmp_path / "a" / "tokenizer" / "vocab.json").is_file()
+
+
+def test_settings_beside_the_weights_are_those_of_the_model(tmp_path: Path) -> None:
+    files = byte_tokenizer(tmp_path / "data")
+    for name, settings in {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS}.items():
+        weights = MadeUp(tmp_path, settings, tokenizer_files=files)
+        folder = write(weights, tmp_path / name)
+        config = validate(parse_arguments(["--config", str(folder / "config.yaml")]).config, 1)
+        assert (config.model, config.training.seq_length) == (weights.model, 24)
+        assert config.data.vocab_file == str(folder / "tokenizer" / "vocab.json")
+        manifest = Manifest.from_json((folder / "step-0000000" / "manifest.json").read_text())
+        assert ModelConfig(**manifest.config["model"]) == weights.model
+        assert manifest.config["data"]["merge_file"] == str(folder / "tokenizer" / "merges.txt")
+
+
+def test_tokenizer_files_are_known_by_name_or_content(tmp_path: Path) -> None:
+    vocab, merges = byte_tokenizer(tmp_path)
+    assert named_tokenizer_files([vocab, merges]) == {"vocab.json": vocab, "merges.txt": merges}
+    one, two = vocab.rename(tmp_path / "gpt2-v.json"), merges.rename(tmp_path / "gpt2-m.txt")
+    assert named_tokenizer_files([two, one]) == {"vocab.json": one, "merges.txt": two}
+    assert named_tokenizer_files([one]) == {"tokenizer.json": one}
+    assert named_tokenizer_files([two]) == {"tokenizer.model": two}
+    with pytest.raises(ConversionError, match="these are no tokenizer"):
+        named_tokenizer_files([two, two])
+
+
+class Stopped(BaseException):
+    """The process is gone: nothing tidies up after it."""
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`stop_at(n)`: the n-th call that changes a disk does not return. `stop_at.calls` counts them."""
+
+    class Stopper:
+        calls = 0
+        last = 0
+
+        def __call__(self, last: int) -> None:
+            self.calls, self.last = 0, last
+
+        def count(self, name: str, owner: Any) -> None:
+            real = getattr(owner, name)
+
+            def counted(*arguments: Any, **named: Any) -> Any:
+                self.calls += 1
+                if self.calls == self.last:
+                    if name == "write":
+                        real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                    raise Stopped
+                # Nobody pulls the plug here: what is written is there, synced or not.
+                return None if name == "fsync" else real(*arguments, **named)
+
+            monkeypatch.setattr(owner, name, counted)
+
+    stopper = Stopper()
+    for name in ("write", "fsync", "open", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        stopper.count(name, files.os)
+    yield stopper
+
+
+def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any) -> None:
+    weights = MadeUp(tmp_path / "source", {**GPT, "num_layers": 1})
+    target = tmp_path / "model"
+
+    def convert() -> None:
+        weights.reads.clear()
+        write(weights, target, max_file_bytes=40_000)
+
+    stop_at(0)
+    convert()
+    expected, calls, reads = contents(target), stop_at.calls, sum(weights.reads.values())
+    assert calls > 80 and len(expected) >= 5
+    saved = 0
+    for last in range(1, calls + 1):
+        shutil.rmtree(target, ignore_errors=True)
+        stop_at(last)
+        with pytest.raises(Stopped):
+            convert()
+        stop_at(0)
+        if target.exists():  # the stop came after the rename: all is there
+            with pytest.raises(ConversionError, match="not empty"):
+                convert()
+        else:
+            convert()
+            saved += reads - sum(weights.reads.values())
+        assert contents(target) == expected, last
+        assert not workplace_of(target).exists(), last
+    assert saved > calls * reads // 4, "what was finished is not read again"
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from megalite.conversion.native import NativeWeights, write_native
+
+def advance(count):
+    print(count, flush=True)
+    time.sleep(0.02)
+
+source, target = map(Path, sys.argv[1:])
+write_native(NativeWeights(source), target, dtype=None, max_file_bytes=20_000, advance=advance)
+"""
+
+
+def test_killed_it_goes_on_without_writing_finished_files_again(tmp_path: Path) -> None:
+    write(MadeUp(tmp_path, GPT), tmp_path / "source")
+    weights = NativeWeights(tmp_path / "source")
+    write(weights, tmp_path / "whole", max_file_bytes=20_000)
+    target = tmp_path / "model"
+    command = [sys.executable, "-c", SLOW, str(tmp_path / "source"), str(target)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for lines in (7, 15):
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as child:
+            assert child.stdout is not None
+            for _ in range(lines):
+                assert child.stdout.readline()
+            child.send_signal(signal.SIGKILL)
+        assert child.returncode == -signal.SIGKILL
+        assert not target.exists()
+    staging = workplace_of(target)
+    finished = json.loads((staging / "progress.json").read_text())["marks"]
+    assert 2 <= len(finished) < 15
+    before = {name: (staging / "files" / name).stat() for name in finished}
+    write(weights, target, max_file_bytes=20_000)
+    assert tensor_files(target) == tensor_files(tmp_path / "whole")
+    for name, status in before.items():
+        after = (target / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), name
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+import torch
+from megalite.conversion.native import NativeWeights, write_native
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+source, target = map(Path, sys.argv[1:])
+weights = NativeWeights(source)
+before = peak()
+write_native(weights, target, dtype=torch.float64, max_file_bytes=40_000_000, advance=lambda count: None)
+print(peak() - before)
+"""
+
+
+class Flat(MadeUp):
+    """Large and quickly made."""
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.full(parameter_shapes(self.model)[name].shape, 0.25)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    settings = {
+        **LLAMA,
+        "hidden_size": 512,
+        "ffn_hidden_size": 2048,
+        "num_layers": 8,
+        "num_attention_heads": 8,
+    }
+    weights = Flat(tmp_path, {**settings, "num_query_groups": 8})
+    write(weights, tmp_path / "source", max_file_bytes=40_000_000)
+    shapes = [shape.size for shape in parameter_shapes(weights.model).values()]
+    largest, total = 4 * max(shapes), 4 * sum(shapes)
+    assert total > 15 * largest and total > 100e6
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "source"), str(tmp_path / "target")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown = int(done.stdout)
+    # One tensor as it is read, one as it is written (of twice the size here), and the chunks that wait to be hashed.
+    assert grown < 2 * (2 * largest) + 64e6, f"{grown / 1e6:.0f} MB"

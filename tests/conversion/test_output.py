@@ -1,0 +1,174 @@
+"""The folder in the making: what survives an interruption, what does not, and who else must wait."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.conversion.output import Output, identity_of, workplace_of
+from megalite.conversion.weights import ConversionError
+from tests.conversion.samples import GPT, MadeUp, contents
+
+ROOT = Path(__file__).parents[2]
+IDENTITY = {"source": "a", "settings": {"dtype": "None"}}
+
+
+def write(output: Output, name: str, data: bytes, **facts: Any) -> None:
+    """A file as a writer makes it."""
+    path = output.staging / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    output.mark(name, facts)
+
+
+def test_files_appear_at_once_under_the_target_s_name(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "model"
+    output = Output(target, identity=IDENTITY)
+    write(output, "deep/a.safetensors", b"aaa")
+    output.write("config.json", b"{}")
+    assert not target.exists()
+    assert output.commit() == target
+    assert contents(target) == {"deep/a.safetensors": b"aaa", "config.json": b"{}"}
+    assert [path.name for path in target.parent.iterdir()] == ["model"], "nothing is left beside it"
+
+
+def test_an_empty_folder_is_replaced_and_a_full_one_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    output = Output(target, identity=IDENTITY)
+    write(output, "a", b"a")
+    output.commit()
+    with pytest.raises(ConversionError, match=r"model exists and is not empty \(a\)"):
+        Output(target, identity=IDENTITY)
+    file = tmp_path / "file"
+    file.write_text("text")
+    with pytest.raises(ConversionError, match="is not a folder"):
+        Output(file, identity=IDENTITY)
+    assert file.read_text() == "text"
+
+
+def test_what_comes_to_be_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    output = Output(tmp_path / "model", identity=IDENTITY)
+    write(output, "a", b"a")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").write_text("mine")
+    with pytest.raises(ConversionError, match="not empty"):
+        output.commit()
+    assert contents(tmp_path / "model") == {"precious": b"mine"}
+
+
+def test_finished_files_are_found_again_and_others_are_removed(tmp_path: Path) -> None:
+    first = Output(tmp_path / "model", identity=IDENTITY)
+    assert first.finished("a") is None
+    write(first, "a", b"aaa", sha256="00")
+    (first.staging / "half").write_bytes(b"...")
+    del first
+    second = Output(tmp_path / "model", identity=IDENTITY)
+    assert contents(second.staging) == {"a": b"aaa"}, "also what nobody asks for again"
+    assert second.finished("a") == {"sha256": "00"}
+    assert second.finished("half") is None
+    write(second, "half", b"whole")
+    second.commit()
+    assert contents(tmp_path / "model") == {"a": b"aaa", "half": b"whole"}
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def a_link(path: Path) -> None:
+    copy = path.with_name("elsewhere")
+    path.rename(copy)
+    path.symlink_to(copy)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, longer, a_link])
+def test_a_finished_file_that_is_no_longer_what_it_was_is_written_again(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    first = Output(tmp_path / "model", identity=IDENTITY)
+    write(first, "a", b"aaa")
+    write(first, "b", b"bbb")
+    change(first.staging / "a")
+    del first
+    second = Output(tmp_path / "model", identity=IDENTITY)
+    assert second.finished("a") is None
+    assert not (second.staging / "a").is_symlink() and not (second.staging / "a").exists()
+    assert second.finished("b") == {}
+
+
+def test_nothing_of_another_conversion_is_kept(tmp_path: Path) -> None:
+    first = Output(tmp_path / "model", identity=IDENTITY)
+    write(first, "a", b"aaa")
+    del first
+    second = Output(tmp_path / "model", identity={**IDENTITY, "source": "b"})
+    assert second.finished("a") is None
+    assert contents(second.staging) == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"identity": 1}', '{"identity": %s, "marks": {"a": 1}}'])
+def test_garbled_progress_means_to_start_anew(tmp_path: Path, text: str) -> None:
+    first = Output(tmp_path / "model", identity=IDENTITY)
+    write(first, "a", b"aaa")
+    del first
+    place = workplace_of(tmp_path / "model") / "progress.json"
+    place.write_text(text.replace("%s", str(IDENTITY).replace("'", '"')))
+    assert Output(tmp_path / "model", identity=IDENTITY).finished("a") is None
+
+
+def test_killed_between_the_rename_and_the_tidying_up(tmp_path: Path) -> None:
+    output = Output(tmp_path / "model", identity=IDENTITY)
+    write(output, "a", b"aaa")
+    output.staging.rename(tmp_path / "model")
+    with pytest.raises(ConversionError, match="not empty"):
+        Output(tmp_path / "model", identity=IDENTITY)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from megalite.conversion.output import Output
+output = Output(Path(sys.argv[1]), identity={})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "model")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConversionError, match=r"another process is converting into .*model"):
+            Output(tmp_path / "model", identity={})
+        other.stdin.close()
+        assert other.wait(timeout=60) == 0
+    Output(tmp_path / "model", identity={})
+
+
+def test_a_folder_without_permission_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError):
+        Output(tmp_path / "file" / "model", identity={})
+
+
+def test_identity_tells_sources_and_settings_apart(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"1")
+    weights = MadeUp(tmp_path, GPT)
+    before = identity_of(weights, dtype=None)
+    assert before == identity_of(MadeUp(tmp_path, GPT), dtype=None)
+    assert before != identity_of(weights, dtype="bf16")
+    assert before != identity_of(MadeUp(tmp_path, {**GPT, "num_layers": 1}), dtype=None)
+    file.write_bytes(b"22")
+    assert before != identity_of(weights, dtype=None)
+    after = identity_of(weights, dtype=None)
+    outside = tmp_path.with_name(f"{tmp_path.name}-tokenizer")
+    outside.write_text("a")
+    assert after != identity_of(MadeUp(tmp_path, GPT, tokenizer_files=[outside]), dtype=None)

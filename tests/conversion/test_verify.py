@@ -1,0 +1,212 @@
+"""The comparison after a conversion sees a flipped bit, a weight in the wrong place and a setting that was lost."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.conversion import verify as verification
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.verify import Verification, our_logits, verify
+from megalite.conversion.weights import ConversionError
+from megalite.conversion.wrapped import Repadded, Wrapped
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, ignore, model_of
+from tests.models.stages import named
+
+QKV = "layers.1.attention.qkv.weight"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Changed(Wrapped):
+    """One tensor is another one."""
+
+    def __init__(self, weights: Any, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(weights)
+        self._name, self._change = name, change
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._weights.read(name)
+        return self._change(tensor) if name == self._name else tensor
+
+
+class OtherModel(Wrapped):
+    """The settings are others."""
+
+    def __init__(self, weights: Any, settings: dict[str, Any]) -> None:
+        super().__init__(weights)
+        self._model = model_of(settings)
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+
+def compared(source: Any, target: Any, *, use_stock: bool = False) -> Verification:
+    return verify(source, target, log=ignore_line, use_stock=use_stock)
+
+
+def ignore_line(line: str) -> None:
+    """Nobody looks."""
+
+
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).view(-1)[40] ^= 1
+    return tensor
+
+
+@pytest.mark.parametrize("settings", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+def test_equal_weights_give_equal_logits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    found = compared(MadeUp(tmp_path, settings), MadeUp(tmp_path, settings))
+    assert found.passed and (found.logits, found.unexplained) == (0.0, 0.0)
+    # A product with more columns may round otherwise.
+    padded = compared(MadeUp(tmp_path, settings), Repadded(MadeUp(tmp_path, settings), 128))
+    assert padded.passed and padded.logits < 1e-14
+    assert found.scale > 0.1
+    assert found.lines()[0] == "weights: bit-equal"
+    assert found.lines()[-1].startswith("passed")
+
+
+@pytest.mark.parametrize(
+    ("change", "worst"),
+    [(flipped, 1e-6), (lambda t: t.flip(0), 2.0), (lambda t: t.fill_(float("nan")), float("inf"))],
+    ids=["one bit", "other order", "nan"],
+)
+def test_a_tensor_that_differs_is_named(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], worst: float
+) -> None:
+    weights = MadeUp(tmp_path, GPT)
+    found = compared(weights, Changed(weights, QKV, change))
+    assert not found.passed
+    assert [difference.name for difference in found.wrong] == [QKV]
+    assert 0.0 < found.wrong[0].worst <= worst
+    assert any(QKV in line for line in found.lines())
+    assert found.lines()[-1].startswith("FAILED")
+
+
+def test_the_sign_of_zero_is_a_bit(tmp_path: Path) -> None:
+    weights = Changed(MadeUp(tmp_path, GPT), QKV, torch.zero_)
+    assert not compared(weights, Changed(weights, QKV, torch.neg)).passed
+
+
+@pytest.mark.parametrize(
+    "change", [{"rotary_base": 500.0}, {"norm_epsilon": 1e-3}, {"activation": "geglu"}, {"sliding_window": 4}]
+)
+def test_a_lost_setting_shows_in_the_logits(tmp_path: Path, change: dict[str, Any]) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    found = compared(weights, OtherModel(weights, {**LLAMA, **change}))
+    assert not found.passed and not found.wrong and found.logits > 1e-5
+
+
+def test_rounding_is_told_and_forgiven_and_nothing_else(tmp_path: Path) -> None:
+    source, target = MadeUp(tmp_path, LLAMA), MadeUp(tmp_path, LLAMA, dtype=torch.bfloat16)
+    found = compared(source, target)
+    assert found.passed and len(found.rounded) == 15 and found.unexplained == 0.0
+    assert 1e-4 < found.logits < 0.1
+    assert found.lines()[0].startswith("weights: 15 tensors changed by rounding, ")
+    assert not compared(source, Changed(target, QKV, flipped)).passed
+    widened = compared(target, Rewidened(target))
+    assert widened.passed and not widened.rounded
+
+
+class Rewidened(Wrapped):
+    """In float32 what was in bf16."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._weights.read(name).float()
+
+
+def test_tokens_are_text_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+    files = byte_tokenizer(tmp_path / "data")
+    source = MadeUp(tmp_path, GPT)
+    assert compared(source, source).computed.endswith("48 tokens of a fixed random draw")
+    target = MadeUp(tmp_path, GPT, tokenizer_files=files)
+    assert compared(source, target).computed.endswith("48 tokens of text by vocab.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 3}, "only one of them has layers.2"),
+        ({"vocab_size": 300}, "vocab_size 301 and 300"),
+        ({"tie_embeddings": False}, "only one of them has head.weight"),
+    ],
+)
+def test_different_models_are_no_pair(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConversionError, match=says):
+        compared(MadeUp(tmp_path, GPT), MadeUp(tmp_path, {**GPT, **change}))
+
+
+def test_logits_are_those_of_the_training_model(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    stage = verification._stage(weights.model, torch.float64, 24)
+    with torch.no_grad():
+        for name, parameter in named(stage).items():
+            parameter.copy_(weights.read(name))
+    tokens = torch.arange(24).view(1, 24)
+    expected = stage.eval()(tokens, stage.context()).transpose(0, 1)[..., :301]
+    assert torch.equal(our_logits(weights, tokens, torch.float64), expected)
+
+
+STOCK = {"gpt": {**GPT, "activation": "gelu_tanh"}, "llama": LLAMA, "experts": EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pytest.importorskip("transformers")
+    home = tmp_path_factory.mktemp("stock")
+    return {
+        name: write_huggingface(
+            MadeUp(home, each),
+            home / name,
+            dtype=None,
+            family=None,
+            max_file_bytes=10**9,
+            advance=ignore,
+        )
+        for name, each in STOCK.items()
+    }
+
+
+class TestStock:
+    """Logits of Hugging Face folders come from transformers, where that is installed."""
+
+    @pytest.mark.parametrize("name", ["gpt", "llama", "experts"])
+    def test_logits_of_the_folder_are_transformers_own(self, folders: dict[str, Path], name: str) -> None:
+        target = HuggingFaceWeights(folders[name])
+        found = compared(MadeUp(folders[name], STOCK[name]), target, use_stock=True)
+        assert found.passed and 0.0 < found.logits < 1e-6, found.lines()
+        assert "megalite and transformers 5" in found.computed
+
+    def test_what_this_package_reads_wrongly_shows_though_it_writes_it_wrongly_too(
+        self, folders: dict[str, Path]
+    ) -> None:
+        source = HuggingFaceWeights(folders["llama"])
+        misread = Changed(source, QKV, lambda tensor: tensor.flip(0))
+        for dtype in (torch.float32, torch.bfloat16):
+            target = Changed(MadeUp(folders["llama"], LLAMA, dtype=dtype), QKV, lambda tensor: tensor.flip(0))
+            assert compared(misread, target).passed
+            assert not compared(misread, target, use_stock=True).passed
+
+    def test_what_transformers_does_not_load_is_an_error(
+        self, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        target = HuggingFaceWeights(folders["llama"])
+        config = folders["llama"] / "config.json"
+        text = config.read_text()
+        config.write_text(json.dumps({**json.loads(text), "model_type": "unheard-of"}))
+        try:
+            with pytest.raises(ConversionError, match=r"transformers 5.* does not load it: ValueError"):
+                compared(MadeUp(tmp_path, LLAMA), target, use_stock=True)
+        finally:
+            config.write_text(text)
