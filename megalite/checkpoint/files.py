@@ -1,6 +1,7 @@
 """Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -143,6 +144,27 @@ def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str
     if digest != entry.sha256:
         return f"{path.name}: sha256 is {digest[:12]}..., the manifest says {entry.sha256[:12]}..."
     return None
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep a folder for this process until the descriptor is closed, or the process ends in whatever way.
+
+    Returns:
+        The descriptor; None on a file system that cannot do it.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def free_bytes(folder: Path) -> int | None:

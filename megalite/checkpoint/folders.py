@@ -80,11 +80,14 @@ def _names(folder: Path) -> list[str]:
 
 def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
     if MANIFEST_NAME in names:
-        here = folder.absolute()
+        here = folder.resolve()
         step = step_of(here.name)
-        which = f" and step {step}" if step is not None else ""
+        which = "" if step is None else f" --ckpt-step {step}"
+        return CheckpointError(f"{folder} is itself a checkpoint; it is meant by --load {here.parent}{which}")
+    foreign = _foreign(names)
+    if foreign:
         return CheckpointError(
-            f"{folder} is itself a checkpoint; give the folder that holds it, {here.parent}{which}"
+            f"{folder} is {foreign}; megalite convert {folder} imported --to native makes a checkpoint of it"
         )
     for name in sorted(_subfolders(folder)):
         if any(step_of(inner) is not None for inner in _subfolders(folder / name)):
@@ -100,6 +103,15 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
     else:
         what = "nothing at all"
     return CheckpointMissing(f"no checkpoint in {folder}: no step-* folder, {what}")
+
+
+def _foreign(names: list[str]) -> str | None:
+    """Whose format the folder is of, going by the names in it."""
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return "a Hugging Face folder"
+    if "latest_checkpointed_iteration.txt" in names:
+        return "a folder of Megatron-LM's checkpoints"
+    return None
 
 
 def _subfolders(folder: Path) -> list[str]:

@@ -1,10 +1,12 @@
 """`megalite generate`: text from a checkpoint of any layout."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,7 +93,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _tokenizer(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
-    saved = DataConfig(**checkpoint.manifest.config["data"])
+    saved = _as_it_is_now(DataConfig(**checkpoint.manifest.config["data"]), checkpoint.path.parent)
     data = DataConfig(tokenizer_model=given) if given else saved
     tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
     if tokenizer is None:
@@ -104,6 +106,17 @@ def _tokenizer(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
             "give that one with --tokenizer-model"
         )
     return tokenizer
+
+
+def _as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
+    """The settings of the tokenizer; of one that lies in the checkpoints' own folder also where that was moved to."""
+    files: dict[str, Any] = {}
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(data, name)
+        if path is not None:
+            own = home / "tokenizer" / Path(path).name
+            files[name] = str(own) if own.exists() and not Path(path).exists() else path
+    return dataclasses.replace(data, **files)
 
 
 def _model(checkpoint: Checkpoint, tp: Group, device: torch.device) -> GPTStage:

@@ -1,9 +1,11 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.commit import correct_latest, remove_unfinished
+from megalite.checkpoint.files import lock_folder
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
@@ -99,6 +101,7 @@ class _Run:
         self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
+        self._lock: int | None = None
         self.saver = self._make_saver()
         for step in sorted(self.traces.steps if self.traces else ()):
             if step > self.total:
@@ -136,6 +139,7 @@ class _Run:
         if topology.rank == 0:
             try:
                 make_save_folder(config)
+                self._lock_save_folder()
                 refuse_foreign_checkpoints(config, self.progress)
                 if self._goes_on() and self.progress.step > 0:
                     correct_latest(Path(str(config.checkpoint.save)), self.progress.step)
@@ -154,6 +158,22 @@ class _Run:
         if first <= self.total:
             saver.preflight(steps if steps[-1:] == [self.total] else [*steps, self.total])
         return saver
+
+    def _lock_save_folder(self) -> None:
+        """Two runs that save into one folder would remove each other's unfinished files (rank 0)."""
+        folder = self.config.checkpoint.save
+        if folder is None:
+            self.log(
+                "no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some"
+            )
+            return
+        try:
+            self._lock = lock_folder(Path(folder))
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
+                "behind), or give another --save"
+            ) from None
 
     def _goes_on(self) -> bool:
         """The run has resumed from the folder that it saves to."""
@@ -195,6 +215,8 @@ class _Run:
                 if loader is not None:
                     loader.close()
             self.reporter.close()
+            if self._lock is not None:
+                os.close(self._lock)
 
     def _settle(self) -> None:
         try:

@@ -1,10 +1,12 @@
 """Which checkpoint is found, and what is said when there is none."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint.files import lock_folder
 from megalite.checkpoint.folders import step_of
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing
@@ -95,7 +97,10 @@ def test_one_level_off(tmp_path: Path) -> None:
     save_as(tmp_path / "run" / "checkpoints", SOLO, step=5)
     assert f"but in {tmp_path / 'run' / 'checkpoints'}" in slip(tmp_path / "run")
     inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
-    assert "is itself a checkpoint" in inside and f"{tmp_path / 'run' / 'checkpoints'} and step 5" in inside
+    assert (
+        "is itself a checkpoint" in inside
+        and f"--load {tmp_path / 'run' / 'checkpoints'} --ckpt-step 5" in inside
+    )
     (tmp_path / "file").write_text("x")
     assert "Not a directory" in slip(tmp_path / "file")
 
@@ -153,3 +158,34 @@ def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
         lambda group: find_checkpoint(tmp_path / str(group.rank), step=2, world=group, device=CPU, log=print)
     )
     assert "No such file" in everywhere(lambda group: save_as(tmp_path / str(group.rank), group, step=3))
+
+
+def test_folders_of_other_programs(tmp_path: Path) -> None:
+    for folder, names, whose in (
+        ("hf", ("config.json", "model.safetensors"), "a Hugging Face folder"),
+        (
+            "meg",
+            ("latest_checkpointed_iteration.txt", "iter_0000010"),
+            "a folder of Megatron-LM's checkpoints",
+        ),
+    ):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+        message = slip(tmp_path / folder)
+        assert (
+            f"{tmp_path / folder} is {whose}; megalite convert {tmp_path / folder} imported --to native"
+            in message
+        )
+
+
+def test_a_folder_is_locked_by_one_at_a_time(tmp_path: Path) -> None:
+    first = lock_folder(tmp_path)
+    if first is None:
+        pytest.skip("a file system without locks")
+    with pytest.raises(BlockingIOError):
+        lock_folder(tmp_path)
+    os.close(first)
+    second = lock_folder(tmp_path)
+    assert second is not None
+    os.close(second)

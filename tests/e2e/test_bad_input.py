@@ -100,7 +100,7 @@ BY_ITSELF = {
     "world size alone": Case("--world-size 8", ("--world-size has no effect without --dry-run", "add --dry-run")),
     "save interval alone": Case("--save-interval 5", ("save_interval 5 has nowhere to save", "--save checkpoints")),
     "load of one step": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints} --ckpt-step 7", ("{checkpoints} has no checkpoint of step 7", "it has steps 2")),
-    "load one level too deep": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints}/step-0000002", ("is itself a checkpoint", "give the folder that holds it, {checkpoints}")),
+    "load one level too deep": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints}/step-0000002", ("is itself a checkpoint", "--load {checkpoints} --ckpt-step 2")),
     "vocabulary below the tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {tokenizer} --vocab-size 100", ("vocab_size is 100", "384 ids", "--vocab-size 384")),
     "words before flags": Case("train --tp 2", ("unexpected argument train", "--num-layers 4")),
 }  # fmt: skip
