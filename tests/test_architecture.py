@@ -229,6 +229,7 @@ NEEDS_TORCH = (
     "megalite.cli.generate",
     "megalite.cli.parity",
     "megalite.cli.convert",
+    "megalite.cli.convert_report",
     "megalite.cli.inspect_tensors",
 )
 TORCH_FREE_PACKAGES = ("megalite.planner", "megalite.data", "megalite.cli")

@@ -118,7 +118,9 @@ def read_text(path: Path) -> str:
     try:
         with open(open_plain(path), encoding="utf-8") as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path.name}: {error}") from None
 
 

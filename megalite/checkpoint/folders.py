@@ -16,6 +16,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Checkpo
 LATEST_NAME = "latest"
 REPLACED_SUFFIX = ".replaced"
 STAGING_PREFIX = ".tmp-step-"
+_MEGATRON_NAME = re.compile(r"iter_[0-9]{7}")
 _STEP_NAME = re.compile(r"step-([0-9]{7,19})(\.replaced)?")
 
 
@@ -109,7 +110,7 @@ def _foreign(names: list[str]) -> str | None:
     """Whose format the folder is of, going by the names in it."""
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         return "a Hugging Face folder"
-    if "latest_checkpointed_iteration.txt" in names:
+    if "latest_checkpointed_iteration.txt" in names or any(_MEGATRON_NAME.fullmatch(name) for name in names):
         return "a folder of Megatron-LM's checkpoints"
     return None
 

@@ -1,5 +1,6 @@
 """What lies in a folder of checkpoints, and whether it is sound; for people and scripts that only look. No torch."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -8,7 +9,13 @@ from pathlib import Path
 
 from megalite.checkpoint.files import entry_fault, file_length, open_plain, read_text
 from megalite.checkpoint.folders import STAGING_PREFIX, candidates, step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, part_keys
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    CheckpointMissing,
+    Manifest,
+    part_keys,
+)
 from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header
 
 Progress = Callable[[int, int], None]
@@ -16,6 +23,14 @@ Progress = Callable[[int, int], None]
 
 MAX_THREADS = 8
 """Files hashed at once: more would only make the disk seek."""
+
+
+class CheckpointRemoved(CheckpointMissing):
+    """A checkpoint was there and was removed while it was looked at, as a run with --keep-latest does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was removed meanwhile, perhaps by a run with --keep-latest")
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,8 @@ class Surveyed:
     """What is wrong, each naming the file."""
     verified: bool = False
     """Every file was hashed and found right, not only of its length."""
+    gone: bool = False
+    """It was removed while it was looked at; nothing is known to be wrong with it."""
 
     @property
     def step(self) -> int | None:
@@ -41,8 +58,15 @@ class Surveyed:
         return None if self.manifest is None else sum(entry.length for entry in self.manifest.files.values())
 
     @property
+    def sound(self) -> bool:
+        """It is there, and nothing is known to be wrong with it."""
+        return self.manifest is not None and not self.faults and not self.gone
+
+    @property
     def state(self) -> str:
-        """`verified`, `complete` (sizes right, not hashed) or `damaged: ...`."""
+        """`verified`, `complete` (sizes right, not hashed), `removed meanwhile` or `damaged: ...`."""
+        if self.gone:
+            return "removed meanwhile"
         if self.faults:
             more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
             return f"damaged: {self.faults[0]}{more}"
@@ -82,13 +106,45 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _examine(path: Path, step: int | None) -> Surveyed:
+    if not os.path.lexists(path / MANIFEST_NAME):
+        return _still_there(Surveyed(path, None, (f"no {MANIFEST_NAME}: not complete, or not a checkpoint",)))
     try:
         manifest = Manifest.from_json(read_text(path / MANIFEST_NAME))
     except CheckpointError as error:
-        return Surveyed(path, None, (str(error),))
+        return _still_there(Surveyed(path, None, (str(error),)))
     if step is not None and manifest.step != step:
         return Surveyed(path, manifest, (f"{MANIFEST_NAME}: is of step {manifest.step}",))
-    return Surveyed(path, manifest, tuple(_length_faults(path, manifest)))
+    return _still_there(Surveyed(path, manifest, tuple(_length_faults(path, manifest))))
+
+
+def _still_there(found: Surveyed) -> Surveyed:
+    """`found`; files of a folder that is gone are no damage."""
+    return (
+        replace(found, faults=(), verified=False, gone=True) if found.faults and _gone(found.path) else found
+    )
+
+
+def _gone(path: Path) -> bool:
+    """Surely not there; of one that cannot be looked at nobody knows."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def noticing_removal(*found: Surveyed) -> Iterator[None]:
+    """Where checkpoints are read: what fails since one of them was removed meanwhile is a CheckpointRemoved."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        for one in found:
+            if _gone(one.path):
+                raise CheckpointRemoved(one.path) from None
+        raise
 
 
 def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
@@ -107,11 +163,11 @@ def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) ->
     what the manifest says of its tensors.
 
     Args:
-        surveyed: what `survey` found; one that is damaged already is returned as it is.
+        surveyed: what `survey` found; one that is damaged or gone already is returned as it is.
         progress: called after each file, in this thread.
     """
     manifest = surveyed.manifest
-    if manifest is None or surveyed.faults:
+    if manifest is None or not surveyed.sound:
         return surveyed
     # Largest first, so that no thread is left alone with a large one at the end.
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
@@ -131,7 +187,7 @@ def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) ->
                 faults.append(fault)
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C waits for the files in hand, not for those in the queue
-    return replace(surveyed, faults=tuple(sorted(faults)), verified=not faults)
+    return _still_there(replace(surveyed, faults=tuple(sorted(faults)), verified=not faults))
 
 
 def _records(manifest: Manifest) -> dict[str, list[Record]]:
@@ -155,8 +211,12 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
             found = read_header(descriptor, manifest.files[path.name].length).records
         finally:
             os.close(descriptor)
-    except (CheckpointError, HeaderFault, OSError) as error:
+    except CheckpointError as error:
+        return str(error)  # names the file itself
+    except HeaderFault as error:
         return f"{path.name}: {error}"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
     for record in expected:
         if found.get(record.key) != record:
             there = found.get(record.key)

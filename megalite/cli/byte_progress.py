@@ -1,10 +1,12 @@
-"""How far bytes have got, on stderr: a bar on a terminal, a line at each tenth elsewhere."""
+"""How far bytes have got, on stderr: a bar on a terminal, a line at each tenth elsewhere if it takes long enough."""
 
 import sys
 import time
 from collections import deque
 
 _SECONDS = 0.1
+_SHORT_SECONDS = 2.0
+"""What is done sooner needs no lines."""
 _WINDOW_SECONDS = 10.0
 _BAR = 28
 
@@ -41,7 +43,7 @@ class ByteProgress:
                 self._rewrite()
             return
         tenths = min(10 * self.done // self._total, 10)
-        if tenths > self._tenths:
+        if tenths > self._tenths and now - self._start >= _SHORT_SECONDS:
             self._tenths = tenths
             print(self.text(), file=sys.stderr, flush=True)
 

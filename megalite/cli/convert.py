@@ -9,16 +9,25 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.cli.byte_progress import ByteProgress, decimal_bytes
+from megalite.cli.byte_progress import ByteProgress
+from megalite.cli.convert_report import (
+    described,
+    kept_line,
+    other_tokenizer,
+    show_written,
+    system_error,
+    tokenizer_line,
+)
 from megalite.cli.output import show
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.write import write_huggingface
 from megalite.conversion.megatron.write import IMPLEMENTATIONS, write_megatron, written_bytes
-from megalite.conversion.native import PRECISIONS, NativeWeights, write_native
+from megalite.conversion.native import PRECISIONS, write_native
 from megalite.conversion.open import FORMATS, Format, open_weights
-from megalite.conversion.output import workplace_of
-from megalite.conversion.tokenizer_files import has_tokenizer, tokenizer_folder_files
+from megalite.conversion.output import check_target, workplace_of
+from megalite.conversion.tokenizer_files import named_tokenizer_files, tokenizer_folder_files
 from megalite.conversion.verify import verify
 from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
 from megalite.conversion.wrapped import Repadded, WithTokenizer
@@ -48,11 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {system_error(error, arguments.source, arguments.target)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; run the same command to go on", file=sys.stderr)
+        kept = kept_line(arguments.target) or "nothing was written"
+        print(f"\ninterrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -113,11 +126,10 @@ def _run(arguments: argparse.Namespace) -> int:
     chosen = None if arguments.source_format == "auto" else arguments.source_format
     show(f"opening {arguments.source}")
     source = open_weights(arguments.source, format=chosen, step=arguments.step)
+    show(f"read     {described(source)}")
     weights = _with_changes(source, arguments)
     dtype = DTYPES.get(arguments.dtype)
-    show(f"read     {_described(source)}")
-    if arguments.to != "megatron":
-        show(f"         {_tokenizer_line(weights)}")
+    _show_tokenizer(source, weights, arguments)
     total = _bytes(weights, arguments, dtype)
     _need_room(arguments.target, total)
     progress = ByteProgress(total)
@@ -125,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
         path = _write(weights, arguments, dtype, progress)
     finally:
         progress.end()
-    _show_written(path, progress.seconds)
+    show_written(path, progress.seconds)
     wanted = arguments.verify
     if wanted is None:
         wanted = parameter_count(weights.model) < VERIFIED_BELOW
@@ -152,6 +164,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--max-shard-size {arguments.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB"
         )
+    if arguments.family is not None:
+        family_named(arguments.family)
+    check_target(arguments.target)
 
 
 def _with_changes(source: Weights, arguments: argparse.Namespace) -> Weights:
@@ -159,34 +174,31 @@ def _with_changes(source: Weights, arguments: argparse.Namespace) -> Weights:
     if arguments.tokenizer_model is not None:
         weights = WithTokenizer(weights, tokenizer_folder_files(arguments.tokenizer_model))
     elif arguments.without_tokenizer:
-        if not has_tokenizer(source.tokenizer_files):
-            raise ConfigError(f"--without-tokenizer has no effect: {source.path} has no tokenizer; remove it")
         weights = WithTokenizer(weights, ())
+    elif arguments.to == "megatron":
+        weights = _for_megatron(weights)
     if arguments.make_vocab_size_divisible_by is not None:
         weights = Repadded(weights, arguments.make_vocab_size_divisible_by)
     return weights
 
 
-def _described(weights: Weights) -> str:
-    model, shapes = weights.model, parameter_shapes(weights.model)
-    dtypes = sorted({PRECISIONS.get(weights.dtype(name), str(weights.dtype(name))) for name in shapes})
-    experts = f", {model.num_experts} experts" if model.num_experts else ""
-    written = ""
-    if isinstance(weights, NativeWeights):
-        sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
-        by = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
-        written = f", written by {', '.join(by) or 'one rank'}"
-    return (
-        f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
-        f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "
-        f"{parameter_count(model):,} parameters in {len(shapes)} tensors, {' and '.join(dtypes)}{written}"
-    )
+def _for_megatron(weights: Weights) -> Weights:
+    """Its tokenizer only gives a name there, so one that cannot be had is no obstacle."""
+    try:
+        named_tokenizer_files(weights.tokenizer_files)
+    except ConfigError:
+        return WithTokenizer(weights, ())
+    return weights
 
 
-def _tokenizer_line(weights: Weights) -> str:
-    if not has_tokenizer(weights.tokenizer_files):
-        return "no tokenizer goes along; --tokenizer-model PATH adds one"
-    return f"tokenizer: {', '.join(path.name for path in weights.tokenizer_files)}"
+def _show_tokenizer(source: Weights, weights: Weights, arguments: argparse.Namespace) -> None:
+    if arguments.to == "megatron":
+        show("         no tokenizer goes along with a megatron target: give Megatron-LM its files yourself")
+        return
+    show(f"         {tokenizer_line(source, weights, left_out=arguments.without_tokenizer)}")
+    warning = other_tokenizer(source, weights) if arguments.tokenizer_model is not None else None
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _bytes(weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None) -> int:
@@ -206,10 +218,6 @@ def _need_room(target: Path, total: int) -> None:
     """Refuse to start what cannot be finished."""
     workplace = workplace_of(target)
     there = [path for path in workplace.rglob("*") if path.is_file()] if workplace.is_dir() else []
-    if there:
-        show(
-            f"         {workplace} is of an interrupted conversion; if it was this one, it goes on from there"
-        )
     free = free_bytes(target)
     missing = total - sum(path.stat().st_size for path in there)
     if free is not None and free < missing:
@@ -222,6 +230,10 @@ def _write(
     weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None, progress: ByteProgress
 ) -> Path:
     target, advance = arguments.target, progress.advance
+
+    def log(line: str) -> None:
+        show(f"         {line}")
+
     if arguments.to == "megatron":
         return write_megatron(
             weights,
@@ -231,23 +243,17 @@ def _write(
             pp=arguments.pp or 1,
             advance=advance,
             implementation=arguments.transformer_impl or IMPLEMENTATIONS[0],
+            log=log,
         )
     size = parse_byte_size(arguments.max_shard_size or DEFAULT_SHARD)
     assert size is not None
     largest = int(size)
     if arguments.to == "native":
-        return write_native(weights, target, dtype=dtype, max_file_bytes=largest, advance=advance)
+        return write_native(weights, target, dtype=dtype, max_file_bytes=largest, advance=advance, log=log)
     family = arguments.family
     return write_huggingface(
-        weights, target, dtype=dtype, family=family, max_file_bytes=largest, advance=advance
+        weights, target, dtype=dtype, family=family, max_file_bytes=largest, advance=advance, log=log
     )
-
-
-def _show_written(path: Path, seconds: float) -> None:
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    rate = f"{size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
-    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
 
 
 def _verified(source: Weights, path: Path, format: Format) -> int:
@@ -262,15 +268,19 @@ def _verified(source: Weights, path: Path, format: Format) -> int:
                 flush=True,
             )
 
+    left = f"the target was written and is left at {path}; do not use it"
     try:
         found = verify(source, open_weights(path, format=format), log=log)
     except ConfigError as error:
-        print(f"error: verification failed: {error}", file=sys.stderr)
+        print(f"error: verification failed: {error}; {left}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted while comparing; {path} is complete but was not compared", file=sys.stderr)
+        return INTERRUPTED
     if sys.stderr.isatty():
         print(f"\r{'':<{columns - 1}}\r", end="", file=sys.stderr, flush=True)
     for line in found.lines():
         show(f"verify   {line}")
     if not found.passed:
-        print(f"error: {path} is not what {source.path} is; do not use it", file=sys.stderr)
+        print(f"error: {path} is not what {source.path} is; {left}", file=sys.stderr)
     return 0 if found.passed else 1

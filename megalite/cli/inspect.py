@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.survey import Surveyed, survey, verify
+from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, verify
 from megalite.cli.dry_run_text import size
+from megalite.cli.inspect_config import for_another_run, head_comment
 from megalite.cli.inspect_text import (
     format_checkpoint,
+    format_passed_over,
     format_state,
     format_statistics,
     format_table,
@@ -25,6 +27,8 @@ from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 
 OK, DAMAGED, DIFFERENT, BAD_INPUT = 0, 1, 1, 2
+ATTEMPTS = 5
+"""Looks at a folder while a run removes what is being looked at."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         "these alone",
     )
     parser.add_argument(
-        "--config", action="store_true", help="print the config alone, as YAML for --config of another run"
+        "--config",
+        action="store_true",
+        help="print the config alone, as YAML for --config of another run: without this one's folders",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -65,10 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(arguments)
         if arguments.diff is not None:
-            return _diff(arguments)
-        if arguments.config:
-            return _config(arguments)
-        return _inspect(arguments)
+            return _again_if_removed(_diff, arguments)
+        return _again_if_removed(_config if arguments.config else _inspect, arguments)
     except ConfigError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return BAD_INPUT
@@ -95,24 +99,43 @@ def _check(arguments: argparse.Namespace) -> None:
                 )
 
 
+def _again_if_removed(look: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Look once more if the newest was removed meanwhile: a newer one is there. One that was asked for is not."""
+    asked_for = arguments.diff or [arguments.checkpoint]
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return look(arguments)
+        except CheckpointRemoved as removed:
+            if removed.path in asked_for or arguments.step is not None or attempt == ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     surveyed, shown = _newest_sound(arguments.checkpoint, arguments)
-    usable = shown.manifest is not None and not shown.faults
     rows: dict[str, dict[str, Any]] | None = None
-    if arguments.tensors is not None and usable:
-        # Reading tensors takes torch, whose import takes longer than all the rest.
-        from megalite.cli.inspect_tensors import tensor_statistics
+    with noticing_removal(shown):
+        if arguments.tensors is not None and shown.sound:
+            # Reading tensors takes torch, whose import takes longer than all the rest.
+            from megalite.cli.inspect_tensors import tensor_statistics
 
-        rows = tensor_statistics(shown, arguments.tensors)
-    if arguments.json:
-        show(json.dumps(_data(surveyed, shown, rows), indent=2))
-    else:
-        parts = [format_table(surveyed)] if len(surveyed) > 1 else []
-        parts.append(f"{format_checkpoint(shown)}\n{format_state(shown)}")
-        if rows is not None:
-            parts.append(format_statistics(rows))
-        show(visible("\n\n".join(parts)))
+            rows = tensor_statistics(shown, arguments.tensors)
+        if arguments.json:
+            text = json.dumps(_data(surveyed, shown, rows), indent=2)
+        else:
+            text = visible(_text(surveyed, shown, rows))
+    show(text)
     return DAMAGED if any(found.faults for found in surveyed) else OK
+
+
+def _text(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None) -> str:
+    """For people; it ends in what is wrong, if anything is."""
+    parts = [format_table(surveyed)] if len(surveyed) > 1 else []
+    parts.append(f"{format_checkpoint(shown)}\n{format_state(shown)}")
+    if rows is not None:
+        parts.append(format_statistics(rows))
+    parts.append(format_passed_over(surveyed, shown))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -120,28 +143,39 @@ def _config(arguments: argparse.Namespace) -> int:
     surveyed = survey(arguments.checkpoint, arguments.step)
     found = next((found for found in surveyed if found.manifest is not None), None)
     if found is None or found.manifest is None:
+        if surveyed[0].gone:
+            raise CheckpointRemoved(surveyed[0].path)
         raise CheckpointError(f"{arguments.checkpoint}: {surveyed[0].path.name} is {surveyed[0].state}")
-    config = in_order(found.manifest.config)
+    config, left_out = for_another_run(in_order(found.manifest.config))
     if arguments.json:
         show(json.dumps(config, indent=2))
     else:
         # Escapes whatever a terminal would not show as it is.
-        show(yaml.safe_dump(config, sort_keys=False, default_flow_style=False).removesuffix("\n"))
+        text = yaml.safe_dump(config, sort_keys=False, default_flow_style=False).removesuffix("\n")
+        show(f"{visible(head_comment(str(found.path), left_out))}\n{text}")
     return OK
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    sides = []
+    sides: list[Surveyed] = []
+    passed_over: list[Surveyed] = []
     for path in arguments.diff:
         surveyed, found = _newest_sound(path, arguments)
-        if found.faults:
-            raise CheckpointError(f"{found.path} is {found.state}")
-        for passed in surveyed[: surveyed.index(found)]:
-            print(visible(f"{passed.path} is passed over: {passed.state}"), file=sys.stderr)
+        if not found.sound:
+            # Damage that only hashing shows leaves tensors that can be read.
+            hashed = found.manifest is not None and not arguments.no_verify
+            remedy = (
+                "; --no-verify compares it all the same" if hashed and survey(found.path)[0].sound else ""
+            )
+            raise CheckpointError(f"{found.path} is {found.state}{remedy}")
+        passed_over += surveyed[: surveyed.index(found)]
         sides.append(found)
     from megalite.cli.inspect_tensors import CheckpointDiff
 
-    difference = CheckpointDiff(*sides, pattern=arguments.tensors, trust_hashes=not arguments.no_verify)
+    with noticing_removal(*sides):
+        difference = CheckpointDiff(*sides, pattern=arguments.tensors, trust_hashes=not arguments.no_verify)
+    for passed in passed_over:
+        print(visible(f"{passed.path} is passed over: {passed.state}"), file=sys.stderr)
     show(json.dumps(difference.data(), indent=2) if arguments.json else visible(difference.text()))
     return OK if difference.same else DIFFERENT
 
@@ -152,8 +186,11 @@ def _newest_sound(path: Path, arguments: argparse.Namespace) -> tuple[list[Surve
     for index, found in enumerate(surveyed):
         if not arguments.no_verify:
             found = surveyed[index] = verify(found, partial(_progress, found))
-        if not found.faults:
+        if found.sound:
             return surveyed, found
+    for found in surveyed:
+        if found.gone:
+            raise CheckpointRemoved(found.path)
     return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
 
 

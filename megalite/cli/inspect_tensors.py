@@ -11,6 +11,7 @@ from megalite.checkpoint.compare import Comparison, compare, statistics
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, file_key
 from megalite.checkpoint.survey import Surveyed
+from megalite.cli.inspect_config import only_a_place
 from megalite.cli.inspect_text import columns, short
 
 _SHOWN = 20
@@ -51,7 +52,9 @@ def _chosen(keys: list[str], pattern: str, who: str) -> list[str]:
         names = [file_key(key) for key in keys]
         near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
         hint = f"; it has {near[0]}, for instance" if near else ""
-        raise CheckpointError(f"--tensors {pattern}: {who} tensor of such a name{hint}; try '*{pattern}*'")
+        wider = f"*{pattern.strip('*')}*"
+        remedy = f"; try '{wider}'" if wider not in (pattern, "**") else ""
+        raise CheckpointError(f"--tensors {pattern}: {who} tensor of such a name{hint}{remedy}")
     return chosen
 
 
@@ -72,12 +75,14 @@ class CheckpointDiff:
         keys = sorted({*one.keys(), *other.keys()})
         if pattern is not None:
             keys = _chosen(keys, pattern, "neither checkpoint has a")
-        self.fields = {} if pattern is not None else _differing_fields(one.manifest, other.manifest)
+        fields = {} if pattern is not None else _differing_fields(one.manifest, other.manifest)
+        self.fields = {name: values for name, values in fields.items() if not only_a_place(name)}
+        self.places = {name: values for name, values in fields.items() if only_a_place(name)}
         self.tensors: Comparison = compare(one, other, keys, trust_hashes=trust_hashes)
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
+        """Nothing differs but where the runs were kept."""
         return not self.fields and self.tensors.same
 
     def data(self) -> dict[str, Any]:
@@ -88,6 +93,7 @@ class CheckpointDiff:
             "second": str(self._paths[1]),
             "same": self.same,
             "fields": {name: list(values) for name, values in self.fields.items()},
+            "fields_not_counted": {name: list(values) for name, values in self.places.items()},
             "only_first": list(tensors.only_first),
             "only_second": list(tensors.only_second),
             "declared": {
@@ -102,9 +108,13 @@ class CheckpointDiff:
         """For people; the last line sums it up."""
         tensors = self.tensors
         lines = [f"A  {self._paths[0]}", f"B  {self._paths[1]}"]
-        if self.fields:
-            rows = [[f"  {name}", short(a), "|", short(b)] for name, (a, b) in self.fields.items()]
-            lines += ["fields that differ (A | B):", *columns(rows, right=set())]
+        for title, fields in (
+            ("fields that differ (A | B):", self.fields),
+            ("paths and the like that differ and do not count (A | B):", self.places),
+        ):
+            if fields:
+                rows = [[f"  {name}", short(a), "|", short(b)] for name, (a, b) in fields.items()]
+                lines += [title, *columns(rows, right=set())]
         for which, keys in (("A", tensors.only_first), ("B", tensors.only_second)):
             if keys:
                 lines += [f"only in {which}:", *_shown([f"  {key}" for key in keys])]
@@ -135,7 +145,8 @@ class CheckpointDiff:
     def _summary(self) -> str:
         tensors = self.tensors
         if self.same:
-            return f"equal: {tensors.compared} tensor{'s' if tensors.compared != 1 else ''}, bit for bit"
+            but = ", but for fields that do not count" if self.places else ""
+            return f"equal: {tensors.compared} tensor{'s' if tensors.compared != 1 else ''}, bit for bit{but}"
         counts = [
             (len(self.fields), "field", ""),
             (len(tensors.only_first), "tensor", " only in A"),

@@ -68,7 +68,7 @@ def _origin(found: Surveyed, manifest: Manifest) -> str:
     written = datetime.fromtimestamp((found.path / MANIFEST_NAME).stat().st_mtime)
     code = {name: value for name, value in manifest.code.items() if name != "megalite" and value is not None}
     rest = f" ({_pairs(code)})" if code else ""
-    return f"written {written:%Y-%m-%d %H:%M:%S} by megalite {manifest.megalite_version}{rest}"
+    return f"by megalite {manifest.megalite_version}{rest}, files of {written:%Y-%m-%d %H:%M:%S}"
 
 
 def _axes_first(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _format_states(manifest: Manifest) -> str:
 def format_settings(config: Mapping[str, Any]) -> str:
     """The settings that are not at their defaults, a line a section."""
     defaults = _defaults()
-    lines = ["config       what is not at its default (--config shows all)"]
+    lines = ["config       what is not at its default (--json shows all)"]
     for section, values in in_order(config).items():
         usual = defaults.get(section, {})
         if isinstance(values, dict):
@@ -230,6 +230,15 @@ def format_state(found: Surveyed) -> str:
     if found.verified:
         return f"verified     {files}: sha256 OK"
     return f"complete     {files}: all there and of the right length; not hashed"
+
+
+def format_passed_over(surveyed: Sequence[Surveyed], shown: Surveyed) -> str:
+    """A line for each damaged checkpoint but the one shown; empty if there is none."""
+    return "\n".join(
+        f"{found.path.name} is {found.state}; shown is {shown.path.name}"
+        for found in surveyed
+        if found.faults and found is not shown
+    )
 
 
 def format_statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:

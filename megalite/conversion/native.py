@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,17 +26,19 @@ from megalite.checkpoint.manifest import (
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
-from megalite.conversion.output import Advance, Output, identity_of
+from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.pieces import Piece
 from megalite.conversion.stream import Target, split_files, write_file
 from megalite.conversion.tokenizer_files import (
     has_tokenizer,
+    missing_tokenizer,
     named_tokenizer_files,
     open_tokenizer,
     saved_tokenizer_files,
@@ -62,6 +65,10 @@ class NativeWeights:
         folder: of checkpoints, or one checkpoint in it.
         step: which of a folder of checkpoints; default the newest. There is no falling back to an older one.
 
+    Attributes:
+        recorded_tokenizer: sha256 of the tokenizer that it was trained with, if any.
+        missing_tokenizer: what of that one is gone and where it was looked for, if it is.
+
     Raises:
         CheckpointError: there is none, or it is damaged.
         ConversionError: what it says of its model and its tensors do not go together.
@@ -75,7 +82,9 @@ class NativeWeights:
         config = _saved_config(self._checkpoint)
         self.model: ModelConfig = config.model
         self.seq_length: int = config.training.seq_length
-        self.tokenizer_files: Sequence[Path] = _right_tokenizer(self._checkpoint, config.data)
+        self._data = config.data
+        self.recorded_tokenizer: str | None = self._checkpoint.manifest.tokenizer
+        self.missing_tokenizer: str | None = missing_tokenizer(config.data, self.path.parent)
         self.layout = dict(self._checkpoint.manifest.layout)
         self._keys: dict[str, str] = {}
         for name, shape in parameter_shapes(self.model).items():
@@ -89,6 +98,15 @@ class NativeWeights:
                 )
             self._keys[name] = key
         _refuse_others(self._checkpoint, set(self._keys))
+
+    @cached_property
+    def tokenizer_files(self) -> Sequence[Path]:
+        """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it.
+
+        Raises:
+            ConfigError: what is there now is another tokenizer, or cannot be opened.
+        """
+        return _right_tokenizer(self._checkpoint, self._data)
 
     def dtype(self, name: str) -> torch.dtype:
         """See `Weights`."""
@@ -147,7 +165,7 @@ def _right_tokenizer(checkpoint: Checkpoint, data: DataConfig) -> list[Path]:
         if tokenizer is not None and tokenizer.fingerprint() != recorded:
             raise ConversionError(
                 f"{', '.join(map(str, files))}: not the tokenizer that {checkpoint.path} was trained with (sha256 "
-                f"{recorded[:12]}...); put that one there, or move this one away"
+                f"{recorded[:12]}...); put that one there, give another with --tokenizer-model, or --without-tokenizer"
             )
     return files
 
@@ -169,6 +187,7 @@ def write_native(
     max_file_bytes: int,
     advance: Advance,
     vocab_divisible_by: int | None = None,
+    log: Log = silent,
 ) -> Path:
     """A folder of checkpoints with one of step 0, of weights alone; returns the folder.
 
@@ -178,6 +197,7 @@ def write_native(
         dtype: of every tensor; None: as it is in the source.
         max_file_bytes: no file is larger, but for a tensor that is so by itself.
         vocab_divisible_by: multiple that the vocabulary's rows are padded to; None: as in the source.
+        log: see `Output`.
 
     Raises:
         ConversionError: the target is there already; the tokenizer does not fit; a value does not fit `dtype`.
@@ -197,12 +217,13 @@ def write_native(
     config = _run_config(weights, targets, tokenizer_settings(named, folder / TOKENIZER_FOLDER))
     fingerprint = _fitting_tokenizer(weights)
     settings = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
-    output = Output(folder, identity=identity_of(weights, **settings))
-    step, kept = step_name(0), LastRead(weights)
+    parts, step, kept = split_files(targets, max_file_bytes), step_name(0), LastRead(weights)
+    names = [f"weights-{number:05d}.safetensors" for number in range(len(parts))]
+    planned = [f"{step}/{name}" for name in names]
+    output = Output(folder, identity=identity_of(weights, **settings), files=planned, log=log)
     entries: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
-    for number, part in enumerate(split_files(targets, max_file_bytes)):
-        name = f"weights-{number:05d}.safetensors"
+    for name, part in zip(names, parts, strict=True):
         entries[name] = write_file(
             output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT
         )
@@ -249,7 +270,10 @@ def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -
 
 def _fitting_tokenizer(weights: Weights) -> str | None:
     """The fingerprint of the tokenizer, which must have no ids beyond the vocabulary."""
-    tokenizer = open_tokenizer(weights.tokenizer_files)
+    try:
+        tokenizer = open_tokenizer(weights.tokenizer_files)
+    except ConfigError as error:
+        raise ConversionError(f"{error}; or leave the tokenizer out with --without-tokenizer") from None
     if tokenizer is None:
         return None
     size = weights.model.vocab_size

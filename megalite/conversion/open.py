@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from megalite.checkpoint.folders import step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME
+from megalite.checkpoint.folders import candidates, step_of
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing
 from megalite.conversion.huggingface.read import HuggingFaceWeights
 from megalite.conversion.megatron.folders import TRACKER
 from megalite.conversion.megatron.open import open_megatron
@@ -60,6 +60,12 @@ def detect_format(path: Path) -> Format:
         raise ConversionError(
             f"{path} could be of {' or '.join(fitting)}; say which with --from {fitting[0]}, or move the other away"
         )
+    try:
+        candidates(path)
+    except CheckpointMissing:
+        pass
+    except CheckpointError as error:  # they are one level below
+        raise ConversionError(str(error)) from None
     shown = ", ".join(sorted(names)[:5]) or "nothing"
     raise ConversionError(
         f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "

@@ -6,11 +6,12 @@
   files/                  what becomes the target by one rename
 """
 
+import errno
 import fcntl
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from megalite.conversion.weights import ConversionError, Weights, parameter_shap
 Advance = Callable[[int], None]
 """Called with the number of bytes just written, for a progress bar."""
 
+Log = Callable[[str], None]
+"""Called with a line for people."""
+
 STAGING_PREFIX = ".tmp-convert-"
+
+
+def silent(line: str) -> None:
+    """The `Log` of who wants none."""
 
 
 class Output:
@@ -42,6 +50,8 @@ class Output:
         target: must not exist yet, or be an empty folder.
         identity: plain JSON of everything that the result depends on: source and its state, settings (see
             `identity_of`). What another identity has left is removed.
+        files: names of the large files that will be written, for the line that says how many are done.
+        log: told, once no other process can be at it, whether an interrupted conversion goes on.
 
     Raises:
         ConversionError: the target is there already, or another process is writing it.
@@ -50,7 +60,9 @@ class Output:
 
     staging: Path
 
-    def __init__(self, target: Path, *, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self, target: Path, *, identity: Mapping[str, Any], files: Sequence[str] = (), log: Log = silent
+    ) -> None:
         self._target = target.resolve()
         self._workplace = workplace_of(target)
         self.staging = self._workplace / "files"
@@ -58,7 +70,16 @@ class Output:
         _refuse_existing(self._target, self._workplace)
         self._workplace.mkdir(parents=True, exist_ok=True)
         self._lock = self._locked()
-        self._marks = self._former_marks()
+        is_new = not (self._workplace / "progress.json").exists()
+        former = self._former_marks()
+        self._marks = former or {}
+        if former is None and not is_new:
+            log("starts anew: the source or a setting is another one than what was interrupted here")
+        elif former is not None:
+            done = sum(
+                name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files
+            )
+            log(f"goes on: {done} of {len(files)} files are done")
         self.staging.mkdir(exist_ok=True)
         self._remove_unfinished()
         self._save_progress()
@@ -121,8 +142,8 @@ class Output:
             pass  # a file system without locks
         return unlock
 
-    def _former_marks(self) -> dict[str, Any]:
-        """What an interrupted conversion of the same identity has finished; the rest of its files is removed."""
+    def _former_marks(self) -> dict[str, Any] | None:
+        """What an interrupted conversion of the same identity has finished; None, and no files, of any other."""
         try:
             former = json.loads(read_text(self._workplace / "progress.json"))
             if former["identity"] == self._identity and all(
@@ -133,7 +154,7 @@ class Output:
         except (CheckpointError, ValueError, LookupError, TypeError, AttributeError):
             pass  # nothing that could be gone on with
         remove_tree(self.staging)
-        return {}
+        return None
 
     def _remove_unfinished(self) -> None:
         for path in sorted(self.staging.rglob("*")):
@@ -145,6 +166,25 @@ class Output:
     def _save_progress(self) -> None:
         text = json.dumps({"identity": self._identity, "marks": self._marks}, indent=1)
         replace_durably(self._workplace / "progress.json", text.encode())
+
+
+def check_target(target: Path) -> None:
+    """Find out early, and without making anything, what would stop an `Output`.
+
+    Raises:
+        ConversionError: the target is there already, or cannot be made where it is to be.
+    """
+    resolved = target.resolve()
+    _refuse_existing(resolved, workplace_of(target))
+    parent = next(path for path in resolved.parents if path.exists())
+    if not parent.is_dir():
+        raise ConversionError(f"cannot write {target}: {parent} is not a folder; give another target")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+        why = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+        raise ConversionError(
+            f"cannot write {target}: {why}; give a target in a folder that can be written to"
+        )
 
 
 def workplace_of(target: Path) -> Path:

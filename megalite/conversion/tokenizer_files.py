@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.data import DataConfig
-from megalite.conversion.huggingface.tokenizer import TOKENIZER_FILES
+from megalite.conversion.huggingface.tokenizer import SETTINGS, TOKENIZER_FILES
 from megalite.conversion.weights import ConversionError
 from megalite.data.tokenizers.base import Tokenizer, read_tokenizer_file
 from megalite.data.tokenizers.build import build_tokenizer
@@ -27,7 +27,8 @@ def tokenizer_folder_files(path: Path) -> list[Path]:
         ConversionError: there are none.
     """
     if path.is_file():
-        return [path]
+        beside = path.with_name(SETTINGS)  # it names the end of document
+        return [path, beside] if path.name == MODEL_JSON and beside.is_file() else [path]
     if path.is_dir():
         found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
         if any(file.name in _KNOWN for file in found):
@@ -37,23 +38,46 @@ def tokenizer_folder_files(path: Path) -> list[Path]:
 
 
 def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
-    """The files of the tokenizer that a checkpoint was trained with, as far as they are still there.
+    """The files of the tokenizer that a checkpoint was trained with; none if one of them is gone.
 
     Args:
         home: the folder of the checkpoint's step folders; files that have moved along with it are in `tokenizer/`.
     """
+    own = _own_folder(home)
+    recorded = _recorded(data)
+    places = [path for path in (_place(text, own) for text in recorded) if path is not None]
+    if len(places) < len(recorded):
+        return []
+    if any(path.parent == own for path in places):
+        return tokenizer_folder_files(own)  # with their companions
+    return [file for path in places for file in tokenizer_folder_files(path)]
+
+
+def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
+    """Which file of the tokenizer that a checkpoint was trained with is gone, and where it was looked for.
+
+    Args:
+        home: as in `saved_tokenizer_files`.
+    """
+    own = _own_folder(home)
+    for text in _recorded(data):
+        if _place(text, own) is None:
+            looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, own))
+            return f"{text} is not there (looked in {' and '.join(looked)})"
+    return None
+
+
+def _recorded(data: DataConfig) -> list[str]:
     given = [data.tokenizer_model] if data.tokenizer_model else [data.vocab_file, data.merge_file]
-    own = home.resolve() / "tokenizer"
-    found = []
-    for text in given:
-        if text is None:
-            continue
-        path = next((p for p in (Path(text), own / Path(text).name) if p.exists()), None)
-        if path is not None and path.parent == own:
-            return tokenizer_folder_files(own)  # with their companions
-        if path is not None:
-            found += tokenizer_folder_files(path)
-    return found
+    return [text for text in given if text is not None]
+
+
+def _own_folder(home: Path) -> Path:
+    return home.resolve() / "tokenizer"
+
+
+def _place(text: str, own: Path) -> Path | None:
+    return next((path for path in (Path(text), own / Path(text).name) if path.exists()), None)
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:

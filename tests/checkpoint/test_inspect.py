@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from megalite.checkpoint.manifest import seal
-from megalite.cli.inspect import DAMAGED, OK
+from megalite.cli.inspect import DAMAGED, DIFFERENT, OK
+from megalite.config.describe import replace, sectioned, values_of
 from megalite.config.files import load as load_config
+from megalite.config.run import RunConfig
 from tests.checkpoint.inspecting import (
     WEIGHTS,
     Captured,
@@ -48,7 +50,12 @@ def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
     text = said(capsys)
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert f"checkpoint {real / 'step-0000002'}" in lines
-    assert any(line.startswith("step 2, written ") and f"torch {torch.__version__}" in line for line in lines)
+    assert any(
+        line.startswith("step 2, by megalite ")
+        and ", files of 2" in line
+        and f"torch {torch.__version__}" in line
+        for line in lines
+    )
     assert any(line.startswith("layout tp 1, pp 1, dp 1, cp 1, ep 1") for line in lines)
     assert "counters consumed_samples 16, loss_scaler {}, optimizer_updates 2, step 2" in lines
     assert f"tokenizer sha256 {'ab' * 32}" in lines
@@ -101,6 +108,10 @@ def test_a_table_of_several(folder: Path, capsys: Captured) -> None:
     table, rest = said(capsys).split("\n\n", 1)
     assert f"damaged: {WEIGHTS}: sha256 is" in table.splitlines()[1]
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}") and "sha256 OK" in rest
+    last = rest.splitlines()[-1]
+    assert last.startswith(f"step-0000002 is damaged: {WEIGHTS}: sha256 is"), "it must not be overlooked"
+    assert last.endswith("; shown is step-0000001")
+    assert inspect(folder, "--tensors", "final_norm.*") == DAMAGED and said(capsys).endswith(f"{last}\n")
     assert inspect(folder, "--step", "1") == OK
     assert "checkpoint    files" not in said(capsys)
     assert inspect(folder, "--step", "2") == DAMAGED
@@ -123,7 +134,7 @@ def test_without_verifying(folder: Path, capsys: Captured) -> None:
     assert f"{WEIGHTS}: No such file" in text and "optimizer-00000.safetensors: No such file" in text
     (newest / "manifest.json").unlink()
     assert inspect(newest) == DAMAGED
-    assert "manifest.json: No such file" in said(capsys)
+    assert "no manifest.json: not complete, or not a checkpoint" in said(capsys)
 
 
 def test_hashes_right_and_manifest_wrong(folder: Path, capsys: Captured) -> None:
@@ -164,6 +175,57 @@ def test_config_as_yaml(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     )
 
 
+def test_config_for_another_run(tmp_path: Path, capsys: Captured) -> None:
+    """Without what would lead it into the folders of the run that wrote the checkpoint."""
+    own = {
+        "save": "old/checkpoints\nlr: 1",
+        "load": "older",
+        "ckpt_step": 7,
+        "fresh_if_missing": True,
+        "finetune": True,
+        "run_dir": "old",
+        "tensorboard_dir": "old/events",
+    }
+    usual = {name: values_of(RunConfig())[name] for name in own}
+    config = tiny_config(1, save_interval=5, keep_latest=2, tokenizer_model="tok.model", **own)
+    path = save_tensors(tmp_path, {("weight", "", "w"): torch.ones(2)}, config=sectioned(config))
+    assert inspect(path, "--config") == OK
+    text = said(capsys)
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml") == replace(config, **usual)
+    head, rest = text.split("\n", 1)
+    assert head.startswith(f'# "{path}", without') and 'run_dir "old"' in head and "ckpt_step 7" in head
+    assert "old" not in rest.replace("threshold", ""), rest
+    assert inspect(path, "--config", "--json") == OK
+    assert set(own).isdisjoint(name for values in json.loads(said(capsys)).values() for name in values)
+
+
+def test_paths_of_the_runs_do_not_count(tmp_path: Path, capsys: Captured) -> None:
+    """Two runs never have the same: with them no two checkpoints would be equal."""
+    sides = []
+    for name in ("a", "b"):
+        config: dict[str, dict[str, Any]] = {
+            "checkpoint": {"save": name},
+            "logging": {"run_dir": name},
+            "data": {"tokenizer_model": f"{name}/tok.model", "split": "9,1,0"},
+        }
+        tensors: Tensors = {("weight", "", "w"): torch.ones(2)}
+        sides.append(save_tensors(tmp_path / name, tensors, config=config))
+    assert inspect("--diff", *sides) == OK
+    lines = [" ".join(line.split()) for line in said(capsys).splitlines()]
+    at = lines.index("paths and the like that differ and do not count (A | B):")
+    assert "config.data.tokenizer_model a/tok.model | b/tok.model" in lines[at:]
+    assert lines[-1] == "equal: 1 tensor, bit for bit, but for fields that do not count"
+    assert inspect("--diff", *sides, "--json") == OK
+    data = json.loads(said(capsys))
+    assert data["same"] and data["fields"] == {}
+    assert data["fields_not_counted"]["config.logging.run_dir"] == ["a", "b"]
+    config["data"]["split"] = "8,2,0"
+    third = save_tensors(tmp_path / "c", tensors, config=config)
+    assert inspect("--diff", sides[1], third) == DIFFERENT
+    assert "config.data.split" in said(capsys)
+
+
 def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     newest = folder / "step-0000002"
     cases: Sequence[tuple[list[str | Path], str]] = [
@@ -180,13 +242,19 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
         ([folder / ".tmp-step-3"], "is a save under way, or what a crash left of one"),
         ([folder, "--step", "7"], "has no checkpoint of step 7; it has steps 1, 2"),
         ([newest, "--step", "1"], "is the checkpoint of step 2, not of step 1"),
-        ([folder, "--tensors", "qkv"], "has no tensor of such a name; it has "),
+        ([folder, "--tensors", "qkv"], "; try '*qkv*'"),
+        ([folder, "--tensors", "nothing*"], "has no tensor of such a name; it has "),
+        ([folder, "--tensors", "nothing*"], "; try '*nothing*'"),
+        ([tmp_path / "theirs"], "imported --to native"),
         (
             ["--diff", folder, folder, "--tensors", "nothing*"],
             "neither checkpoint has a tensor of such a name",
         ),
     ]
     (folder / ".tmp-step-3").mkdir()
+    (tmp_path / "theirs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "theirs" / name).write_text("{}")
     for arguments, message in cases:
         assert message in refused(capsys, *arguments), arguments
 

@@ -109,6 +109,21 @@ def test_nothing_of_another_conversion_is_kept(tmp_path: Path) -> None:
     assert contents(second.staging) == {}
 
 
+def test_says_whether_it_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = Output(tmp_path / "model", identity=IDENTITY, files=["a", "b", "c"], log=said.append)
+    assert said == [], "nothing was interrupted"
+    for name in ("a", "b", "small"):
+        write(first, name, b"aaa")
+    longer(first.staging / "b")
+    del first
+    second = Output(tmp_path / "model", identity=IDENTITY, files=["a", "b", "c"], log=said.append)
+    assert said == ["goes on: 1 of 3 files are done"]
+    del second
+    Output(tmp_path / "model", identity={}, files=["a"], log=said.append)
+    assert said[1:] == ["starts anew: the source or a setting is another one than what was interrupted here"]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"identity": 1}', '{"identity": %s, "marks": {"a": 1}}'])
 def test_garbled_progress_means_to_start_anew(tmp_path: Path, text: str) -> None:
     first = Output(tmp_path / "model", identity=IDENTITY)
@@ -145,8 +160,10 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None and other.stdin is not None
         assert other.stdout.readline() == "held\n"
+        said: list[str] = []
         with pytest.raises(ConversionError, match=r"another process is converting into .*model"):
-            Output(tmp_path / "model", identity={})
+            Output(tmp_path / "model", identity={}, log=said.append)
+        assert said == [], "the lock is taken before anything is said of going on"
         other.stdin.close()
         assert other.wait(timeout=60) == 0
     Output(tmp_path / "model", identity={})

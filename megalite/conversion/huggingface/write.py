@@ -13,7 +13,7 @@ from megalite.conversion.huggingface.families import Family, choose_family
 from megalite.conversion.huggingface.read import TOKEN_IDS, HuggingFaceWeights
 from megalite.conversion.huggingface.shards import INDEX, SINGLE
 from megalite.conversion.huggingface.tokenizer import GENERATION, Exported, export_tokenizer
-from megalite.conversion.output import Advance, Output, identity_of
+from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.stream import Target, split_files, write_file
 from megalite.conversion.weights import Weights
 from megalite.conversion.wrapped import LastRead
@@ -27,6 +27,7 @@ def write_huggingface(
     family: str | None,
     max_file_bytes: int,
     advance: Advance,
+    log: Log = silent,
 ) -> Path:
     """Write a model so that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
 
@@ -40,6 +41,7 @@ def write_huggingface(
             expresses the model.
         max_file_bytes: where the next safetensors file begins; a larger tensor has one of its own.
         advance: called with the bytes of each tensor that was written.
+        log: see `Output`.
 
     Raises:
         ConversionError: no family, or not the named one, expresses the model; the target is there already; the
@@ -56,8 +58,8 @@ def write_huggingface(
     ]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
-    output = Output(folder, identity=identity)
     names = [SINGLE] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(len(files))]
+    output = Output(folder, identity=identity, files=names, log=log)
     source = LastRead(weights)
     for name, part in zip(names, files):
         write_file(output, name, part, source, advance, digest=False, metadata=FORMAT_PT)

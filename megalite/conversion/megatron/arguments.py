@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 from megalite.config.model import ModelConfig
+from megalite.conversion.tokenizer_files import (
+    MERGES,
+    MODEL_JSON,
+    MODEL_SENTENCEPIECE,
+    VOCAB,
+    has_tokenizer,
+    named_tokenizer_files,
+)
 from megalite.conversion.weights import ConversionError, Weights
 
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
@@ -142,13 +150,17 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
     return argparse.Namespace(**values)
 
 
-def _tokenizer_type(files: Sequence[Path]) -> str:
-    """By the files: GPT-2's pair, else those of a Hugging Face tokenizer."""
-    return (
-        "GPT2BPETokenizer"
-        if {"vocab.json", "merges.txt"} <= {path.name for path in files}
-        else "HuggingFaceTokenizer"
-    )
+def _tokenizer_type(files: Sequence[Path]) -> str | None:
+    """The kind that the source's files are of, under Megatron-LM's name for it; None of none.
+
+    Its files do not go along.
+    """
+    named = named_tokenizer_files(files) if has_tokenizer(files) else {}
+    if MODEL_JSON in named:
+        return "HuggingFaceTokenizer"
+    if MODEL_SENTENCEPIECE in named:
+        return "SentencePieceTokenizer"
+    return "GPT2BPETokenizer" if {VOCAB, MERGES} <= named.keys() else None
 
 
 def _expert_args(model: ModelConfig) -> dict[str, Any]:

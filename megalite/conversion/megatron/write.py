@@ -14,7 +14,7 @@ from megalite.conversion.megatron.folders import MODEL_FILES, RELEASE, TRACKER, 
 from megalite.conversion.megatron.layout import Shard, Stage, stage_pieces
 from megalite.conversion.megatron.names import fused_name
 from megalite.conversion.megatron.torch_writer import Reserve, TorchFileWriter
-from megalite.conversion.output import Advance, Output, identity_of
+from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.pieces import Piece
 from megalite.conversion.weights import ConversionError, Weights
 
@@ -31,6 +31,7 @@ def write_megatron(
     pp: int,
     advance: Advance,
     implementation: str = "transformer_engine",
+    log: Log = silent,
 ) -> Path:
     """Write a model for Megatron-LM to load on tp x pp ranks: `release/mp_rank_*/model_optim_rng.pt` and the tracker.
 
@@ -42,6 +43,7 @@ def write_megatron(
         dtype: of all weights; default each tensor's own.
         tp, pp: tensor- and pipeline-parallel sizes, which must divide heads, groups, MLP width, and layers.
         implementation: `--transformer-impl` of the run that will load it.
+        log: see `Output`.
 
     Raises:
         ConversionError: the model or the split is one that Megatron-LM does not have, or the target is there already.
@@ -53,8 +55,9 @@ def write_megatron(
         )
     require_expressible(weights.model, tp=tp, pp=pp)
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
-    output = Output(folder, identity=identity)
     export = _Export(weights, dtype, tp, pp, implementation)
+    planned = [name for stage in range(pp) for name in export.files(stage)]
+    output = Output(folder, identity=identity, files=planned, log=log)
     for stage in range(pp):
         facts = [output.finished(name) for name in export.files(stage)]
         if all(fact is not None for fact in facts):

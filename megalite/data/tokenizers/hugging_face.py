@@ -1,5 +1,6 @@
 """Hugging Face tokenizer.json files, read by the optional package `tokenizers`."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,10 +8,13 @@ from megalite.config.errors import ConfigError
 from megalite.data.tokenizers.base import digest, read_tokenizer_file
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+"""Names that the end of document is looked for under where nothing names it."""
+TOKENIZER_NAME, SETTINGS_NAME = "tokenizer.json", "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json; the first of END_OF_DOCUMENT that it has is the end of document.
+    """A tokenizer.json. Its end of document is the eos_token of the tokenizer_config.json beside it; where there is none,
+    or it names none, the first of END_OF_DOCUMENT that the vocabulary has.
 
     Special tokens written out in a text are recognised, as Hugging Face does it.
 
@@ -18,7 +22,7 @@ class HuggingFaceTokenizer:
         tokenizer_file: the tokenizer.json.
 
     Raises:
-        ConfigError: the file is missing or garbled, has no end-of-document token, or `tokenizers` is not installed.
+        ConfigError: a file is missing or garbled, there is no end-of-document token, or `tokenizers` is not installed.
     """
 
     name = "HuggingFaceTokenizer"
@@ -42,13 +46,22 @@ class HuggingFaceTokenizer:
         self._fingerprint = digest(content)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        present = [token for token in END_OF_DOCUMENT if token in vocabulary]
-        if not present:
+        guess = next((token for token in END_OF_DOCUMENT if token in vocabulary), None)
+        settings = Path(tokenizer_file).with_name(SETTINGS_NAME)
+        end = _named_end(settings) if Path(tokenizer_file).name == TOKENIZER_NAME else None
+        if end is not None and end not in vocabulary:
+            raise ConfigError(f"{settings}: eos_token {end!r} is not in the vocabulary of {tokenizer_file}")
+        if (
+            end is not None and end != guess
+        ):  # part of what defines it; else the digest stays that of the file
+            self._fingerprint = digest(content, end.encode())
+        end = end or guess
+        if end is None:
             raise ConfigError(
                 f"{tokenizer_file} has no end-of-document token: none of {', '.join(END_OF_DOCUMENT)} is in its "
-                "vocabulary; add one of them to added_tokens"
+                f"vocabulary; name it as eos_token in a {SETTINGS_NAME} beside a {TOKENIZER_NAME}"
             )
-        self.eod: int = vocabulary[present[0]]
+        self.eod: int = vocabulary[end]
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without the start and end tokens of the file's post-processor."""
@@ -59,5 +72,18 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids]))
 
     def fingerprint(self) -> str:
-        """Digest of the file."""
+        """Digest of the file, and of the end of document if it is not the one that the file alone would have."""
         return self._fingerprint
+
+
+def _named_end(settings: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json, if there is one."""
+    if not settings.is_file():
+        return None
+    try:
+        values = json.loads(read_tokenizer_file(settings).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{settings}: not JSON: {str(error)[:200]}") from None
+    token = values.get("eos_token") if isinstance(values, dict) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None

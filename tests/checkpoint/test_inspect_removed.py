@@ -1,0 +1,123 @@
+"""`megalite inspect` beside a run that removes its older checkpoints: what is gone is not damaged."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megalite.checkpoint.survey as survey_module
+import megalite.cli.inspect_tensors as tensors_module
+from megalite.cli.inspect import DAMAGED, DIFFERENT, OK
+from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, inspect, refused, said, save_tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2."""
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        _save(folder, step)
+    return folder
+
+
+def _save(folder: Path, step: int) -> Path:
+    tensors: Tensors = {("weight", "", "w"): torch.full((4,), float(step))}
+    save_tensors(folder, tensors, step=step)
+    return folder / f"step-000000{step}"
+
+
+def _before(
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    event: Callable[..., bool],
+    then: Callable[[], Any],
+) -> None:
+    """Do something once, just before a function is called with arguments for which `event` holds."""
+    original, pending = getattr(module, name), [then]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if pending and event(*args):
+            pending.pop()()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, called)
+
+
+def _in(step: Path) -> Callable[..., bool]:
+    return lambda path, *others: path.parent == step
+
+
+@pytest.mark.parametrize("function", ["read_text", "file_length"])
+def test_an_older_one_goes(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    older = folder / "step-0000001"
+    _before(monkeypatch, survey_module, function, _in(older), lambda: shutil.rmtree(older))
+    assert inspect(folder) == OK
+    table, rest = said(capsys).split("\n\n", 1)
+    assert table.splitlines()[2].endswith("removed meanwhile") and rest.endswith("sha256 OK\n")
+
+
+def test_the_newest_goes_while_it_is_hashed(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = folder / "step-0000002"
+    _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
+    assert inspect(folder) == OK
+    table, rest = said(capsys).split("\n\n", 1)
+    assert table.splitlines()[1].endswith("removed meanwhile")
+    assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}")
+
+
+def test_the_only_one_gives_way_to_a_newer(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with --keep-latest 1: the next look finds the newer one."""
+    first = _save(tmp_path / "run", 1)
+
+    def replace() -> None:
+        _save(tmp_path / "run", 2)
+        shutil.rmtree(first)
+
+    _before(monkeypatch, survey_module, "entry_fault", _in(first), replace)
+    assert inspect(tmp_path / "run") == OK
+    assert "step-0000002" in said(capsys)
+
+
+def test_one_that_was_asked_for_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = folder / "step-0000002"
+    _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
+    assert f"{newest} was removed meanwhile" in refused(capsys, newest)
+
+
+def test_a_file_alone_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is damage."""
+    newest = folder / "step-0000002"
+    _before(monkeypatch, survey_module, "entry_fault", _in(newest), (newest / WEIGHTS).unlink)
+    assert inspect(newest) == DAMAGED
+    assert f"{WEIGHTS}: No such file" in said(capsys)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_diff_while_one_goes(
+    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    """It takes the newest again, unless that one was asked for."""
+    other = _save(tmp_path / "other", 1)
+    newest = folder / "step-0000002"
+
+    def replace() -> None:
+        _save(folder, 3)
+        shutil.rmtree(newest)
+
+    _before(monkeypatch, tensors_module, "compare", lambda *_: True, replace)
+    if by_name:
+        assert f"{newest} was removed meanwhile" in refused(capsys, "--diff", other, newest, "--no-verify")
+        return
+    assert inspect("--diff", other, folder, "--no-verify") == DIFFERENT
+    text = said(capsys)
+    assert f"B  {folder / 'step-0000003'}" in text and "weight:w" in text

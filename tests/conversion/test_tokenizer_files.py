@@ -1,0 +1,123 @@
+"""Tokenizers on the way: an end token of any name, one that cannot be opened, one that is gone, and another one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli import convert
+from megalite.config.errors import ConfigError
+from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = ["<unk>", "A", "</s>", "<|end|>"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
+    """tokenizer.json of these words, and a tokenizer_config.json if it is to name an end token; returns the folder."""
+    folder.mkdir(parents=True)
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    if eos is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder
+
+
+def checkpoint(folder: Path, files: list[Path]) -> Path:
+    weights = MadeUp(folder.parent, GPT, tokenizer_files=files)
+    return write_native(weights, folder, dtype=None, max_file_bytes=10**9, advance=ignore)
+
+
+def run(*words: str | Path) -> int:
+    return convert.main([str(word) for word in words])
+
+
+class TestEndToken:
+    @pytest.mark.parametrize("eos", ["<|end|>", {"content": "<|end|>", "special": True}])
+    def test_what_the_settings_say_wins_over_the_guess(self, tmp_path: Path, eos: object) -> None:
+        named = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "named", WORDS, eos)))
+        guessed = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "guessed", WORDS)))
+        same = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "same", WORDS, "</s>")))
+        assert named is not None and guessed is not None and same is not None
+        assert (named.eod, guessed.eod, same.eod) == (3, 2, 2)
+        assert same.fingerprint() == guessed.fingerprint() != named.fingerprint()
+
+    @pytest.mark.parametrize(
+        ("settings", "says"), [('{"eos_token": "<nix>"}', "'<nix>' is not in the voc"), ("{", "not JSON")]
+    )
+    def test_settings_that_do_not_fit_are_refused(self, tmp_path: Path, settings: str, says: str) -> None:
+        folder = word_tokenizer(tmp_path / "data", WORDS)
+        (folder / "tokenizer_config.json").write_text(settings)
+        with pytest.raises(ConfigError, match=f"tokenizer_config.json.*{says}"):
+            open_tokenizer(tokenizer_folder_files(folder))
+
+    def test_its_name_goes_along_from_format_to_format(self, tmp_path: Path) -> None:
+        files = tokenizer_folder_files(word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>"))
+        source = checkpoint(tmp_path / "a", files)
+        assert run(source, tmp_path / "b", "--to", "huggingface", "--no-verify") == 0
+        assert run(tmp_path / "b", tmp_path / "c", "--to", "native") == 0
+        found = open_tokenizer(NativeWeights(tmp_path / "c").tokenizer_files)
+        assert found is not None and found.eod == 1
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 1
+
+    def test_a_file_named_alone_brings_its_settings(self, tmp_path: Path) -> None:
+        folder = word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>")
+        names = [path.name for path in tokenizer_folder_files(folder / "tokenizer.json")]
+        assert names == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_without_an_end_token_the_weights_convert_and_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint(tmp_path / "a", [])
+    assert run(source, tmp_path / "hf", "--to", "huggingface", "--no-verify") == 0
+    (word_tokenizer(tmp_path / "data", ["<unk>"]) / "tokenizer.json").rename(tmp_path / "hf/tokenizer.json")
+    assert run(tmp_path / "hf", tmp_path / "b", "--to", "native") == 2
+    assert "leave the tokenizer out with --without-tokenizer" in capsys.readouterr().err
+    for to, flags in (("native", ["--without-tokenizer"]), ("megatron", [])):
+        assert run(tmp_path / "hf", tmp_path / to, "--to", to, *flags) == 0
+        said = capsys.readouterr().out
+        assert "a fixed random draw (the tokenizer cannot be opened)" in said and "passed" in said
+
+
+def test_another_tokenizer_than_the_recorded_one_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
+    recorded = NativeWeights(source).recorded_tokenizer
+    other = word_tokenizer(tmp_path / "other", WORDS)
+    flags = ["--to", "native", "--no-verify", "--tokenizer-model"]
+    assert recorded is not None
+    assert run(source, tmp_path / "same", *flags, tmp_path / "data") == 0
+    assert capsys.readouterr().err == ""
+    assert run(source, tmp_path / "b", *flags, other) == 0
+    warning = capsys.readouterr().err
+    given = open_tokenizer(tokenizer_folder_files(other))
+    assert warning.startswith("warning: ") and warning.count("\n") == 1 and given is not None
+    assert f"(sha256 {given.fingerprint()[:12]}..., vocabulary 4) is not the tokenizer" in warning
+    assert f"(sha256 {recorded[:12]}..., vocabulary 301)" in warning
+
+
+def test_a_recorded_tokenizer_that_is_gone_or_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
+    merges = source / "tokenizer" / "merges.txt"
+    merges.write_text("#version: 0.2\na b\n")
+    assert run(source, tmp_path / "b", "--to", "native", "--no-verify") == 2
+    capsys.readouterr()
+    assert run(source, tmp_path / "b", "--to", "native", "--without-tokenizer") == 0
+    assert "no tokenizer goes along (--without-tokenizer)" in capsys.readouterr().out
+    merges.unlink()
+    assert run(source, tmp_path / "c", "--to", "native", "--no-verify") == 0
+    gone = f"the checkpoint's tokenizer {merges} is not there (looked in {merges.parent})"
+    assert f"{gone}: none goes along; --tokenizer-model PATH adds it" in capsys.readouterr().out
