@@ -84,8 +84,11 @@ def show_written(path: Path, seconds: float) -> None:
 
 def kept_line(target: Path) -> str:
     """Where the files of an unfinished conversion are kept, if there are any."""
-    workplace = workplace_of(target)
-    if not workplace.is_dir():
+    try:
+        workplace = workplace_of(target)
+        if not workplace.is_dir():
+            return ""
+    except (OSError, ConfigError):  # this is asked while another error is told
         return ""
     return f"what is done is kept in {workplace}: run the same command to go on, or remove it"
 

@@ -34,6 +34,8 @@ Log = Callable[[str], None]
 """Called with a line for people."""
 
 STAGING_PREFIX = ".tmp-convert-"
+_NAME_MAX = 255
+"""Bytes of the name of a file or folder, on every file system in use."""
 
 
 def silent(line: str) -> None:
@@ -54,7 +56,7 @@ class Output:
         log: told, once no other process can be at it, whether an interrupted conversion goes on.
 
     Raises:
-        ConversionError: the target is there already, or another process is writing it.
+        ConversionError: the target is there already, or another process is writing it; see `workplace_of` too.
         OSError: no permission, no space, ...
     """
 
@@ -174,8 +176,8 @@ def check_target(target: Path) -> None:
     Raises:
         ConversionError: the target is there already, or cannot be made where it is to be.
     """
-    resolved = target.resolve()
-    _refuse_existing(resolved, workplace_of(target))
+    workplace, resolved = workplace_of(target), target.resolve()
+    _refuse_existing(resolved, workplace)
     parent = next(path for path in resolved.parents if path.exists())
     if not parent.is_dir():
         raise ConversionError(f"cannot write {target}: {parent} is not a folder; give another target")
@@ -188,8 +190,20 @@ def check_target(target: Path) -> None:
 
 
 def workplace_of(target: Path) -> Path:
-    """The folder beside `target` that an unfinished conversion keeps its files in."""
+    """The folder beside `target` that an unfinished conversion keeps its files in.
+
+    Raises:
+        ConversionError: there cannot be one, as the target is the root or its name too long.
+    """
     resolved = target.resolve()
+    if not resolved.name:
+        raise ConversionError(f"the target is {resolved}, which is there already; give a folder below it")
+    limit = _NAME_MAX - len(STAGING_PREFIX)
+    for part, most in ((resolved.name, limit), *((name, _NAME_MAX) for name in resolved.parent.parts)):
+        if len(os.fsencode(part)) > most:
+            raise ConversionError(
+                f"the name {part[:40]}... in the target has {len(os.fsencode(part))} bytes; give one of at most {most}"
+            )
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
 
 
@@ -197,7 +211,8 @@ def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
     """All that the result of a conversion depends on: the source's files with their sizes and times, and settings."""
     files = []
     for folder, folders, names in os.walk(weights.path):
-        folders.sort()
+        # A target inside the source is not of the source.
+        folders[:] = sorted(name for name in folders if not name.startswith(STAGING_PREFIX))
         files += [Path(folder, name) for name in sorted(names)]
     return {
         "megalite": __version__,
@@ -211,12 +226,12 @@ def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
 
 
 def _state(path: Path) -> list[Any]:
-    """What changes when a file does."""
+    """What changes when a file does; the last two also when its time is set back."""
     try:
         status = path.stat()
     except OSError:
         return [str(path)]  # a dangling link
-    return [str(path), status.st_size, status.st_mtime_ns]
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def _refuse_existing(target: Path, workplace: Path) -> None:

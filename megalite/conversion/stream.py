@@ -103,24 +103,33 @@ def _made(target: Target, ours: torch.Tensor) -> torch.Tensor:
         return place.reshape(target.piece.shape)
     theirs = torch.empty(place.shape, dtype=target.dtype)
     theirs.copy_(place)
-    if place.dtype.is_floating_point and torch.finfo(target.dtype).max < torch.finfo(place.dtype).max:
-        _refuse_overflow(target, place, theirs)
+    refuse_overflow(target.piece.ours, place, theirs)
     return theirs.reshape(target.piece.shape)
 
 
-def _refuse_overflow(target: Target, before: torch.Tensor, after: torch.Tensor) -> None:
-    """No finite value may become infinite, as large ones do in float16."""
-    if before.numel() == 0:
+def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+    """No finite value may become infinite, as large ones do in float16.
+
+    Args:
+        name: of the tensor of ours that they are a part of.
+        before, after: the same elements in the type that they have and in the one that they get.
+
+    Raises:
+        ConversionError: one does; it is named.
+    """
+    if before.numel() == 0 or not before.dtype.is_floating_point:
+        return
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return
     low, high = (float(value) for value in torch.aminmax(after))
     if torch.isfinite(torch.tensor([low, high])).all():
         return
-    limit = torch.finfo(target.dtype).max
+    limit = torch.finfo(after.dtype).max
     for row, stored in zip(before.reshape(-1).split(1 << 20), after.reshape(-1).split(1 << 20)):
         lost = row.isfinite() & ~stored.isfinite()
         if lost.any():
             worst = float(row[lost].double().abs().max())
             raise ConversionError(
-                f"{target.piece.ours} holds {worst:g}, too large for {str(target.dtype).removeprefix('torch.')}, which "
+                f"{name} holds {worst:g}, too large for {str(after.dtype).removeprefix('torch.')}, which "
                 f"ends at {limit:g}; use bf16 or fp32"
             )

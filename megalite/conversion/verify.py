@@ -45,7 +45,8 @@ class Verification:
     """What the comparison found.
 
     Args:
-        wrong: tensors of the target that are not the source's, rounded to their type, bit for bit.
+        wrong: tensors of the target that are not the source's, rounded to their type, bit for bit, or in which a
+            finite number would be rounded to infinity.
         rounded: tensors that rounding to a narrower type has changed.
         logits: largest absolute difference between the source's and the target's logits.
         unexplained: the part of it that rounding does not explain: between the target's logits and those of the source's
@@ -176,6 +177,10 @@ def _compare_weights(source: Weights, target: Weights) -> tuple[list[Difference]
         worst, worst_rounding, same = 0.0, 0.0, True
         for a, b in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK)):
             expected = a.to(b.dtype)
+            # What is too large for the type was not rounded to it.
+            if not torch.equal(a.isfinite(), expected.isfinite()):
+                same, worst = False, float("inf")
+                continue
             if not torch.equal(expected.view(torch.uint8), b.view(torch.uint8)):
                 same = False
                 worst = max(worst, _worst(expected, b))

@@ -17,6 +17,11 @@ class Wrapped:
         self._weights = weights
 
     @property
+    def inner(self) -> Weights:
+        """Those that are wrapped."""
+        return self._weights
+
+    @property
     def path(self) -> Path:
         """See `Weights`, as for the others."""
         return self._weights.path
@@ -48,6 +53,13 @@ class Wrapped:
     def read(self, name: str) -> torch.Tensor:
         """See `Weights`."""
         return self._weights.read(name)
+
+
+def innermost(weights: Weights) -> Weights:
+    """The weights as they were opened, out of everything that they are wrapped in."""
+    while isinstance(weights, Wrapped):
+        weights = weights.inner
+    return weights
 
 
 class LastRead(Wrapped):

@@ -1,5 +1,6 @@
 """The folder in the making: what survives an interruption, what does not, and who else must wait."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.conversion.output import Output, identity_of, workplace_of
+from megalite.conversion.output import Output, check_target, identity_of, workplace_of
 from megalite.conversion.weights import ConversionError
 from tests.conversion.samples import GPT, MadeUp, contents
 
@@ -189,3 +190,44 @@ def test_identity_tells_sources_and_settings_apart(tmp_path: Path) -> None:
     outside = tmp_path.with_name(f"{tmp_path.name}-tokenizer")
     outside.write_text("a")
     assert after != identity_of(MadeUp(tmp_path, GPT, tokenizer_files=[outside]), dtype=None)
+
+
+def test_identity_sees_a_file_rewritten_in_place_with_its_time_set_back(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"1")
+    weights, status = MadeUp(tmp_path, GPT), file.stat()
+    before = identity_of(weights)
+    while file.stat().st_ctime_ns == status.st_ctime_ns:  # the clock of files has steps
+        file.write_bytes(b"2")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert before != identity_of(weights)
+
+
+def test_a_target_inside_the_source_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"1")
+    weights, target = MadeUp(tmp_path, GPT), tmp_path / "deep" / "model"
+    first = Output(target, identity=identity_of(weights))
+    write(first, "a", b"aaa", sha256="00")
+    del first
+    assert Output(target, identity=identity_of(weights)).finished("a") == {"sha256": "00"}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("/", "the target is /, which is there already; give a folder below it"),
+        ("n" * 243, r"has 243 bytes; give one of at most 242"),
+        ("\u00fc" * 122, r"has 244 bytes; give one of at most 242"),
+        ("n" * 256 + "/model", r"has 256 bytes; give one of at most 255"),
+    ],
+)
+def test_targets_that_cannot_be(tmp_path: Path, target: str, message: str) -> None:
+    for use in (check_target, lambda path: Output(path, identity=IDENTITY)):
+        with pytest.raises(ConversionError, match=message):
+            use(tmp_path / target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_name_is_written(tmp_path: Path) -> None:
+    check_target(tmp_path / ("n" * 242))
+    assert Output(tmp_path / ("n" * 242), identity=IDENTITY).commit().is_dir()

@@ -11,7 +11,7 @@ import torch
 from megalite.conversion import verify as verification
 from megalite.conversion.huggingface.read import HuggingFaceWeights
 from megalite.conversion.huggingface.write import write_huggingface
-from megalite.conversion.verify import Verification, our_logits, verify
+from megalite.conversion.verify import Rounded, Verification, our_logits, verify
 from megalite.conversion.weights import ConversionError
 from megalite.conversion.wrapped import Repadded, Wrapped
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, ignore, model_of
@@ -114,6 +114,17 @@ def test_rounding_is_told_and_forgiven_and_nothing_else(tmp_path: Path) -> None:
     assert not compared(source, Changed(target, QKV, flipped)).passed
     widened = compared(target, Rewidened(target))
     assert widened.passed and not widened.rounded
+
+
+def test_a_number_that_became_infinite_is_wrong(tmp_path: Path) -> None:
+    def raised(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[40] = 1e6
+        return tensor
+
+    source = Changed(MadeUp(tmp_path, LLAMA), QKV, raised)
+    found = compared(source, Rounded(source, MadeUp(tmp_path, LLAMA, dtype=torch.float16)))
+    assert not found.passed
+    assert [(difference.name, difference.worst) for difference in found.wrong] == [(QKV, float("inf"))]
 
 
 class Rewidened(Wrapped):

@@ -119,7 +119,9 @@ def family_named(name: str) -> Family:
         ConversionError: there is none.
     """
     if name not in FAMILIES:
-        raise ConversionError(f"{name[:60]} is not a family that can be expressed; use {', '.join(FAMILIES)}")
+        raise ConversionError(
+            f"{name[:60] or repr(name)} is not a family that can be expressed; use {', '.join(FAMILIES)}"
+        )
     return FAMILIES[name]
 
 

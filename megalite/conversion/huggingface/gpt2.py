@@ -45,7 +45,7 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
         ffn_hidden_size=file.optional_integer("n_inner") or 4 * hidden_size,
         vocab_size=file.integer("vocab_size"),
         max_position_embeddings=positions,
-        norm_epsilon=file.number("layer_norm_epsilon", 1e-5),
+        norm_epsilon=file.epsilon("layer_norm_epsilon", 1e-5),
         activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
         tie_embeddings=file.flag("tie_word_embeddings", True),
         hidden_dropout=dropouts[0],

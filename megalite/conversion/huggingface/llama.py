@@ -63,7 +63,7 @@ class LlamaLike:
             "vocab_size": file.integer("vocab_size"),
             "max_position_embeddings": positions,
             "normalization": "RMSNorm",
-            "norm_epsilon": file.number("rms_norm_eps", self.norm_epsilon),
+            "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),
             "activation": file.activation("hidden_act", "silu", _ACTIVATIONS),
             "add_bias_linear": self._read_biases(file),
             "add_qkv_bias": self.qkv_bias,
@@ -120,9 +120,10 @@ class LlamaLike:
         attention = (self.linear_biases or self.attention_bias) and file.flag("attention_bias", False)
         mlp = self.linear_biases and file.flag("mlp_bias", False)
         if attention != mlp:
+            both = f" and mlp_bias {str(mlp).lower()}" if self.linear_biases else ""
             raise file.fault(
-                f"attention_bias is {str(attention).lower()} and mlp_bias {str(mlp).lower()}; biases can be expressed "
-                "in all linear layers or in none of them"
+                f"attention_bias is {str(attention).lower()}{both}; biases can be expressed in all linear layers or in "
+                "none of them"
             )
         return attention
 

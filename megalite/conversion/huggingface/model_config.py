@@ -49,6 +49,13 @@ class ModelFile:
         """A finite number."""
         return self.finite(name, self.values.get(name, default))
 
+    def epsilon(self, name: str, default: float) -> float:
+        """What a norm adds to a variance: no more than 1, or it would not normalise."""
+        value = self.number(name, default)
+        if value > 1.0:
+            raise self.fault(f"{name} is {value:g}; it must be at most 1, such as 1e-05")
+        return value
+
     def finite(self, name: str, value: Any) -> float:
         """`value`, which stands under `name`, as a finite number."""
         if type(value) not in (int, float) or not -1e30 < value < 1e30:  # NaN fails as well
@@ -103,11 +110,14 @@ def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[
     """
     values = _rope_values(file)
     base = file.finite("rope_theta", values.get("rope_theta", default_base))
-    if file.finite("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise file.fault(
-            f"partial_rotary_factor is {values['partial_rotary_factor']}; RoPE can only turn whole heads (1.0)"
-        )
+    turned = values.get("partial_rotary_factor")
+    if turned is not None and file.finite("partial_rotary_factor", turned) != 1.0:
+        raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
     settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    if "factor" in values and "rope_type" not in values:
+        raise file.fault(
+            f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type; say which scaling it is of, such as linear"
+        )
     kind = values.get("rope_type", "default")
     if kind == "default":
         return settings
@@ -121,11 +131,14 @@ def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[
 
     settings |= {"rope_scaling": kind, "rope_scaling_factor": needed("factor")}
     if kind == "llama3":
-        original = values.get("original_max_position_embeddings", max_positions)
+        name = "original_max_position_embeddings"
+        original = file.finite(name, values.get(name, max_positions))
+        if original < 1 or not original.is_integer():
+            raise file.fault(f"{name} is {original}; it must be a whole number from 1 on")
         settings |= {
             "rope_low_freq_factor": needed("low_freq_factor"),
             "rope_high_freq_factor": needed("high_freq_factor"),
-            "rope_original_max_positions": int(file.finite("original_max_position_embeddings", original)),
+            "rope_original_max_positions": int(original),
         }
     return settings
 

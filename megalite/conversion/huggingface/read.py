@@ -34,7 +34,8 @@ class HuggingFaceWeights:
 
     Attributes:
         family: what config.json calls its model_type.
-        token_ids: what config.json says of bos_token_id, eos_token_id and pad_token_id.
+        token_ids: those of bos_token_id, eos_token_id and pad_token_id that config.json has; for others transformers
+            takes what the family's class has.
 
     Raises:
         ConversionError: there is none, it is of a family or has features that cannot be expressed, or its files do not
@@ -51,7 +52,9 @@ class HuggingFaceWeights:
         where = self._path / "config.json"
         self.family = _family_of(values, where)
         self._model, self._seq_length = self.family.read(ModelFile(values, where))
-        self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS}
+        self.token_ids = {
+            name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values
+        }
         self._shards = Shards(self._path)
         self._pieces = self._find_pieces()
         self._tokenizer_files = [

@@ -10,13 +10,14 @@ import torch
 
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.conversion.huggingface.families import Family, choose_family
+from megalite.conversion.huggingface.folder import read_json, refuse_code
 from megalite.conversion.huggingface.read import TOKEN_IDS, HuggingFaceWeights
 from megalite.conversion.huggingface.shards import INDEX, SINGLE
-from megalite.conversion.huggingface.tokenizer import GENERATION, Exported, export_tokenizer
+from megalite.conversion.huggingface.tokenizer import GENERATION, export_tokenizer
 from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.stream import Target, split_files, write_file
 from megalite.conversion.weights import Weights
-from megalite.conversion.wrapped import LastRead
+from megalite.conversion.wrapped import LastRead, innermost
 
 
 def write_huggingface(
@@ -48,10 +49,20 @@ def write_huggingface(
             tokenizer cannot be expressed.
         OSError: disk full, no permission, ...
     """
-    if family is None and isinstance(weights, HuggingFaceWeights):
-        family = weights.family.name
+    opened = innermost(weights)
+    theirs = opened if isinstance(opened, HuggingFaceWeights) else None
+    if family is None and theirs is not None:
+        family = theirs.family.name
     chosen = choose_family(weights.model, weights.seq_length, family)
     tokenizer = export_tokenizer(weights.tokenizer_files, weights.seq_length, chosen.name)
+    token_ids: Mapping[str, Any]
+    generation: Mapping[str, Any] | None
+    if theirs is not None and _keeps_tokens(weights, theirs):
+        token_ids, generation = theirs.token_ids, _generation(theirs)
+    else:
+        token_ids = {name: tokenizer.token_ids.get(name) for name in TOKEN_IDS}
+        known = {name: value for name, value in token_ids.items() if value is not None}
+        generation = {**known, **tokenizer.generation}
     targets = [
         Target(piece.theirs, piece, dtype or weights.dtype(piece.ours))
         for piece in chosen.pieces(weights.model, None)
@@ -65,10 +76,9 @@ def write_huggingface(
         write_file(output, name, part, source, advance, digest=False, metadata=FORMAT_PT)
     if len(files) > 1:
         _write_json(output, INDEX, _index(names, files))
-    token_ids = _token_ids(weights, tokenizer)
     _write_json(output, "config.json", _config(chosen, weights, targets, token_ids))
-    known = {name: value for name, value in token_ids.items() if value is not None}
-    _write_json(output, GENERATION, {**known, **tokenizer.generation})
+    if generation is not None:
+        _write_json(output, GENERATION, generation)
     for name, content in tokenizer.files.items():
         output.write(name, content)
     return output.commit()
@@ -102,11 +112,18 @@ def _config(
     }
 
 
-def _token_ids(weights: Weights, tokenizer: Exported) -> dict[str, Any]:
-    """bos, eos and pad: as the Hugging Face folder that the weights come from has them, else as the tokenizer does."""
-    if isinstance(weights, HuggingFaceWeights):
-        return weights.token_ids
-    return {name: tokenizer.token_ids.get(name) for name in TOKEN_IDS}
+def _keeps_tokens(weights: Weights, theirs: HuggingFaceWeights) -> bool:
+    """The ids of tokens still mean what they did: the folder's own tokenizer goes along, or none."""
+    files, own = ([path.resolve() for path in source.tokenizer_files] for source in (weights, theirs))
+    return files in ([], own)
+
+
+def _generation(theirs: HuggingFaceWeights) -> dict[str, Any] | None:
+    """What a folder says in generation_config.json; without it transformers goes by config.json and its class."""
+    values = read_json(theirs.path, GENERATION)
+    if values is not None:
+        refuse_code(values, theirs.path / GENERATION)
+    return values
 
 
 def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 The layers of a homogeneous model are one tensor with the layer as its first dimension, experts likewise.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megalite.conversion.megatron.layout import WORD, Shard, Stage, stage_pieces
 from megalite.conversion.megatron.names import common_name
 from megalite.conversion.megatron.settings import read_model
 from megalite.conversion.megatron.torch_file import TorchFile
+from megalite.conversion.megatron.types import require_readable
 from megalite.conversion.pieces import Piece
 from megalite.conversion.weights import ConversionError, parameter_shapes
 
@@ -53,7 +55,7 @@ class MegatronDistWeights:
         self._path = step_folder(folder, iteration)
         args = _arguments(self._path)
         stored = read_metadata(self._path / ".metadata")
-        by_name = _by_common_name(stored, args)
+        by_name = _by_common_name(self._path, stored, args)
         word = by_name.get(WORD)
         if word is None or len(word[0].shape) != 2:
             raise ConversionError(f"{self._path} has no {WORD}: it holds no GPT")
@@ -144,8 +146,7 @@ class MegatronDistWeights:
             raise ConversionError(
                 f"{self._path}: {piece.theirs} is {list(stored.shape[len(index) :])}; its args make it {list(piece.shape)}"
             )
-        if not stored.dtype.is_floating_point:
-            raise ConversionError(f"{self._path}: {piece.theirs} is of the type {stored.dtype}")
+        require_readable(self._path, piece.theirs, stored.dtype)
         return _Source(stored, index, piece)
 
 
@@ -162,15 +163,21 @@ def _arguments(step: Path) -> Arguments:
 
 
 def _by_common_name(
-    stored: dict[str, StoredTensor], args: Arguments
+    step: Path, stored: dict[str, StoredTensor], args: Arguments
 ) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
     """The model's tensors by the names of megatron.core's local layers, each with the indices that lead to it."""
     layers = args.whole("num_layers")
+    files = {step / piece.file for tensor in stored.values() for piece in tensor.pieces}
+    room = sum(path.stat().st_size for path in files if path.is_file())
+    numbers: set[str] = set()
     found: dict[str, tuple[StoredTensor, tuple[int, ...]]] = {}
     for key, tensor in stored.items():
         name = key.removeprefix("model.")
         if not name.startswith(_MODEL) or common_name(name) is None:
             continue
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if size > room:  # before a name is made for each of its layers and experts
+            raise ConversionError(f"{step}: {key} takes {size} bytes, but all files together have {room}")
         names: list[tuple[str, tuple[int, ...]]] = [(name, ())]
         rest = name.removeprefix(_LAYERS)
         if rest != name and not rest.split(".")[0].isdigit():
@@ -179,11 +186,17 @@ def _by_common_name(
                     f"{args.path}: args.num_layers is {layers}, but {key} is {list(tensor.shape)}"
                 )
             names = [(f"{_LAYERS}{layer}.{rest}", (layer,)) for layer in range(layers)]
+        elif rest != name:
+            numbers.add(rest.split(".")[0])
         for theirs, index in names:
             for expanded, whole_index in _experts(theirs, index, tensor):
                 common = common_name(expanded)
                 assert common is not None
                 found[common] = tensor, whole_index
+    if numbers and len(numbers) != layers:
+        raise ConversionError(
+            f"{args.path}: args.num_layers is {layers}, but the files have {len(numbers)} layers"
+        )
     return found
 
 

@@ -1,5 +1,6 @@
 """The `args` of a checkpoint, of which only plain values are believed."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ STRUCTURE = (
 )
 """Arguments that all files of a checkpoint must agree on."""
 
+_LARGEST_WHOLE, _LARGEST_NUMBER, _BITS = 2**31 - 1, 1e30, 63
+
 
 class Arguments:
     """The `args` of a checkpoint, with the values that older versions had where they lack a name."""
@@ -55,11 +58,16 @@ class Arguments:
         """A plain value: None, bool, number, string or a sequence of these.
 
         Raises:
-            ConversionError: it is something else.
+            ConversionError: it is something else, or a whole number of more than 63 bits.
         """
         value = self._values.get(name)
         if value is None:
             return default
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, int) and item.bit_length() > _BITS:
+                raise ConversionError(
+                    f"{self.path}: args.{name} has {item.bit_length()} bits; no setting has more than {_BITS}"
+                )
         if isinstance(value, list | tuple):
             if all(isinstance(item, bool | int | float | str | None) for item in value):
                 return value
@@ -68,26 +76,43 @@ class Arguments:
         raise ConversionError(f"{self.path}: args.{name} is a {type(value).__name__}, not a plain value")
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A positive whole number.
+        """A positive whole number below 2^31.
 
         Raises:
             ConversionError: there is none and no default, or it is something else.
         """
         value = self.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_WHOLE:
             return value
-        raise ConversionError(f"{self.path}: args.{name} is {value!r}; a whole number above 0 is needed")
+        raise ConversionError(
+            f"{self.path}: args.{name} is {value!r}; a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
+        )
 
-    def number(self, name: str, default: float) -> float:
-        """A number.
+    def flag(self, name: str, default: bool) -> bool:
+        """True or False.
 
         Raises:
             ConversionError: it is something else.
         """
         value = self.get(name, default)
-        if isinstance(value, int | float):
-            return float(value)
-        raise ConversionError(f"{self.path}: args.{name} is {value!r}; a number is needed")
+        if isinstance(value, bool):
+            return value
+        raise ConversionError(f"{self.path}: args.{name} is {value!r}; True or False is needed")
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number, at most 1e30 in size.
+
+        Raises:
+            ConversionError: it is something else.
+        """
+        value = self.get(name, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number) and abs(number) <= _LARGEST_NUMBER:
+                return number
+        raise ConversionError(
+            f"{self.path}: args.{name} is {value!r}; a number is needed, of at most {_LARGEST_NUMBER:g}"
+        )
 
     def differences(self, other: "Arguments") -> list[str]:
         """Arguments of the network and the layout that another file has otherwise."""

@@ -66,14 +66,12 @@ def stage_pieces(
     *,
     vocabulary: int,
     grouped: bool = False,
-    version: float = 3.0,
 ) -> Iterator[Piece]:
     """The tensors of one file's model under their common names, in the order of the forward pass.
 
     Args:
         vocabulary: their padded vocabulary, over all ranks.
         grouped: experts are megatron.core's GroupedMLP, two matrices for all.
-        version: their `checkpoint_version`; below 2 the rows of qkv have another order.
     """
     if stage.has_embedding:
         for shape in embedding_shapes(model):
@@ -89,10 +87,7 @@ def stage_pieces(
             if shape.expert:
                 yield from _experts(model, shape, there, rest, shard, grouped)
                 continue
-            piece = _sliced(f"{there}.{_LAYER_NAMES[rest]}", shape, shard)
-            if version < 2.0 and rest.startswith("attention.qkv."):
-                piece = _old_order(piece, model, version)
-            yield piece
+            yield _sliced(f"{there}.{_LAYER_NAMES[rest]}", shape, shard)
     if stage.has_head:
         for shape in head_shapes(model):
             if shape.shard_dim == 0:
@@ -188,8 +183,8 @@ def _columns_first(down: torch.Tensor) -> torch.Tensor:
     return down.transpose(1, 2)
 
 
-def _old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
-    """Checkpoints before version 2: a rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
+def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
+    """qkv of checkpoints before version 2: a rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
     ordered = _three_first if version < 1.0 else _three_last
     return replace(piece, view=_regrouped(piece.view, model.head_size, ordered))
 

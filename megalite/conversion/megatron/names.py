@@ -31,6 +31,8 @@ _RENAMED = tuple(
         (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
     )
 )
+_DEEPEST = 16
+"""Dicts in each other; the oldest versions had 4."""
 _IGNORED = re.compile(r"(\._extra_state\d*(/.*)?|(^|\.)rotary_pos_emb\.inv_freq)$")
 _FUSED = (
     (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
@@ -57,24 +59,47 @@ def fused_name(name: str, *, has_experts: bool) -> str:
     return name
 
 
-def tensors_of(content: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a `model` entry, nested or not, by common name."""
-    found: dict[str, torch.Tensor] = {}
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            for inner, tensor in tensors_of(value, f"{name}.").items():
-                _add(found, inner, tensor)
-        elif isinstance(value, torch.Tensor):
-            common = common_name(name)
-            if common is not None:
-                _add(found, common, value)
+class Named(dict[str, torch.Tensor]):
+    """Tensors by common name.
+
+    Attributes:
+        old_qkv: names of those that are stored as `query_key_value`, whose rows had other orders at first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old_qkv: set[str] = set()
+
+
+def tensors_of(content: Mapping[Any, Any]) -> Named:
+    """The tensors of a `model` entry, nested or not, by common name.
+
+    Raises:
+        ConversionError: a name is there twice, or dicts that no model needs: in more than one place, or 16 deep.
+    """
+    found = Named()
+    _collect(content, "", found, {id(content)}, 1)
     return found
 
 
-def _add(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-    if name in found:
-        raise ConversionError(
-            f"{name} is there twice, under the names of two versions of Megatron-LM or two models"
-        )
-    found[name] = tensor
+def _collect(content: Mapping[Any, Any], prefix: str, found: Named, seen: set[int], depth: int) -> None:
+    if depth > _DEEPEST:
+        raise ConversionError(f"its model has dicts more than {_DEEPEST} deep in each other")
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            if id(value) in seen:
+                raise ConversionError(f"its model has one dict in more than one place, or in itself: {name}")
+            seen.add(id(value))
+            _collect(value, f"{name}.", found, seen, depth + 1)
+        elif isinstance(value, torch.Tensor):
+            common = common_name(name)
+            if common is None:
+                continue
+            if common in found:
+                raise ConversionError(
+                    f"{common} is there twice, under the names of two versions of Megatron-LM or two models"
+                )
+            found[common] = value
+            if ".query_key_value." in name:
+                found.old_qkv.add(common)

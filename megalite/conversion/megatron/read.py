@@ -1,24 +1,31 @@
 """Megatron-LM's `torch` format, read: one file a rank, whole tensors put together from the ranks' slices."""
 
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.megatron.folders import Grid, rank_files, step_folder
-from megalite.conversion.megatron.given_args import Arguments
-from megalite.conversion.megatron.layout import HEAD, WORD, Shard, Stage, stage_pieces
-from megalite.conversion.megatron.names import tensors_of
+from megalite.conversion.megatron.layout import (
+    HEAD,
+    WORD,
+    Shard,
+    Stage,
+    VocabularyPiece,
+    old_order,
+    stage_pieces,
+)
+from megalite.conversion.megatron.rank_file import RankFile
 from megalite.conversion.megatron.settings import read_model
 from megalite.conversion.megatron.torch_file import TorchFile
+from megalite.conversion.megatron.types import require_readable
 from megalite.conversion.pieces import Piece
 from megalite.conversion.weights import ConversionError, parameter_shapes
 from megalite.models.shapes import ParameterShape
 
+WORD_OURS = "embedding.word.weight"
 Place = tuple[int, int, int]
 """Tensor-, pipeline- and expert-parallel rank."""
 
@@ -30,43 +37,6 @@ class _Source:
     file: TorchFile
     tensor: torch.Tensor
     piece: Piece
-
-
-class _RankFile:
-    """What is known of one file without its elements: arguments, version and the chunks' tensors."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = TorchFile(path)
-        content, self.file.content = self.file.content, None  # the optimizer's part of it may go
-        if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
-            raise ConversionError(f"{path} has no args, which say what the model is")
-        self.args = Arguments(vars(content["args"]), path)
-        self.version = content.get("checkpoint_version", 0)
-        if not isinstance(self.version, int | float) or not 0 <= self.version < 4:
-            raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; 0 to 3.0 are known")
-        self.chunks = [_tensors(path, chunk) for chunk in _chunks(path, content)]
-
-
-def _chunks(path: Path, content: Mapping[Any, Any]) -> list[Any]:
-    """The `model`, or `model0`, `model1`, ... of a virtual pipeline."""
-    if "model" in content:
-        return [content["model"]]
-    count = sum(f"model{index}" in content for index in range(len(content)))
-    if not count or any(f"model{index}" not in content for index in range(count)):
-        raise ConversionError(f"{path} has neither model nor model0, model1, ...")
-    return [content[f"model{index}"] for index in range(count)]
-
-
-def _tensors(path: Path, chunk: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(chunk, Mapping):
-        raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
-    try:
-        return tensors_of(chunk)
-    except ConversionError as error:
-        raise ConversionError(f"{path}: {error}") from None
-    except RecursionError:
-        raise ConversionError(f"{path}: its model is a dict in a dict without end") from None
 
 
 class MegatronWeights:
@@ -91,11 +61,14 @@ class MegatronWeights:
         if embedding is None or embedding.dim() != 2:
             raise ConversionError(f"{first.path} has no {WORD}: it is no GPT's first stage")
         self._vocabulary = embedding.shape[0] * self._grid.tp
+        self._stages = _stages(self._grid, files)  # before the number of layers is believed
         self._model = read_model(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
         self._seq_length = first.args.whole("seq_length", first.args.whole("max_position_embeddings"))
         self._shapes = parameter_shapes(self._model)
         self._check_divisible(first)
-        self._sources = self._index(files)
+        self._sources: dict[str, list[_Source]] = {name: [] for name in self._shapes}
+        self._copies: dict[str, list[tuple[_Source, _Source]]] = {name: [] for name in self._shapes}
+        self._index(files)
 
     @property
     def path(self) -> Path:
@@ -125,14 +98,17 @@ class MegatronWeights:
         """The whole tensor, put together from the ranks' files.
 
         Raises:
-            ConversionError: a file has changed since it was opened, or is damaged.
+            ConversionError: a file has changed since it was opened, or is damaged; ranks that should have the same
+                tensor, or the word embedding and a head tied to it, differ.
         """
+        for source, copy in self._copies[name]:
+            self._compare(source, copy)
         output = torch.zeros(self._shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
             source.piece.put(source.file.read(source.tensor), output)
         return output
 
-    def _check_divisible(self, first: _RankFile) -> None:
+    def _check_divisible(self, first: RankFile) -> None:
         model, tp, ep = self._model, self._grid.tp, self._grid.ep
         for name, value in (
             ("num_attention_heads", model.num_attention_heads),
@@ -148,45 +124,74 @@ class MegatronWeights:
                 f"{first.path}: args.num_experts is {model.num_experts}, which {ep} ranks cannot share"
             )
 
-    def _index(self, files: Mapping[Place, _RankFile]) -> dict[str, list[_Source]]:
-        """For each tensor of ours the pieces of it; every tensor of every file must be one."""
-        found: dict[str, list[_Source]] = {name: [] for name in self._shapes}
-        stages = _stages(self._grid, files, self._model)
+    def _compare(self, source: _Source, copy: _Source) -> None:
+        """The same elements in two files; the padding of the vocabulary does not matter."""
+        one, other = (each.file.read(each.tensor) for each in (source, copy))
+        if isinstance(source.piece, VocabularyPiece):
+            assert self._model.vocab_size is not None
+            rows = max(0, self._model.vocab_size - source.piece.first)
+            one, other = one[:rows], other[:rows]
+        # As bytes too, because NaN is not equal to itself.
+        if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            raise ConversionError(
+                f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} should be the "
+                "same and differ: one of the files is of another time or run"
+            )
+
+    def _index(self, files: Mapping[Place, RankFile]) -> None:
+        """For each tensor of ours the pieces of it, and their copies; every tensor of every file must be one."""
+        firsts: dict[tuple[str, int], _Source] = {}
         for (tensor, pipeline, expert), file in files.items():
             shard = Shard(self._grid.tp, tensor, self._grid.ep, expert)
             for chunk, held in enumerate(file.chunks):
                 unknown = set(held)
-                pieces = stage_pieces(
-                    self._model,
-                    stages[pipeline, chunk],
-                    shard,
-                    vocabulary=self._vocabulary,
-                    grouped=any(name.endswith(".mlp.experts.weight1") for name in held),
-                    version=file.version,
-                )
-                for piece in pieces:
+                for piece in self._pieces(file, chunk, self._stages[pipeline, chunk], shard):
                     unknown.discard(piece.theirs)
                     source = _Source(file.file, _checked(file.path, held, piece), piece)
-                    if _is_first_copy(piece, self._shapes[piece.ours], shard):
-                        found[piece.ours].append(source)
-                unknown -= {HEAD} if self._model.tie_embeddings else set()
+                    shape = self._shapes[piece.ours]
+                    which = piece.ours, shard.r if shape.shard_dim is not None else 0
+                    if _is_first_copy(piece, shape, shard):
+                        self._sources[piece.ours].append(source)
+                        firsts[which] = source
+                    else:
+                        self._copies[piece.ours].append((firsts[which], source))
                 if unknown:
                     raise ConversionError(
                         f"{file.path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}"
                     )
-        for name, sources in found.items():
-            types = {source.tensor.dtype for source in sources}
+        for name, sources in self._sources.items():
+            types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
             if len(types) != 1:
                 raise ConversionError(
                     f"{self._path}: the slices of {name} have the types {sorted(map(str, types))}"
                 )
-        return found
+
+    def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[Piece]:
+        """What a chunk of a file should hold, the rows of qkv in the order that they have there."""
+        held = file.chunks[chunk]
+        if (
+            held.old_qkv
+            and file.version < 2.0
+            and self._model.query_groups != self._model.num_attention_heads
+        ):
+            raise ConversionError(
+                f"{file.path}: checkpoint_version {file.version} is of a time before args.num_query_groups "
+                f"({self._model.query_groups} of {self._model.num_attention_heads} heads); 2.0 and later have it"
+            )
+        grouped = any(name.endswith(".mlp.experts.weight1") for name in held)
+        for piece in stage_pieces(self._model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
+            old = file.version < 2.0 and piece.theirs in held.old_qkv
+            yield old_order(piece, self._model, file.version) if old else piece
+        if self._model.tie_embeddings and HEAD in held and stage.has_embedding:
+            rows = self._vocabulary // shard.tp
+            shape = (rows, self._model.hidden_size)
+            yield VocabularyPiece(HEAD, WORD_OURS, shape, first=shard.r * rows)
 
 
-def _open_grid(step: Path) -> tuple[Grid, dict[Place, _RankFile]]:
+def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
     """Every file's contents without elements; all must be of one run."""
     grid = rank_files(step)
-    first = _RankFile(grid.files[0, 0, 0])
+    first = RankFile(grid.files[0, 0, 0])
     experts = first.args.whole("expert_model_parallel_size", 1)
     if experts > 1:
         grid = rank_files(step, expert_parallel=experts)
@@ -204,9 +209,9 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, _RankFile]]:
     files = {(0, 0, 0): first}
     for place, path in sorted(grid.files.items()):
         if place != (0, 0, 0):
-            files[place] = _RankFile(path)
+            files[place] = RankFile(path)
     for file in files.values():
-        different = first.args.differences(file.args)
+        different = [] if file is first else first.args.differences(file.args)
         if different or file.version != first.version:
             raise ConversionError(
                 f"{first.path} and {file.path} are not of one checkpoint: {'; '.join(different) or 'checkpoint_version'}"
@@ -214,11 +219,11 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, _RankFile]]:
     return grid, files
 
 
-def _stages(grid: Grid, files: Mapping[Place, _RankFile], model: ModelConfig) -> dict[tuple[int, int], Stage]:
+def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int], Stage]:
     """The layers of each (pipeline rank, chunk) as found: chunk v of every rank comes before chunk v + 1 of any."""
     chunks = len(files[0, 0, 0].chunks)
     found: dict[tuple[int, int], Stage] = {}
-    next_layer = 0
+    next_layer, layers = 0, files[0, 0, 0].args.whole("num_layers")
     for chunk in range(chunks):
         for pipeline in range(grid.pp):
             file = files[0, pipeline, 0]
@@ -232,11 +237,9 @@ def _stages(grid: Grid, files: Mapping[Place, _RankFile], model: ModelConfig) ->
                 next_layer, next_layer + count, has_embedding=chunk == 0 and pipeline == 0, has_head=last
             )
             next_layer += count
-            if next_layer > model.num_layers:
-                break
-    if next_layer != model.num_layers:
+    if next_layer != layers:
         raise ConversionError(
-            f"{files[0, 0, 0].path}: args.num_layers is {model.num_layers}, but the files have {next_layer} layers"
+            f"{files[0, 0, 0].path}: args.num_layers is {layers}, but the files have {next_layer} layers"
         )
     for place, file in files.items():
         if len(file.chunks) != chunks:
@@ -259,16 +262,13 @@ def _checked(path: Path, held: Mapping[str, torch.Tensor], piece: Piece) -> torc
         raise ConversionError(
             f"{path}: {piece.theirs} is {list(tensor.shape)}; its args and the number of files make it {list(piece.shape)}"
         )
-    if not tensor.dtype.is_floating_point:
-        raise ConversionError(
-            f"{path}: {piece.theirs} is of the type {tensor.dtype}, not of floating-point numbers"
-        )
+    require_readable(path, piece.theirs, tensor.dtype)
     return tensor
 
 
 def _is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
     """No other file has this slice: replicated tensors are taken from rank 0, a tied head from the embedding."""
-    if piece.theirs == HEAD and shape.name == "embedding.word.weight":
+    if piece.theirs == HEAD and shape.name == WORD_OURS:
         return False
     if shape.expert:
         return True

@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.training import TrainingConfig
+from megalite.config.validate import validate
 from megalite.conversion.megatron.given_args import Arguments
 from megalite.conversion.weights import ConversionError
 
@@ -27,6 +31,10 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
         ("retro_add_retriever", "attention_output_gate", "moe_apply_probs_on_input"), (None, False)
     ),
     "moe_router_score_function": (None, "softmax"),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (None, 0),
+    "geglu": (None, False),
+    "rope_type": (None, "rope"),
     "softmax_type": (None, "vanilla"),
     "moe_token_drop_policy": (None, "probs", "position"),
     "rotary_percent": (None, 1.0),
@@ -54,8 +62,8 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
             f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}"
         )
     h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
-    biases = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
-    groups = args.whole("num_query_groups", heads) if args.get("group_query_attention", False) else heads
+    biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear", False))
+    groups = args.whole("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
     vocabulary, multiple = _vocabulary(args, padded_vocabulary, tp)
     settings: dict[str, Any] = {
         "num_layers": args.whole("num_layers"),
@@ -69,18 +77,26 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "max_position_embeddings": args.whole("max_position_embeddings"),
         "sliding_window": _window(args),
         "normalization": args.get("normalization", "LayerNorm"),
-        "norm_zero_centered": bool(args.get("apply_layernorm_1p", False)),
+        "norm_zero_centered": args.flag("apply_layernorm_1p", False),
         "norm_epsilon": args.number("norm_epsilon", args.number("layernorm_epsilon", 1e-5)),
-        "qk_norm": bool(args.get("qk_layernorm", False)),
+        "qk_norm": args.flag("qk_layernorm", False),
         "activation": _activation(args, biases),
         "add_bias_linear": biases,
-        "add_qkv_bias": bool(args.get("add_qkv_bias", False)),
-        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "add_qkv_bias": args.flag("add_qkv_bias", False),
+        "tie_embeddings": not args.flag("untie_embeddings_and_output_weights", False),
         "hidden_dropout": args.number("hidden_dropout", 0.0),
         "attention_dropout": args.number("attention_dropout", 0.0),
         "init_method_std": args.number("init_method_std", 0.02),
     }
-    return ModelConfig(**settings, **_positions(args), **_experts(args, biases))
+    model = ModelConfig(**settings, **_positions(args), **_experts(args, biases))
+    length = args.whole("seq_length", args.whole("max_position_embeddings"))
+    try:
+        validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
+    except ConfigError as error:
+        raise ConversionError(
+            f"{args.path}: its args are of no model that megalite could train: {error}"
+        ) from None
+    return model
 
 
 def _window(args: Arguments) -> int | None:
@@ -91,7 +107,7 @@ def _window(args: Arguments) -> int | None:
     if (
         not isinstance(window, list | tuple)
         or len(window) != 2
-        or not all(isinstance(n, int) for n in window)
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n < 2**31 for n in window)
     ):
         raise ConversionError(f"{args.path}: args.window_size is {window!r}; it must be two whole numbers")
     if window[1] not in (0, -1):
@@ -101,11 +117,11 @@ def _window(args: Arguments) -> int | None:
 
 def _activation(args: Arguments, biases: bool) -> str:
     """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
-    if args.get("swiglu", False):
+    if args.flag("swiglu", False):
         return "swiglu"
-    if args.get("openai_gelu", False):
+    if args.flag("openai_gelu", False):
         return "gelu_tanh"
-    fused = args.get("bias_gelu_fusion", True) and biases and not args.get("onnx_safe", False)
+    fused = args.flag("bias_gelu_fusion", True) and biases and not args.flag("onnx_safe", False)
     return "gelu_tanh" if fused else "gelu"
 
 
@@ -117,24 +133,27 @@ def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
             f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows over {tp} ranks"
         )
     multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
-    size = args.get("vocab_size")
+    size = None if args.get("vocab_size") is None else args.whole("vocab_size")
     # The NullTokenizer counts its end-of-document token or not, by version.
-    known = isinstance(size, int) and args.get("tokenizer_type") != "NullTokenizer"
-    if known and -(-size // multiple) * multiple == padded:
+    if (
+        size is not None
+        and args.get("tokenizer_type") != "NullTokenizer"
+        and -(-size // multiple) * multiple == padded
+    ):
         return size, multiple
     return padded, multiple if padded % multiple == 0 else 1
 
 
 def _positions(args: Arguments) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
-    if args.get("use_rotary_position_embeddings", False):
+    if args.flag("use_rotary_position_embeddings", False):
         kind = "rope"
     settings: dict[str, Any] = {
         "position_embedding_type": kind,
         "rotary_base": args.number("rotary_base", 10000),
     }
     factor = args.number("rotary_seq_len_interpolation_factor", 1)
-    if kind == "rope" and args.get("use_rope_scaling", False):
+    if kind == "rope" and args.flag("use_rope_scaling", False):
         if factor != 1:
             raise ConversionError(
                 f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
@@ -155,7 +174,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         experts = None if list(experts) in ([], [1]) else experts[0] if len(experts) == 1 else experts
     if experts is None:
         return {}
-    if not isinstance(experts, int):
+    if not isinstance(experts, int) or isinstance(experts, bool):
         raise ConversionError(
             f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed"
         )
@@ -182,18 +201,18 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         ),
         "moe_first_dense_layers": first,
         "moe_layer_freq": every,
-        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax", False)),
+        "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False),
         "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,
         "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),
-        "moe_aux_loss_coeff": _coefficient(args.get("moe_aux_loss_coeff")),
-        "moe_z_loss_coeff": _coefficient(args.get("moe_z_loss_coeff")),
+        "moe_aux_loss_coeff": _coefficient(args, "moe_aux_loss_coeff"),
+        "moe_z_loss_coeff": _coefficient(args, "moe_z_loss_coeff"),
     }
 
 
-def _coefficient(value: Any) -> float:
+def _coefficient(args: Arguments, name: str) -> float:
     """Of one loss; where there are several they are not ours."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    return 0.0 if isinstance(args.get(name), list | tuple) else args.number(name, 0.0)
 
 
 def _expert_layers(args: Arguments) -> tuple[int, int]:
@@ -201,7 +220,8 @@ def _expert_layers(args: Arguments) -> tuple[int, int]:
     pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
     if isinstance(pattern, int):
         return 0, args.whole("moe_layer_freq", 1)
-    if isinstance(pattern, list | tuple) and len(pattern) == layers and 1 in pattern:
+    is_list = isinstance(pattern, list | tuple) and all(item in (0, 1) for item in pattern)
+    if is_list and len(pattern) == layers and 1 in pattern:
         first = list(pattern).index(1)
         after = [index for index in range(first + 1, layers) if pattern[index] == 1]
         every = after[0] - first if after else layers

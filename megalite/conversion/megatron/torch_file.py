@@ -22,6 +22,9 @@ BLOCK = 1 << 24
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of a zip entry: signature, then the lengths of name and extra field, behind which the data start."""
 
+LARGEST_ENTRY = 1 << 30
+"""Bytes of an entry of the archive that is no tensor: what torch.save makes of the settings and names is far less."""
+
 _DIRECTORY_ENTRY = 46
 """Bytes of an entry in the archive's directory, without name, extra field and comment."""
 
@@ -130,6 +133,11 @@ class TorchFile:
                             f"{self.name} is a compressed archive, which torch.save never writes"
                         )
                     if "/data/" not in entry.filename:
+                        if entry.file_size > LARGEST_ENTRY:
+                            raise ConversionError(
+                                f"{self.name}: {entry.filename} has {entry.file_size} bytes; settings and names have at "
+                                f"most {LARGEST_ENTRY}"
+                            )
                         data = archive.read(entry)  # compared with its CRC-32
                         if entry.filename.endswith("/byteorder") and data != b"little":
                             raise ConversionError(f"{self.name} was written on a big-endian machine")

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalite.conversion.megatron.torch_file import BLOCK, Record, TorchFile
+from megalite.conversion.stream import refuse_overflow
 
 Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """A tensor of a shape and type that has no elements yet."""
@@ -31,27 +32,45 @@ class TorchFileWriter:
     Args:
         path: replaced if it exists.
         content: makes what is to be saved; of tensors only those that it reserves, each with elements.
+
+    Raises:
+        OSError: here and from `fill` and `finish`: disk full, no permission, ...
     """
 
     def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
         with FakeTensorMode():
             saved = content(lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(dict(saved), path)
+        try:
+            # By its path torch would write it itself, and turn a full disk into a RuntimeError.
+            with torch.serialization.skip_data(materialize_fake_tensors=True), path.open("wb") as stream:
+                torch.save(dict(saved), stream)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         self._file: BinaryIO = path.open("r+b")
         self._reserved = TorchFile(path)
         self.content: Any = self._reserved.content
         """What a reader will find; `fill` takes its tensors."""
         self._checksums: list[tuple[Record, int]] = []
 
-    def fill(self, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Write the elements of a tensor in `content`, converted to its type block by block."""
+    def fill(
+        self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]
+    ) -> None:
+        """Write the elements of a tensor in `content`, converted to its type block by block.
+
+        Args:
+            name: of the tensor of ours that they come from, for messages.
+
+        Raises:
+            ConversionError: a value is too large for that type.
+        """
         assert values.shape == place.shape, (values.shape, place.shape)
         record = self._reserved.record(place)
         self._file.seek(record.start)
         flat, crc = values.reshape(-1), 0
         for block in flat.split(BLOCK // place.element_size()):
-            data = block.to(place.dtype).contiguous().view(torch.uint8).numpy().data
+            stored = block.to(place.dtype).contiguous()
+            refuse_overflow(name, block, stored)
+            data = stored.view(torch.uint8).numpy().data
             crc = zlib.crc32(data, crc)
             self._file.write(data)
             advance(len(data))

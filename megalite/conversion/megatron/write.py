@@ -134,7 +134,7 @@ class _Export:
                 ours = self.weights.read(name)
             for writer, piece in zip(writers, slices, strict=True):
                 place = writer.content["model"][self._name(piece, stage)]
-                writer.fill(place, piece.take(ours), advance)
+                writer.fill(piece.ours, place, piece.take(ours), advance)
 
     def _stage(self, index: int) -> Stage:
         count = self.weights.model.num_layers // self.pp

@@ -132,7 +132,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "attention_bias is true and mlp_bias false; biases can be expressed in all",
     ),
     ("llama", {"mlp_bias": True}, "attention_bias is false and mlp_bias true"),
-    ("qwen3", {"attention_bias": True}, "attention_bias is true and mlp_bias false"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is true; biases can be expressed in all"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
     ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
     (
@@ -165,6 +165,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"partial_rotary_factor": 0.5},
         r"partial_rotary_factor is 0\.5; RoPE can only turn whole heads",
     ),
+    ("llama", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0; RoPE"),
+    ("llama", {"partial_rotary_factor": False}, "partial_rotary_factor is 'False'; it must be a number"),
+    ("llama", {"rope_scaling": {"factor": 4.0}}, r"a factor, 4\.0, and no rope_type; say which"),
+    (
+        "llama",
+        {
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+            | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192.9}
+        },
+        r"original_max_position_embeddings is 8192\.9; it must be a whole number",
+    ),
+    ("llama", {"rms_norm_eps": 1e29}, r"rms_norm_eps is 1e\+29; it must be at most 1"),
+    ("gpt2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon is 2; it must be at most 1"),
     ("llama", {"rope_theta": None, "rope_scaling": None, "head_dim": 5}, "a head size of 5 is odd"),
     (
         "qwen2",

@@ -11,6 +11,7 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.read import HuggingFaceWeights
 from megalite.conversion.huggingface.write import write_huggingface
 from megalite.conversion.weights import ConversionError, parameter_shapes
+from megalite.conversion.wrapped import LastRead, WithTokenizer
 from tests.conversion.huggingface.models import (
     CASES,
     InMemory,
@@ -23,6 +24,7 @@ from tests.conversion.huggingface.models import (
     tensors_of,
     their_logits,
 )
+from tests.conversion.samples import byte_tokenizer
 from tests.models.stages import GPT, LLAMA, varied
 from tests.models.test_families import FAMILIES, VOCAB, all_float64
 
@@ -199,6 +201,42 @@ def test_token_ids_of_the_source_stay(tmp_path: Path) -> None:
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 7], 0)
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [2, 7, 9] and generation["temperature"] == 0.6
+
+
+@pytest.mark.parametrize("tokenizer", ["its own", "none", "another"])
+def test_what_is_wrapped_around_a_folder_hides_nothing_of_it(tmp_path: Path, tokenizer: str) -> None:
+    """Its family is kept; its token ids and generation_config.json too, but for another tokenizer's."""
+    saved("mistral-no-window", tmp_path / "before")
+    edit_config(tmp_path / "before", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=...)
+    generation = {"eos_token_id": [2, 7, 9], "temperature": 0.6}
+    (tmp_path / "before" / "generation_config.json").write_text(json.dumps(generation))
+    weights = HuggingFaceWeights(tmp_path / "before")
+    others = byte_tokenizer(tmp_path / "other") if tokenizer == "another" else []
+    wrapped = LastRead(weights if tokenizer == "its own" else WithTokenizer(weights, others))
+    folder = write(wrapped, tmp_path / "after")
+    config = json.loads((folder / "config.json").read_text())
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert config["model_type"] == "mistral", "llama is the same network and comes first"
+    ids = {name: value for name, value in config.items() if name.endswith("token_id")}
+    if tokenizer == "another":
+        assert ids == {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
+        assert written == {"bos_token_id": 256, "eos_token_id": 256}
+    else:
+        assert ids == {"bos_token_id": 1, "eos_token_id": [2, 7]}
+        assert written == generation
+
+
+def test_token_ids_that_the_source_leaves_to_its_class_stay_there(tmp_path: Path) -> None:
+    saved("llama3", tmp_path / "before")
+    edit_config(tmp_path / "before", bos_token_id=..., eos_token_id=..., pad_token_id=None)
+    (tmp_path / "before" / "generation_config.json").unlink()
+    folder = write(HuggingFaceWeights(tmp_path / "before"), tmp_path / "after")
+    config = json.loads((folder / "config.json").read_text())
+    assert "bos_token_id" not in config and "eos_token_id" not in config
+    assert config["pad_token_id"] is None, "this one the source has"
+    assert not (folder / "generation_config.json").exists(), "nor has the source"
+    loaded = [stock(path).config for path in (tmp_path / "before", folder)]
+    assert [(it.bos_token_id, it.eos_token_id) for it in loaded] == [(1, 2), (1, 2)]
 
 
 REFUSED: list[tuple[str | None, ModelConfig, str]] = [

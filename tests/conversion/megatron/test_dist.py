@@ -62,6 +62,23 @@ def test_what_is_missing(tmp_path: Path) -> None:
         open_megatron(folder)
 
 
+def test_layers_that_no_file_has(tmp_path: Path) -> None:
+    """Refused before anything is made for each of them."""
+    weights = MadeUp(tmp_path, LLAMA)
+    folder = dist_builder.save(tmp_path / "apart", weights, stacked=False, num_layers=3 * 10**7)
+    with pytest.raises(ConversionError, match=r"args.num_layers is 30000000, but the files have 2 layers"):
+        open_megatron(folder)
+    folder = dist_builder.save(tmp_path / "stacked", weights, num_layers=3 * 10**7)
+    step = folder / "iter_0000007"
+    blocks = {
+        name: ((3 * 10**7, *shape[1:]) if ".layers." in name else shape, parts)
+        for name, (shape, parts) in dist_builder.model_blocks(weights, 1, stacked=True).items()
+    }
+    (step / ".metadata").write_bytes(pickle.dumps(dist_builder.metadata(step, blocks)))
+    with pytest.raises(ConversionError, match=r" takes \d+ bytes, but all files together have \d+"):
+        open_megatron(folder)
+
+
 def test_a_gap_is_found(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = dist_builder.save(tmp_path / "saved", weights, tp=2)

@@ -209,13 +209,74 @@ def test_old_orders_of_qkv(tmp_path: Path, version: float) -> None:
                 rows = tensor.view(-1, 3, 8, *tensor.shape[1:])
                 rest = range(3, rows.dim())
                 tensor = rows.permute(*axes, *rest).reshape(tensor.shape)
-            model[name] = tensor
+            model[name.replace("linear_qkv", "query_key_value")] = tensor
         made = content | {"model": model, "checkpoint_version": version}
         if version == 0:
             del made["checkpoint_version"]
         return made
 
     assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, change=change)), weights)
+
+
+def test_megatron_core_never_had_an_old_order(tmp_path: Path) -> None:
+    """Without a checkpoint_version, linear_qkv is as it is; query_key_value had no groups then."""
+
+    def unversioned(content: Content) -> Content:
+        return {name: value for name, value in content.items() if name != "checkpoint_version"}
+
+    for kind in ("gpt", "llama"):
+        weights = MadeUp(tmp_path, MODELS[kind])
+        assert_same(open_megatron(builder.save(tmp_path / kind, weights, change=unversioned)), weights)
+    folder = builder.save(
+        tmp_path / "old", weights, change=lambda content: unversioned(older(content)), num_query_groups=2
+    )
+    with pytest.raises(ConversionError, match=r"checkpoint_version 0 .* \(2 of 4 heads\)"):
+        open_megatron(folder)
+
+
+def test_copies_must_agree(tmp_path: Path) -> None:
+    """A tied head of the same and of another stage, a norm of two tensor ranks."""
+
+    def changed(name: str, rank: int) -> Callable[[Content], Content]:
+        ranks = iter(range(4))
+
+        def change(content: Content) -> Content:
+            if next(ranks) == rank:
+                tensor = content["model"].get(name, content["model"].get("embedding.word_embeddings.weight"))
+                tensor = tensor.clone()
+                tensor[0] += 1
+                return content | {"model": content["model"] | {name: tensor}}
+            return content
+
+        return change
+
+    tied = MadeUp(tmp_path, MODELS["qwen"])
+    norm = "decoder.layers.0.input_layernorm.weight"
+    for name, theirs, ours, files, options in (
+        ("one", "output_layer.weight", "embedding.word.weight", ("00", "00"), {}),
+        ("two", "output_layer.weight", "embedding.word.weight", ("00_000", "00_001"), {"stages": (2, 2)}),
+        ("norm", norm, "layers.0.attention_norm.weight", ("00", "01"), {"tp": 2}),
+    ):
+        change = changed(theirs, 0 if name == "one" else 1)
+        found = open_megatron(builder.save(tmp_path / name, tied, change=change, **options))
+        with pytest.raises(
+            ConversionError, match=rf"mp_rank_{files[0]}/.* and {theirs} of .*mp_rank_{files[1]}/.* differ"
+        ):
+            found.read(ours)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+
+    def change(content: Content) -> Content:
+        tensor = content["model"][name].to(torch.float8_e4m3fn)
+        return content | {"model": content["model"] | {name: tensor}}
+
+    folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA), change=change)
+    with pytest.raises(
+        ConversionError, match=rf"{name} is of the type torch.float8_e4m3fn: quantized, not read"
+    ):
+        open_megatron(folder)
 
 
 def test_which_iteration(tmp_path: Path) -> None:
@@ -233,70 +294,6 @@ def test_which_iteration(tmp_path: Path) -> None:
         MegatronWeights(folder)
     with pytest.raises(ConversionError, match="is no Megatron-LM checkpoint"):
         MegatronWeights(tmp_path / "nothing")
-
-
-def test_unknown_vocabulary_size_is_the_padded_one(tmp_path: Path) -> None:
-    weights = MadeUp(tmp_path, LLAMA)
-    for index, args in enumerate(
-        ({"vocab_size": None}, {"tokenizer_type": "NullTokenizer"}, {"vocab_size": 99})
-    ):
-        found = open_megatron(builder.save(tmp_path / str(index), weights, tp=2, **args))
-        assert found.model.vocab_size == found.model.padded_vocab_size == builder.padded(weights.model, 2)
-
-
-def test_activation(tmp_path: Path) -> None:
-    """The fused bias and GELU is the tanh approximation."""
-    for index, (args, activation) in enumerate(
-        (
-            ({}, "gelu"),
-            ({"bias_gelu_fusion": True}, "gelu_tanh"),
-            ({"bias_gelu_fusion": True, "onnx_safe": True}, "gelu"),
-            ({"openai_gelu": True}, "gelu_tanh"),
-        )
-    ):
-        found = open_megatron(builder.save(tmp_path / str(index), MadeUp(tmp_path, GPT), **args))
-        assert found.model.activation == activation
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ({"squared_relu": True}, "args.squared_relu = True"),
-        (
-            {"rotary_percent": 0.5, "rotary_interleaved": True},
-            "args.rotary_interleaved = True, args.rotary_percent",
-        ),
-        ({"position_embedding_type": "relative"}, "args.position_embedding_type = 'relative'"),
-        ({"multi_latent_attention": True}, "args.multi_latent_attention"),
-        ({"hidden_size": "32"}, "args.hidden_size is '32'; a whole number"),
-        ({"num_layers": 3}, "args.num_layers is 3, but the files have 2 layers"),
-        (
-            {"hidden_size": 64, "kv_channels": 8},
-            r"word_embeddings.weight is \[304, 32\]; .* make it \[304, 64\]",
-        ),
-        ({"padded_vocab_size": 400}, "args.padded_vocab_size is 400, but the word embedding has 304 rows"),
-        ({"tensor_model_parallel_size": 2}, "args.tensor_model_parallel_size is 2, but .* the files of 1"),
-        ({"untie_embeddings_and_output_weights": False}, None),
-        ({"normalization": "LayerNorm"}, "lacks .*layernorm.bias, which its args ask for"),
-        ({"num_experts": 2, "add_bias_linear": True}, "args.num_experts with args.add_bias_linear"),
-        ({"window_size": (8, 8)}, "args.window_size is"),
-        ({"window_size": 8}, "args.window_size is 8; it must be two whole numbers"),
-        ({"rotary_base": "much"}, "args.rotary_base is 'much'; a number"),
-        ({"hidden_size": torch.zeros(3)}, "args.hidden_size is a FakeTensor, not a plain value"),
-        ({"num_experts": 4, "moe_layer_freq": 0}, "args.moe_layer_freq is 0; a whole number above 0"),
-        (
-            {"num_experts": 4, "moe_layer_freq": [1, 0, 1]},
-            "args.moe_layer_freq is .1, 0, 1.; megalite has dense",
-        ),
-    ],
-)
-def test_args_that_do_not_fit(tmp_path: Path, args: dict[str, Any], message: str | None) -> None:
-    folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA), **args)
-    if message is None:  # a tied model of one stage may have a copy of its head
-        open_megatron(folder)
-        return
-    with pytest.raises(ConversionError, match=message):
-        open_megatron(folder)
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
@@ -318,9 +315,15 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         content["model"]["decoder"] = content["model"]
         return content
 
+    def deep(content: Content) -> Content:
+        for _ in range(16):
+            content["model"] = {"module": content["model"]}
+        return content
+
     weights = MadeUp(tmp_path, LLAMA)
     for change, message in (
-        (endless, "a dict in a dict without end"),
+        (endless, "one dict in more than one place, or in itself: decoder"),
+        (deep, "dicts more than 16 deep"),
         (surplus, "tensors that a GPT of its args has not: decoder.layers.0.mlp.gate.weight"),
         (twice, "is there twice"),
         (whole_numbers, "torch.int64, not of floating-point"),

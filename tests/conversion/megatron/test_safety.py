@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.conversion.megatron import torch_file
 from megalite.conversion.megatron.open import open_megatron
 from megalite.conversion.megatron.pickled import Made, Name, PickleError, describe
 from megalite.conversion.megatron.safe_globals import Inert
@@ -160,6 +161,18 @@ def test_old_and_other_files(tmp_path: Path) -> None:
         TorchFile(path)
     with pytest.raises(ConversionError, match=r"cannot be read: .*No such file"):
         TorchFile(tmp_path / "none.pt")
+
+
+def test_large_entries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.pt"
+    torch.save({"a": torch.zeros(1000)}, path)
+    monkeypatch.setattr(torch_file, "LARGEST_ENTRY", 1000)
+    TorchFile(path)  # tensors may be of any size
+    torch.save({"a": "x" * 1000}, path)
+    with pytest.raises(
+        ConversionError, match=r"data.pkl has \d+ bytes; settings and names have at most 1000"
+    ):
+        TorchFile(path)
 
 
 @pytest.mark.parametrize("cut", [1, 30, 2000, 20000])

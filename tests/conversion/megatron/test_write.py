@@ -131,6 +131,24 @@ def test_dtype(tmp_path: Path) -> None:
     assert args.bf16
 
 
+class TooLarge(MadeUp):
+    """One weight that fp16 has not."""
+
+    def read(self, name: str) -> torch.Tensor:
+        values = super().read(name)
+        if name == "layers.0.attention.out.weight":
+            values[0, 0] = -1e6
+        return values
+
+
+def test_nothing_becomes_infinite(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConversionError, match=r"layers.0.attention.out.weight holds 1e\+06, too large for float16"
+    ):
+        write(TooLarge(tmp_path, LLAMA), dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
 def test_rows_of_padding_come_back_from_an_import(tmp_path: Path) -> None:
     """A vocabulary padded to 2 x 128 for two ranks is written with the same rows again."""
     weights = MadeUp(tmp_path, GPT | {"make_vocab_size_divisible_by": 256})

@@ -1,0 +1,94 @@
+"""Reading a model's settings out of Megatron-LM's `args`, and what is refused there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.weights import ConversionError
+from tests.conversion.megatron import builder
+from tests.conversion.samples import GPT, LLAMA, MadeUp
+
+
+def test_unknown_vocabulary_size_is_the_padded_one(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, LLAMA)
+    for index, args in enumerate(
+        ({"vocab_size": None}, {"tokenizer_type": "NullTokenizer"}, {"vocab_size": 99})
+    ):
+        found = open_megatron(builder.save(tmp_path / str(index), weights, tp=2, **args))
+        assert found.model.vocab_size == found.model.padded_vocab_size == builder.padded(weights.model, 2)
+
+
+def test_activation(tmp_path: Path) -> None:
+    """The fused bias and GELU is the tanh approximation."""
+    for index, (args, activation) in enumerate(
+        (
+            ({}, "gelu"),
+            ({"bias_gelu_fusion": True}, "gelu_tanh"),
+            ({"bias_gelu_fusion": True, "onnx_safe": True}, "gelu"),
+            ({"openai_gelu": True}, "gelu_tanh"),
+        )
+    ):
+        found = open_megatron(builder.save(tmp_path / str(index), MadeUp(tmp_path, GPT), **args))
+        assert found.model.activation == activation
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ({"squared_relu": True}, "args.squared_relu = True"),
+        (
+            {"rotary_percent": 0.5, "rotary_interleaved": True},
+            "args.rotary_interleaved = True, args.rotary_percent",
+        ),
+        ({"position_embedding_type": "relative"}, "args.position_embedding_type = 'relative'"),
+        ({"multi_latent_attention": True}, "args.multi_latent_attention"),
+        ({"hidden_size": "32"}, "args.hidden_size is '32'; a whole number"),
+        ({"num_layers": 3}, "args.num_layers is 3, but the files have 2 layers"),
+        (
+            {"hidden_size": 64, "kv_channels": 8},
+            r"word_embeddings.weight is \[304, 32\]; .* make it \[304, 64\]",
+        ),
+        ({"padded_vocab_size": 400}, "args.padded_vocab_size is 400, but the word embedding has 304 rows"),
+        ({"tensor_model_parallel_size": 2}, "args.tensor_model_parallel_size is 2, but .* the files of 1"),
+        ({"untie_embeddings_and_output_weights": False}, None),
+        ({"normalization": "LayerNorm"}, "lacks .*layernorm.bias, which its args ask for"),
+        ({"num_experts": 2, "add_bias_linear": True}, "args.num_experts with args.add_bias_linear"),
+        ({"window_size": (8, 8)}, "args.window_size is"),
+        ({"window_size": 8}, "args.window_size is 8; it must be two whole numbers"),
+        ({"rotary_base": "much"}, "args.rotary_base is 'much'; a number"),
+        ({"norm_epsilon": True}, "args.norm_epsilon is True; a number"),
+        ({"norm_epsilon": float("nan")}, "args.norm_epsilon is nan; a number"),
+        ({"norm_epsilon": -1.0}, "no model that megalite could train: .*norm"),
+        ({"rotary_base": float("inf")}, "args.rotary_base is inf; a number"),
+        ({"rotary_base": 1e31}, "args.rotary_base is 1e.31; a number is needed, of at most 1e.30"),
+        ({"rotary_base": 10**400}, "args.rotary_base has 1329 bits"),
+        ({"window_size": (10**30, 0)}, "args.window_size has 100 bits"),
+        ({"window_size": (True, False)}, "args.window_size is .True, False.; it must be two whole"),
+        ({"add_bias_linear": "False"}, "args.add_bias_linear is 'False'; True or False"),
+        ({"swiglu": "no"}, "args.swiglu is 'no'; True or False"),
+        ({"vocab_size": True}, "args.vocab_size is True; a whole number"),
+        ({"seq_length": 2**31}, "args.seq_length is 2147483648; a whole number above 0 and up to 2147483647"),
+        ({"hidden_dropout": 3.0}, "no model that megalite could train: .*dropout"),
+        ({"activation_func_clamp_value": 7.0}, "args.activation_func_clamp_value = 7.0"),
+        ({"glu_linear_offset": 1.0}, "args.glu_linear_offset = 1.0"),
+        ({"rope_type": "yarn"}, "args.rope_type = 'yarn'"),
+        ({"geglu": True}, "args.geglu = True"),
+        ({"num_layers": 3 * 10**7}, "args.num_layers is 30000000, but the files have 2 layers"),
+        ({"hidden_size": torch.zeros(3)}, "args.hidden_size is a FakeTensor, not a plain value"),
+        ({"num_experts": 4, "moe_layer_freq": 0}, "args.moe_layer_freq is 0; a whole number above 0"),
+        (
+            {"num_experts": 4, "moe_layer_freq": [1, 0, 1]},
+            "args.moe_layer_freq is .1, 0, 1.; megalite has dense",
+        ),
+    ],
+)
+def test_args_that_do_not_fit(tmp_path: Path, args: dict[str, Any], message: str | None) -> None:
+    folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA), **args)
+    if message is None:  # a tied model of one stage may have a copy of its head
+        open_megatron(folder)
+        return
+    with pytest.raises(ConversionError, match=message):
+        open_megatron(folder)
