@@ -1,6 +1,7 @@
 """Saving and loading one training state: ours, torch's ways, and the bare file system, on the ranks of a pool."""
 
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -88,62 +89,60 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def saving_round(context: RankContext, ranks: int, root: str) -> tuple[Seconds, Seconds, int]:
-    """Each way of saving and of loading once; seconds of each, and bytes over all ranks."""
+def saving_round(context: RankContext, ranks: int, root: str, seed: int) -> tuple[Seconds, Seconds, int]:
+    """Each way of saving and then loading once, in an order drawn from `seed`; seconds, and bytes over all ranks.
+
+    The order matters: what was just written or removed decides what the system has ready for the next.
+    """
     replica = make_replica(context, ranks)
     world, device, rank = replica.topology.world, replica.topology.device, context.rank
     tensors = {f"{entry.key}.{index}": tensor for index, (entry, tensor) in enumerate(state_tensors(replica))}
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-    folder = Path(root)
+    names = {f"{rank}.{key}": tensor for key, tensor in tensors.items()}
+    path = Path(root) / "round"
+
+    def ours() -> None:
+        save(replica, path, Progress(1, 1), tokenizer=None)
+
+    def ours_without_hash() -> None:
+        with _patched(safetensors_file, "RunningDigest", NoDigest):
+            ours()
+
+    def load_unverified() -> None:
+        with _patched(load_module, "verify_files", lambda *given, **named: ""):
+            _load(replica, path)
+
+    ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "raw": (
+            lambda: _raw_write(path / f"{rank}", flat.numpy().data),
+            lambda: _raw_read(path / f"{rank}", flat.numpy().data),
+        ),
+        "megalite": (ours, lambda: _load(replica, path)),
+        "megalite, no hash": (ours_without_hash, load_unverified),
+        "torch DCP": (
+            lambda: dcp.save(names, checkpoint_id=path),
+            lambda: dcp.load(names, checkpoint_id=path),
+        ),
+        "torch.save": (
+            lambda: _torch_save(tensors, path / f"{rank}.pt"),
+            lambda: _torch_load(tensors, path / f"{rank}.pt"),
+        ),
+    }
     saved: Seconds = {}
     loaded: Seconds = {}
-
-    def fresh(name: str) -> Path:
-        path = folder / name
-        if rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
-            os.sync()
-        world.gather_json(None, device)
-        return path
-
-    def cold(path: Path) -> None:
-        if rank == 0:
-            forget(path)
-        world.gather_json(None, device)
-
-    path = fresh("raw")
-    saved["raw"] = timed(replica, lambda: _raw_write(path / f"{rank}", flat.numpy().data))
-    cold(path)
-    loaded["raw"] = timed(replica, lambda: _raw_read(path / f"{rank}", flat.numpy().data))
-    fresh("raw")
-
-    path = fresh("plain")
-    with _patched(safetensors_file, "RunningDigest", NoDigest):
-        saved["megalite, no hash"] = timed(
-            replica, lambda: save(replica, path, Progress(1, 1), tokenizer=None)
-        )
-    path = fresh("plain")
-    saved["megalite"] = timed(replica, lambda: save(replica, path, Progress(1, 1), tokenizer=None))
-    cold(path)
-    with _patched(load_module, "entry_fault", lambda path, entry, from_disk=False: None):
-        loaded["megalite, not verified"] = timed(replica, lambda: _load(replica, path))
-    cold(path)
-    loaded["megalite"] = timed(replica, lambda: _load(replica, path))
-    fresh("plain")
-
-    path = fresh("dcp")
-    names = {f"{rank}.{key}": tensor for key, tensor in tensors.items()}
-    saved["torch DCP"] = timed(replica, lambda: dcp.save(names, checkpoint_id=path))
-    cold(path)
-    loaded["torch DCP"] = timed(replica, lambda: dcp.load(names, checkpoint_id=path))
-    fresh("dcp")
-
-    path = fresh("torch")
-    saved["torch.save"] = timed(replica, lambda: _torch_save(tensors, path / f"{rank}.pt"))
-    cold(path)
-    loaded["torch.save"] = timed(replica, lambda: _torch_load(tensors, path / f"{rank}.pt"))
-    fresh("torch")
+    for way in random.Random(seed).sample(list(ways), len(ways)):
+        for clean in (True, False):
+            if rank == 0:
+                if clean:
+                    shutil.rmtree(path, ignore_errors=True)
+                    path.mkdir(parents=True)
+                    os.sync()
+                else:
+                    forget(path)
+            world.gather_json(None, device)
+            (saved if clean else loaded)[way] = timed(replica, ways[way][0 if clean else 1])
+    if rank == 0:
+        shutil.rmtree(path)
     return saved, loaded, sum(world.gather_json(flat.numel(), device))
 
 
