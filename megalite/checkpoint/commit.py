@@ -11,7 +11,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from megalite.checkpoint.manifest import (
     TensorEntry,
     listed_files,
     many_objects,
+    plain_parts,
 )
 
 
@@ -122,7 +123,7 @@ def _hidden(checkpoint: Path) -> Path:
 
 def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
     """Leave the list of what `rank` wrote for rank 0 to merge."""
-    write_durably(staging / _part_name(rank), json.dumps(asdict(part)).encode())
+    write_durably(staging / _part_name(rank), json.dumps(plain_parts(part.files, part.tensors)).encode())
     sync_folder(staging)
 
 
