@@ -4,6 +4,15 @@ from dataclasses import dataclass
 
 from megalite.config.option import option
 
+TRAINING_FIELDS = frozenset(
+    {
+        *("hidden_dropout", "attention_dropout", "init_method_std"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    }
+)
+"""Settings of the model that say how it is trained, not what it computes once it is: they may differ between a
+checkpoint and the run that loads it, and other formats need not express them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -12,7 +12,7 @@ from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing, opt
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
+from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.models.gpt import GPTStage
@@ -20,12 +20,6 @@ from megalite.optimizers.schedules import Progress
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.sharding import ShardSpec
 from megalite.training.replica import Replica
-
-FREE_MODEL_FIELDS = {
-    *("hidden_dropout", "attention_dropout", "init_method_std"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-}
-"""Settings of the model that may differ between a checkpoint and the run that loads it."""
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
@@ -45,8 +39,8 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     c = config.checkpoint
     if c.save is None:
         return
-    resumed = c.load is not None and c.ckpt_step is None and not c.finetune
-    if resumed and same_folder(c.load, c.save):
+    goes_on = same_folder(c.load, c.save) and not c.finetune
+    if goes_on and c.ckpt_step is None:
         return
     try:
         newest = candidates(Path(c.save))[0]
@@ -57,7 +51,7 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
             f"{c.save} holds checkpoints up to step {newest.step} but this run starts at step {progress.step}; add "
             f"--load {c.save} to go on from the newest, or give another --save"
         )
-    if c.keep_latest is not None:
+    if c.keep_latest is not None and not goes_on:
         raise ConfigError(
             f"{c.save} holds checkpoints up to step {newest.step} that this run has not made, and keep_latest "
             f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to go on from them, or leave "
@@ -198,7 +192,7 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
         )
     saved = asdict(ModelConfig()) | section
     ours = asdict(model)
-    free = set(FREE_MODEL_FIELDS)
+    free = set(TRAINING_FIELDS)
     if model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")  # a limit, not a shape
     if finetune:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,8 @@ from tests.checkpoint.inspecting import (
     refused,
     said,
     save_tensors,
-    train,
 )
 from tests.checkpoint.samples import CPU, SOLO, columns, find, sample_tensors, save_as
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of a tiny run."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    train(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(real: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(real, tmp_path / "checkpoints"))
 
 
 def test_statistics_of_what_matches(real: Path, capsys: Captured) -> None:

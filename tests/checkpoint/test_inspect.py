@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,23 +25,9 @@ from tests.checkpoint.inspecting import (
     refused,
     said,
     save_tensors,
-    train,
 )
 from tests.checkpoint.samples import find
 from tests.support.tiny import LLAMA, tiny_config
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of a tiny run."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    train(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(real: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(real, tmp_path / "checkpoints"))
 
 
 def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:

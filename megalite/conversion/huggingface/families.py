@@ -6,20 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
+from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.gpt2 import gpt2_pieces, read_gpt2, write_gpt2
 from megalite.conversion.huggingface.llama import LlamaLike
 from megalite.conversion.huggingface.llama_pieces import llama_pieces
 from megalite.conversion.huggingface.model_config import ModelFile, resolved
 from megalite.conversion.pieces import Piece
 from megalite.conversion.weights import ConversionError
-
-TRAINING_FIELDS = {
-    *("hidden_dropout", "attention_dropout", "init_method_std"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-    "make_vocab_size_divisible_by",
-}
-"""Settings of the model that are not of the function that it computes once it is trained."""
 
 _KINDS = {"", "num_experts", "position_embedding_type", "normalization"}
 _NO_BUFFERS = re.compile(r"(?!)")
@@ -161,7 +154,8 @@ def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str
         ours = asdict(resolved(model, seq_length))
     except ConfigError as error:
         return {"": str(error)}
-    free = set(TRAINING_FIELDS)
+    # How far the vocabulary is padded changes no token's logit.
+    free = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
     # Of a part that the other side has not, its settings say no more than that.
     if there["num_experts"] is None or ours["num_experts"] is None:
         free |= {field for field in ours if field.startswith("moe_")}

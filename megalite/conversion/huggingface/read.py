@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES
-from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.families import FAMILIES, Family
 from megalite.conversion.huggingface.folder import find_file, read_json, refuse_code
 from megalite.conversion.huggingface.model_config import ModelFile
@@ -42,49 +41,26 @@ class HuggingFaceWeights:
             fit its config.json.
     """
 
+    format = "huggingface"
+
     def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder)
-        if not self._path.is_dir():
+        self.path = Path(folder)
+        if not self.path.is_dir():
             raise ConversionError(f"{folder} is not a folder; give the folder that holds config.json")
-        values = read_json(self._path, "config.json")
+        values = read_json(self.path, "config.json")
         if values is None:
             raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
-        where = self._path / "config.json"
+        where = self.path / "config.json"
         self.family = _family_of(values, where)
-        self._model, self._seq_length = self.family.read(ModelFile(values, where))
+        self.model, self.seq_length = self.family.read(ModelFile(values, where))
         self.token_ids = {
             name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values
         }
-        self._shards = Shards(self._path)
+        self._shards = Shards(self.path)
         self._pieces = self._find_pieces()
-        self._tokenizer_files = [
-            self._path / name for name in TOKENIZER_FILES if find_file(self._path, name) is not None
+        self.tokenizer_files: Sequence[Path] = [
+            self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
         ]
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @property
-    def format(self) -> str:
-        """`huggingface`."""
-        return "huggingface"
-
-    @property
-    def model(self) -> ModelConfig:
-        """The network."""
-        return self._model
-
-    @property
-    def seq_length(self) -> int:
-        """max_position_embeddings or n_positions."""
-        return self._seq_length
-
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """Those of the files that tokenizers consist of that are there; they may be links into a cache."""
-        return self._tokenizer_files
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; of several that make up one tensor of ours the one that holds all their values."""
@@ -107,19 +83,19 @@ class HuggingFaceWeights:
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """Their tensors by the tensor of ours that they are pieces of, checked."""
         records = self._shards.records
-        if self._model.num_layers > len(records):  # before anything is made for every layer
+        if self.model.num_layers > len(records):  # before anything is made for every layer
             raise ConversionError(
-                f"{self._path / 'config.json'} says {self._model.num_layers} layers, the files hold "
+                f"{self.path / 'config.json'} says {self.model.num_layers} layers, the files hold "
                 f"{len(records)} tensors"
             )
         found: dict[str, list[Piece]] = {}
         used = set()
-        for piece in self.family.pieces(self._model, records.keys()):
+        for piece in self.family.pieces(self.model, records.keys()):
             self._check(piece)
             found.setdefault(piece.ours, []).append(piece)
             used.add(piece.theirs)
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
-        if HEAD in unknown and self._model.tie_embeddings:
+        if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
             unknown.remove(HEAD)
         if unknown:
@@ -128,7 +104,7 @@ class HuggingFaceWeights:
                 f"{self._shards.path_of(unknown[0])}: {unknown[0][:200]}{more}: {self.family.name} as config.json "
                 "describes it has no such tensor"
             )
-        self._shapes = {name: shape.shape for name, shape in parameter_shapes(self._model).items()}
+        self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
         assert list(found) == list(self._shapes), "the table of pieces is not that of our parameters"
         return found
 
@@ -136,7 +112,7 @@ class HuggingFaceWeights:
         record = self._shards.records.get(piece.theirs)
         if record is None:
             raise ConversionError(
-                f"{self._path}: {piece.theirs} is missing; {self.family.name} as config.json describes it has it"
+                f"{self.path}: {piece.theirs} is missing; {self.family.name} as config.json describes it has it"
             )
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
@@ -158,7 +134,7 @@ class HuggingFaceWeights:
             same = same and torch.equal(ours, theirs)
         if not same:
             raise ConversionError(
-                f"{self._path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; set it to "
+                f"{self.path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; set it to "
                 "false, if the head is one of its own"
             )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.model import ModelConfig
 from megalite.conversion.megatron.dist_metadata import StoredPiece, StoredTensor, read_metadata
 from megalite.conversion.megatron.folders import step_folder
 from megalite.conversion.megatron.given_args import Arguments
@@ -50,50 +49,31 @@ class MegatronDistWeights:
     """
 
     format = "megatron"
+    tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
 
     def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
-        self._path = step_folder(folder, iteration)
-        args = _arguments(self._path)
-        stored = read_metadata(self._path / ".metadata")
-        by_name = _by_common_name(self._path, stored, args)
+        self.path = step_folder(folder, iteration)
+        args = _arguments(self.path)
+        stored = read_metadata(self.path / ".metadata")
+        by_name = _by_common_name(self.path, stored, args)
         word = by_name.get(WORD)
         if word is None or len(word[0].shape) != 2:
-            raise ConversionError(f"{self._path} has no {WORD}: it holds no GPT")
+            raise ConversionError(f"{self.path} has no {WORD}: it holds no GPT")
         vocabulary = word[0].shape[0]
         tp = args.whole("tensor_model_parallel_size", 1)
-        self._model = read_model(args, padded_vocabulary=vocabulary, tp=tp)
-        self._seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
-        self._shapes = parameter_shapes(self._model)
+        self.model = read_model(args, padded_vocabulary=vocabulary, tp=tp)
+        self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
+        self._shapes = parameter_shapes(self.model)
         self._sources: dict[str, list[_Source]] = {name: [] for name in self._shapes}
-        whole = Stage(0, self._model.num_layers, has_embedding=True, has_head=True)
+        whole = Stage(0, self.model.num_layers, has_embedding=True, has_head=True)
         unknown = set(by_name)
-        for piece in stage_pieces(self._model, whole, Shard(1, 0), vocabulary=vocabulary):
+        for piece in stage_pieces(self.model, whole, Shard(1, 0), vocabulary=vocabulary):
             unknown.discard(piece.theirs)
             self._sources[piece.ours].append(self._source(piece, by_name))
         if unknown:
             raise ConversionError(
-                f"{self._path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}"
+                f"{self.path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}"
             )
-
-    @property
-    def path(self) -> Path:
-        """The folder of the iteration."""
-        return self._path
-
-    @property
-    def model(self) -> ModelConfig:
-        """The network that `args` describe."""
-        return self._model
-
-    @property
-    def seq_length(self) -> int:
-        """`args.seq_length`."""
-        return self._seq_length
-
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """None: Megatron-LM keeps them elsewhere."""
-        return ()
 
     def dtype(self, name: str) -> torch.dtype:
         """Type that a tensor is stored in."""
@@ -111,7 +91,7 @@ class MegatronDistWeights:
             filled = sum(self._fill(place, source, block) for block in source.stored.pieces)
             if filled != place.numel():
                 raise ConversionError(
-                    f"{self._path}: the blocks of {source.piece.theirs} have {filled} of {place.numel()} elements"
+                    f"{self.path}: the blocks of {source.piece.theirs} have {filled} of {place.numel()} elements"
                 )
         return output
 
@@ -121,7 +101,7 @@ class MegatronDistWeights:
         within = zip(source.index, block.offsets[:leading], block.sizes[:leading], strict=True)
         if not all(first <= index < first + size for index, first, size in within):
             return 0
-        path = self._path / block.file
+        path = self.path / block.file
         file = TorchFile(path, block.start, block.length)
         tensor = file.content
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != block.sizes:
@@ -140,13 +120,13 @@ class MegatronDistWeights:
     def _source(self, piece: Piece, by_name: dict[str, tuple[StoredTensor, tuple[int, ...]]]) -> _Source:
         found = by_name.get(piece.theirs)
         if found is None:
-            raise ConversionError(f"{self._path} lacks {piece.theirs}, which its args ask for")
+            raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args ask for")
         stored, index = found
         if stored.shape[len(index) :] != piece.shape:
             raise ConversionError(
-                f"{self._path}: {piece.theirs} is {list(stored.shape[len(index) :])}; its args make it {list(piece.shape)}"
+                f"{self.path}: {piece.theirs} is {list(stored.shape[len(index) :])}; its args make it {list(piece.shape)}"
             )
-        require_readable(self._path, piece.theirs, stored.dtype)
+        require_readable(self.path, piece.theirs, stored.dtype)
         return _Source(stored, index, piece)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.model import ModelConfig
 from megalite.conversion.megatron.folders import Grid, rank_files, step_folder
 from megalite.conversion.megatron.layout import (
     HEAD,
@@ -52,43 +51,24 @@ class MegatronWeights:
     """
 
     format = "megatron"
+    tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
 
     def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
-        self._path = step_folder(folder, iteration)
-        self._grid, files = _open_grid(self._path)
+        self.path = step_folder(folder, iteration)
+        self._grid, files = _open_grid(self.path)
         first = files[0, 0, 0]
         embedding = first.chunks[0].get(WORD)
         if embedding is None or embedding.dim() != 2:
             raise ConversionError(f"{first.path} has no {WORD}: it is no GPT's first stage")
         self._vocabulary = embedding.shape[0] * self._grid.tp
         self._stages = _stages(self._grid, files)  # before the number of layers is believed
-        self._model = read_model(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
-        self._seq_length = first.args.whole("seq_length", first.args.whole("max_position_embeddings"))
-        self._shapes = parameter_shapes(self._model)
+        self.model = read_model(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
+        self.seq_length = first.args.whole("seq_length", first.args.whole("max_position_embeddings"))
+        self._shapes = parameter_shapes(self.model)
         self._check_divisible(first)
         self._sources: dict[str, list[_Source]] = {name: [] for name in self._shapes}
         self._copies: dict[str, list[tuple[_Source, _Source]]] = {name: [] for name in self._shapes}
         self._index(files)
-
-    @property
-    def path(self) -> Path:
-        """The folder of the iteration."""
-        return self._path
-
-    @property
-    def model(self) -> ModelConfig:
-        """The network that `args` describe."""
-        return self._model
-
-    @property
-    def seq_length(self) -> int:
-        """`args.seq_length`."""
-        return self._seq_length
-
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """None: Megatron-LM keeps them elsewhere."""
-        return ()
 
     def dtype(self, name: str) -> torch.dtype:
         """Type that a tensor is stored in."""
@@ -109,7 +89,7 @@ class MegatronWeights:
         return output
 
     def _check_divisible(self, first: RankFile) -> None:
-        model, tp, ep = self._model, self._grid.tp, self._grid.ep
+        model, tp, ep = self.model, self._grid.tp, self._grid.ep
         for name, value in (
             ("num_attention_heads", model.num_attention_heads),
             ("num_query_groups", model.query_groups),
@@ -128,8 +108,8 @@ class MegatronWeights:
         """The same elements in two files; the padding of the vocabulary does not matter."""
         one, other = (each.file.read(each.tensor) for each in (source, copy))
         if isinstance(source.piece, VocabularyPiece):
-            assert self._model.vocab_size is not None
-            rows = max(0, self._model.vocab_size - source.piece.first)
+            assert self.model.vocab_size is not None
+            rows = max(0, self.model.vocab_size - source.piece.first)
             one, other = one[:rows], other[:rows]
         # As bytes too, because NaN is not equal to itself.
         if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
@@ -163,28 +143,24 @@ class MegatronWeights:
             types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
             if len(types) != 1:
                 raise ConversionError(
-                    f"{self._path}: the slices of {name} have the types {sorted(map(str, types))}"
+                    f"{self.path}: the slices of {name} have the types {sorted(map(str, types))}"
                 )
 
     def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[Piece]:
         """What a chunk of a file should hold, the rows of qkv in the order that they have there."""
         held = file.chunks[chunk]
-        if (
-            held.old_qkv
-            and file.version < 2.0
-            and self._model.query_groups != self._model.num_attention_heads
-        ):
+        if held.old_qkv and file.version < 2.0 and self.model.query_groups != self.model.num_attention_heads:
             raise ConversionError(
                 f"{file.path}: checkpoint_version {file.version} is of a time before args.num_query_groups "
-                f"({self._model.query_groups} of {self._model.num_attention_heads} heads); 2.0 and later have it"
+                f"({self.model.query_groups} of {self.model.num_attention_heads} heads); 2.0 and later have it"
             )
         grouped = any(name.endswith(".mlp.experts.weight1") for name in held)
-        for piece in stage_pieces(self._model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
+        for piece in stage_pieces(self.model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
             old = file.version < 2.0 and piece.theirs in held.old_qkv
-            yield old_order(piece, self._model, file.version) if old else piece
-        if self._model.tie_embeddings and HEAD in held and stage.has_embedding:
+            yield old_order(piece, self.model, file.version) if old else piece
+        if self.model.tie_embeddings and HEAD in held and stage.has_embedding:
             rows = self._vocabulary // shard.tp
-            shape = (rows, self._model.hidden_size)
+            shape = (rows, self.model.hidden_size)
             yield VocabularyPiece(HEAD, WORD_OURS, shape, first=shard.r * rows)
 
 

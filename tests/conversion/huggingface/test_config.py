@@ -8,11 +8,11 @@ import pytest
 
 from megalite.config.describe import replace
 from megalite.config.flags import parse_arguments
+from megalite.config.model import TRAINING_FIELDS
 from megalite.config.validate import validate
-from megalite.conversion.huggingface.families import FAMILIES, TRAINING_FIELDS, choose_family, differences
+from megalite.conversion.huggingface.families import FAMILIES, choose_family, differences
 from megalite.conversion.huggingface.model_config import ModelFile, resolved
 from megalite.conversion.weights import ConversionError
-from megalite.training.checkpointing import FREE_MODEL_FIELDS
 from tests.models.stages import LLAMA, varied
 
 NEEDED: dict[str, Any] = {
@@ -25,6 +25,9 @@ NEEDED: dict[str, Any] = {
 NEEDED_BY_GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 16, "n_head": 4, "vocab_size": 37}
 CLASSES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 CLASSES |= {"mixtral": "Mixtral"}
+
+NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
+"""Settings that a family need not express: of training, and of padding, which changes no token's logit."""
 
 
 def needed(name: str) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
     assert family.name == PRESETS[preset]
     written = json.loads(json.dumps(family.write(config.model, seq_length)))
     model, positions = read(family.name, written)
-    trained = {name: getattr(config.model, name) for name in TRAINING_FIELDS}
+    trained = {name: getattr(config.model, name) for name in NOT_COMPARED}
     assert replace(asked, **vars(model) | trained).model == config.model
     assert positions == seq_length
 
@@ -76,11 +79,6 @@ def test_presets_that_no_family_expresses(preset: str) -> None:
     config = validate(parse_arguments(["--preset", preset]).config, 1)
     with pytest.raises(ConversionError, match="no Hugging Face family is this model"):
         choose_family(config.model, config.training.seq_length, None)
-
-
-def test_fields_that_only_training_needs_are_those_of_checkpoints() -> None:
-    """Those in which a run may differ from its checkpoint, and the padding, which is of no function at all."""
-    assert FREE_MODEL_FIELDS | {"make_vocab_size_divisible_by"} == TRAINING_FIELDS
 
 
 def test_every_field_of_the_network_is_compared() -> None:
