@@ -123,6 +123,7 @@ BROKEN: list[tuple[Rule, Module]] = [
     (code_from_data, breaks("megalite.conversion.megatron.x", "import pickle")),
     (code_from_data, breaks("megalite.x", "eval('1')")),
     (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=True)")),
+    (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=flag)")),
     (sizes, breaks("megalite.x", "a = 1\n" * 401)),
     (sizes, breaks("megalite.x", "def f():\n" + "    a = 1\n" * 80)),
     (vague_names, breaks("megalite.training.utils", "")),

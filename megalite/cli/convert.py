@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megalite convert",
-        description=f"{__doc__} On the CPU, a tensor at a time; interrupted, the same command goes on.",
+        description="Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's "
+        "checkpoints. On the CPU, a tensor at a time; interrupted, the same command goes on.",
         allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")

@@ -8,8 +8,9 @@ from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.conversion.native import PRECISIONS, NativeWeights
 from megalite.conversion.output import workplace_of
-from megalite.conversion.tokenizer_files import has_tokenizer, open_tokenizer
+from megalite.conversion.tokenizer_files import has_tokenizer, tokenizer_of
 from megalite.conversion.weights import Weights, parameter_shapes
+from megalite.data.tokenizers.base import Tokenizer
 from megalite.models.shapes import parameter_count
 
 _REMEDIES = {
@@ -52,8 +53,21 @@ def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
         if isinstance(source, NativeWeights) and source.missing_tokenizer is not None:
             gone = source.missing_tokenizer
             return f"the checkpoint's tokenizer {gone}: none goes along; --tokenizer-model PATH adds it"
+        without_files = tokenizer_of(weights)
+        if without_files is not None:
+            return f"no tokenizer file goes along: {_about(without_files)}"
         return "no tokenizer goes along; --tokenizer-model PATH adds one"
     return f"tokenizer: {', '.join(path.name for path in weights.tokenizer_files)}"
+
+
+def _about(tokenizer: Tokenizer) -> str:
+    """What to know of a tokenizer that has no files."""
+    ids = (
+        "are the bytes of the text in UTF-8"
+        if tokenizer.name == "ByteLevelTokenizer"
+        else "stand for no text"
+    )
+    return f"{tokenizer.name} has none; ids {ids}, and {tokenizer.eod} ends a document"
 
 
 def other_tokenizer(source: Weights, weights: Weights) -> str | None:
@@ -63,7 +77,7 @@ def other_tokenizer(source: Weights, weights: Weights) -> str | None:
     recorded, file = source.recorded_tokenizer, weights.tokenizer_files[0]
     theirs = f"sha256 {recorded[:12]}..., vocabulary {source.model.vocab_size}"
     try:
-        given = open_tokenizer(weights.tokenizer_files)
+        given = tokenizer_of(weights)
     except ConfigError as error:
         return f"{file} was not compared with the checkpoint's tokenizer ({theirs}): {error}"
     if given is None or given.fingerprint() == recorded:

@@ -14,8 +14,9 @@ from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
+from megalite.conversion.tokenizer_files import missing_tokenizer
 from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.tokenizers.build import build_tokenizer, is_tiktoken_model
 from megalite.generation.sample import Sampling, generate
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument("--tokenizer-model", help="default: the one that the checkpoint was trained with")
+    parser.add_argument("--tiktoken-pattern", help="with --tokenizer-model: how its words are cut")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
 
@@ -80,7 +82,7 @@ def _run(arguments: argparse.Namespace, launch: Launch) -> str:
     checkpoint = find_checkpoint(
         Path(arguments.load), step=arguments.ckpt_step, world=topology.world, device=device, log=_to_stderr
     )
-    tokenizer = _tokenizer(checkpoint, arguments.tokenizer_model)
+    tokenizer = _tokenizer(checkpoint, arguments.tokenizer_model, arguments.tiktoken_pattern)
     model = _model(checkpoint, topology.tp, device)
     prompt = tokenizer.encode(arguments.prompt)
     new = list(generate(model, prompt, sampling, eod=tokenizer.eod))
@@ -92,9 +94,25 @@ def _to_stderr(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _tokenizer(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
-    saved = _as_it_is_now(DataConfig(**checkpoint.manifest.config["data"]), checkpoint.path.parent)
-    data = DataConfig(tokenizer_model=given) if given else saved
+def _tokenizer(checkpoint: Checkpoint, given: str | None, pattern: str | None) -> Tokenizer:
+    if pattern is not None and given is None:
+        raise ConfigError(
+            f"--tiktoken-pattern {pattern} has no effect without --tokenizer-model; give that too, or leave it out"
+        )
+    home = checkpoint.path.parent
+    data = DataConfig(**checkpoint.manifest.config["data"])
+    if given is not None:
+        if pattern is None and data.tiktoken_pattern is not None and is_tiktoken_model(given):
+            pattern = data.tiktoken_pattern
+        data = DataConfig(tokenizer_model=given, tiktoken_pattern=pattern)
+    else:
+        missing = missing_tokenizer(data, home)
+        if missing is not None:
+            raise ConfigError(
+                f"the tokenizer of {checkpoint.path} {missing}; give --tokenizer-model (a file, or the folder of "
+                "vocab.json and merges.txt)"
+            )
+        data = _as_it_is_now(data, home)
     tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
     if tokenizer is None:
         raise ConfigError(

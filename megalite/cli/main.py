@@ -1,6 +1,7 @@
 """`megalite COMMAND ...`: finds the command's module and hands over."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,8 +19,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megalite.cli.config",
             "show a resolved config, the presets, or the table of all settings",
         ),
-        "preprocess": ("megalite.cli.preprocess", "turn jsonl or text files into token files"),
-        "train-tokenizer": ("megalite.cli.train_tokenizer", "train a SentencePiece tokenizer"),
+        "preprocess": ("megalite.cli.preprocess", "turn jsonl, parquet or text into token files"),
+        "train-tokenizer": ("megalite.cli.train_tokenizer", "train a tokenizer on text"),
+        "data": (
+            "megalite.cli.data",
+            "merge, split, inspect and verify token files; index them ahead of a run",
+        ),
         "generate": ("megalite.cli.generate", "generate text from a checkpoint"),
         "inspect": ("megalite.cli.inspect", "look into a checkpoint and verify it, or compare two"),
         "convert": (
@@ -35,7 +40,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 if there is no such command."""
+    """Run a command; returns its exit status: 2 if there is no such command, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h"):
         print(usage())
@@ -50,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: unknown command {command}{nearest(command, COMMANDS)} (one of {known})", file=sys.stderr
         )
         return 2
-    module = importlib.import_module(COMMANDS[command][0])
-    return module.main(rest) or 0
+    try:
+        module = importlib.import_module(COMMANDS[command][0])
+        return module.main(rest) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def usage() -> str:

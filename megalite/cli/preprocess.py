@@ -1,124 +1,94 @@
-"""`megalite preprocess`: jsonl and text files to token files."""
+"""`megalite preprocess`: jsonl, text and parquet files to token files."""
 
-import argparse
-import sys
-import time
+import os
 from collections.abc import Sequence
-from dataclasses import fields
 
-from megalite.config.data import DataConfig
+from megalite.cli.byte_progress import decimal_bytes
+from megalite.cli.output import show
+from megalite.cli.preprocess_flags import parse
+from megalite.cli.preprocess_messages import occupy_closed_streams, tell
+from megalite.cli.preprocess_progress import ProgressLine, summary
+from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.config.errors import ConfigError
-from megalite.data.preprocess import PreprocessJob, Progress, preprocess
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.preprocess.job import PreprocessJob, Progress
+from megalite.data.preprocess.plan import plan
+from megalite.data.preprocess.run import preprocess
 
-_TTY_SECONDS = 0.2
-_LOG_SECONDS = 5.0
+_SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if all went well, 2 after a ConfigError or a disk that is full or read-only."""
-    arguments = _parser().parse_args(argv)
-    tokenizer = DataConfig(
-        tokenizer_type=arguments.tokenizer_type,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-    )
-    job = PreprocessJob(
-        inputs=tuple(arguments.input),
-        output_prefix=arguments.output_prefix,
-        tokenizer=tokenizer,
-        vocab_size=arguments.vocab_size,
-        json_keys=tuple(arguments.json_keys),
-        append_eod=arguments.append_eod,
-        workers=arguments.workers,
-        strict=arguments.strict,
-    )
+    """Run the command.
+
+    Returns:
+        0 if all went well, bad lines or not; 2 after a ConfigError or an error of the file system; 130 or 143 after
+        Ctrl-C or SIGTERM.
+    """
+    # Workers are the parallelism; they inherit this.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    occupy_closed_streams()
     line = ProgressLine()
     try:
-        result = preprocess(job, line.update)
+        with first_signal_raises():
+            job, flags = parse(argv)
+            if flags.notice:
+                tell(flags.notice)
+            if flags.dry_run:
+                _show_plan(job)
+                return 0
+            result = preprocess(job, line.update)
+            line.notice(result)
+            line.end()
+            _report(result, line.seconds, flags.show_bad)
+    except Stopped as stopped:
+        line.end()
+        tell("; ".join([stopped.how, *_notes(stopped)]))
+        return stopped.status
     except (ConfigError, OSError) as error:
         line.end()
-        print(f"error: {error}", file=sys.stderr)
+        tell("error: " + "; ".join([str(error), *_notes(error)]))
         return 2
-    line.end(result)
-    if result.bad_lines:
-        print(f"{result.bad_lines} bad lines were left out, the first of them:", file=sys.stderr)
-        for fault in result.faults:
-            print(f"  {fault}", file=sys.stderr)
-    for prefix in result.outputs:
-        print(f"{prefix}.bin and .idx: {result.documents} documents")
     return 0
 
 
-class ProgressLine:
-    """Totals and rates on stderr: one line rewritten on a terminal, a line every few seconds elsewhere."""
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
 
-    def __init__(self) -> None:
-        self._start = self._shown = time.monotonic()
-        self._is_tty = sys.stderr.isatty()
-        self._width = 0
 
-    def update(self, progress: Progress) -> None:
-        """Show the totals if it is time to."""
-        now = time.monotonic()
-        if now - self._shown >= (_TTY_SECONDS if self._is_tty else _LOG_SECONDS):
-            self._shown = now
-            self._show(progress)
+def _report(result: Progress, seconds: float, show_bad: int) -> None:
+    if result.bad_lines:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(result.bad.items()))
+        first = ", the first of them:" if show_bad else ""
+        tell(f"{result.bad_lines:,} bad lines were left out ({kinds}){first}")
+        for fault in result.faults[:show_bad]:
+            tell(f"  {fault}")
+    tell(summary(result, seconds))
+    for prefix in result.outputs:
+        show(f"{prefix}.bin, .idx and .json: {result.documents:,} documents")
 
-    def end(self, progress: Progress | None = None) -> None:
-        """Show the final totals and leave the line."""
-        if progress is not None:
-            self._show(progress)
-        if self._is_tty and self._width:
-            print(file=sys.stderr)
 
-    def _show(self, progress: Progress) -> None:
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        text = (
-            f"{progress.documents:,} documents ({progress.documents / seconds:,.0f}/s), "
-            f"{progress.tokens:,} tokens ({progress.tokens / seconds:,.0f}/s), "
-            f"{progress.input_bytes / 1e6:,.1f} MB ({progress.input_bytes / 1e6 / seconds:.1f} MB/s)"
+def _show_plan(job: PreprocessJob) -> None:
+    found = plan(job)
+    show(f"{len(found.inputs):,} inputs, {decimal_bytes(found.num_bytes)}:")
+    for item in found.inputs[:_SHOWN_INPUTS]:
+        size = "stdin" if item.size is None else decimal_bytes(item.size)
+        show(f"  {item.path}: {item.kind}{f', {item.compression}' if item.compression else ''}, {size}")
+    if len(found.inputs) > _SHOWN_INPUTS:
+        show(f"  and {len(found.inputs) - _SHOWN_INPUTS:,} more")
+    tokenizer = found.tokenizer
+    stored = token_dtype(tokenizer.vocab_size).name
+    show(
+        f"{tokenizer.name}: {tokenizer.vocab_size:,} ids stored as {stored}, end of document {tokenizer.eod}"
+    )
+    if found.first is not None:
+        first = found.first
+        text, ids = first.text[:_SHOWN_CHARACTERS], " ".join(map(str, first.ids[:_SHOWN_IDS]))
+        show(
+            f"first document, {first.path}:{first.line}: {len(first.text):,} characters, {len(first.ids):,} tokens"
         )
-        if progress.bad_lines:
-            text += f", {progress.bad_lines:,} bad lines"
-        if self._is_tty:
-            print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
-            self._width = len(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite preprocess", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help=".jsonl, .jsonl.gz, .txt; folders and globs of them",
-    )
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX_KEY_document.bin, .idx and .json",
-    )
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; default text"
-    )
-    kinds = next(
-        setting.metadata["choices"] for setting in fields(DataConfig) if setting.name == "tokenizer_type"
-    )
-    parser.add_argument("--tokenizer-type", choices=kinds, help="default: told from the files given")
-    parser.add_argument(
-        "--tokenizer-model", metavar="FILE", help="SentencePiece .model or Hugging Face tokenizer.json"
-    )
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 BPE vocab.json")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 BPE merges.txt")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="tokenizer processes; default 1")
-    parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
-    return parser
+        show(f"  {text!r}{'...' if len(first.text) > _SHOWN_CHARACTERS else ''}")
+        show(f"  {ids}{' ...' if len(first.ids) > _SHOWN_IDS else ''}")
+    show(f"{job.workers} workers would write:")
+    for prefix in job.prefixes:
+        show(f"  {prefix}.bin, .idx and .json")

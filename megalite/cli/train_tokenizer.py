@@ -1,63 +1,139 @@
-"""`megalite train-tokenizer`: train a SentencePiece BPE tokenizer on the corpus that a model will be trained on."""
+"""`megalite train-tokenizer`: train a tokenizer on the corpus that a model will be trained on."""
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
+from megalite.cli.byte_progress import ByteProgress, decimal_bytes
+from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.documents import BadDocument, find_inputs, parse_document, read_batches
-from megalite.data.tokenizers.train import train_sentencepiece
+from megalite.data.inputs.find import find_inputs
+from megalite.data.tokenizers.base import Tokenizer
+from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.tokenizers.train import WORD_PATTERNS, train_byte_level, train_sentencepiece
+from megalite.data.tokenizers.training_text import TrainingText
+
+_BYTE_LEVEL = "byte-level-bpe"
+_VOCAB_SIZE, _MEGABYTES = 2048, 20.0
+_MODEL_TYPES = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError or a disk that is full or read-only."""
     arguments = _parser().parse_args(argv)
     try:
-        texts = _texts(arguments.input, arguments.json_keys, arguments.max_megabytes)
-        path = train_sentencepiece(
-            texts, output_prefix=arguments.output_prefix, vocab_size=arguments.vocab_size
-        )
+        text, path = _train(arguments)
+        tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
+        assert tokenizer is not None
+        _report(text, path, tokenizer)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {arguments.vocab_size} pieces")
     return 0
 
 
-def _texts(inputs: Sequence[str], keys: Sequence[str], max_megabytes: float) -> Iterator[str]:
-    """Texts of the corpus until there are enough; bad lines are left to the preprocessor to complain about."""
-    left = max_megabytes * 1e6
-    for batch in read_batches(find_inputs(inputs)):
-        for raw in batch.documents:
-            if left <= 0:
-                return
-            try:
-                texts = parse_document(raw, keys if batch.is_json else keys[:1], is_json=batch.is_json)
-            except BadDocument:
-                continue
-            left -= sum(len(text.encode("utf-8")) for text in texts)
-            yield from texts
+def _train(arguments: argparse.Namespace) -> tuple[TrainingText, Path]:
+    if not (math.isfinite(arguments.max_megabytes) and arguments.max_megabytes * 1e6 >= 1):
+        raise ConfigError(
+            f"max_megabytes {arguments.max_megabytes} is no amount of text; try --max-megabytes 20"
+        )
+    if arguments.pattern is not None and arguments.type != _BYTE_LEVEL:
+        raise ConfigError(
+            f"{arguments.type} does not read pattern ({arguments.pattern}); use --type {_BYTE_LEVEL}"
+        )
+    inputs = find_inputs(arguments.input)
+    most = int(arguments.max_megabytes * 1e6)
+    sizes = [item.size for item in inputs]
+    # On the disk a corpus may be longer than its text, or shorter where it is compressed.
+    progress = ByteProgress(min(most, sum(size or most for size in sizes)))
+    text = TrainingText(inputs, arguments.json_keys, most, progress.advance)
+    try:
+        if arguments.type == _BYTE_LEVEL:
+            path = train_byte_level(
+                text,
+                output_prefix=arguments.output_prefix,
+                vocab_size=arguments.vocab_size,
+                words=arguments.pattern or "gpt2",
+            )
+        else:
+            path = train_sentencepiece(
+                text,
+                output_prefix=arguments.output_prefix,
+                vocab_size=arguments.vocab_size,
+                model_type=_MODEL_TYPES[arguments.type],
+            )
+    finally:
+        progress.end()
+    return text, path
+
+
+def _report(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
+    spread = " (a share that is spread evenly over the inputs; see --max-megabytes)" if text.is_share else ""
+    bad = f", {text.bad} bad lines left out" if text.bad else ""
+    print(f"read {decimal_bytes(text.num_bytes)} of text in {text.documents} documents{spread}{bad}")
+    held = text.held_out
+    if held:
+        num_bytes = sum(len(document.encode("utf-8")) for document in held)
+        tokens = sum(len(ids) for ids in tokenizer.encode_batch(held))
+        print(
+            f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)} in {len(held)} documents "
+            "that were held out"
+        )
+    else:
+        print("too few documents to hold some out: bytes per token are not measured")
+    print(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite train-tokenizer", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="megalite train-tokenizer",
+        description="Train a tokenizer on the corpus that a model will be trained on. Without flags for it: "
+        f"{_VOCAB_SIZE} pieces, made from at most {_MEGABYTES:.0f} MB of the text. A file that is there is not replaced.",
+        epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help=".jsonl, .jsonl.gz, .txt; folders and globs of them",
+        help=".jsonl, .txt and .parquet, .jsonl and .txt also as .gz and .zst; folders and globs of them; - for stdin",
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.model")
-    parser.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="pieces; default 2048")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.model, or PREFIX.json for byte-level-bpe",
+    )
+    parser.add_argument(
+        "--type",
+        choices=(*_MODEL_TYPES, _BYTE_LEVEL),
+        default="sentencepiece-bpe",
+        help="default sentencepiece-bpe; byte-level-bpe (GPT-2's) needs the package tokenizers",
+    )
+    parser.add_argument(
+        "--pattern",
+        choices=tuple(WORD_PATTERNS),
+        help="how byte-level-bpe cuts words: gpt2 (the default) or gpt4, which cuts numbers into threes",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=_VOCAB_SIZE,
+        metavar="N",
+        help=f"pieces; default {_VOCAB_SIZE}, for trying things out: models have 32000 and more, which takes some 10 MB "
+        "of text",
+    )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; default text"
     )
     parser.add_argument(
         "--max-megabytes",
         type=float,
-        default=20.0,
+        default=_MEGABYTES,
         metavar="MB",
-        help="read at most this much text; default 20",
+        help=f"read at most this much text, spread evenly over the inputs; default {_MEGABYTES:.0f}",
     )
     return parser

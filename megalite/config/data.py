@@ -22,15 +22,27 @@ class DataConfig:
     mock_data: bool = option(False)
     """Train on made-up tokens (for timing); needs vocab_size."""
     tokenizer_type: str | None = option(
-        None, choices=("SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+        None,
+        choices=(
+            *("SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "TikTokenizer"),
+            *("ByteLevelTokenizer", "NullTokenizer"),
+        ),
     )
     """Kind of tokenizer; default: told from the files given."""
     tokenizer_model: str | None = option(None, basic=True)
-    """SentencePiece .model file or Hugging Face tokenizer.json."""
+    """SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder that holds one."""
     vocab_file: str | None = option(None)
     """GPT-2 BPE vocab.json."""
     merge_file: str | None = option(None)
     """GPT-2 BPE merges.txt."""
+    tiktoken_pattern: str | None = option(None)
+    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a regular expression; default: told from the file where it is known."""
+    data_order: str = option("megalite", choices=("megalite", "megatron"))
+    """Order of samples: megalite's is a function of (seed, sample) alone; megatron is Megatron-LM's, bit for bit."""
+    data_cache_path: str | None = option(None)
+    """Folder for the indices of large datasets; default: a folder `cache` beside each token file."""
+    packing: str = option("stream", choices=("stream", "best-fit"))
+    """How samples are cut: from one stream of documents, or of whole documents that fit, which see only themselves."""
     eod_mask_loss: bool = option(False)
     """Leave the prediction after an end-of-document token out of the loss."""
     reset_attention_mask: bool = option(False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megalite.config.data_paths import DATA_FILES, PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, sectioned, sections, settings
 from megalite.config.errors import ConfigError
 from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
@@ -20,12 +21,19 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice (YAML's last one would win without a word)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Any, int] = {}
+        lines: dict[Hashable, int] = {}
         for key_node, _ in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            # A key that is itself a list or mapping has a list here; check_key refuses it with a better message.
-            if isinstance(key, str) and lines.setdefault(key, line) != line:
-                raise ConfigError(f"{key} is given twice, on lines {lines[key]} and {line}; keep one of them")
+            # A merge (<<) may stand beside others; what it brings gives way to the mapping's own keys.
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            # As Python has it: 1.0 and 1 are one key. A list or mapping is no key, as construct_mapping says below.
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue
+            if key in lines:
+                on = f"lines {lines[key]} and {line}" if lines[key] != line else f"line {line}"
+                raise ConfigError(f"{key} is given twice, on {on}; keep one of them")
+            lines[key] = line
         return super().construct_mapping(node, deep)
 
 
@@ -106,9 +114,13 @@ def _add_key(level: Level, key: Any, value: Any, source: str, section: str | Non
             raise ConfigError(
                 f"{where}: {key} belongs to section {setting.section}, not {section}; move it there"
             )
+        if setting.name in PATH_SETTINGS and value is not None:
+            value = words_of(setting.name, value, where)
         level.add(setting.name, coerce(setting, value, where), source)
         return
     flag = "--" + name.replace("_", "-")
+    if section is not None and flag in (*SHORTHANDS, *DERIVED, *DATA_FILES):
+        raise ConfigError(f"{where}: {key} belongs to no section; write it at the top level of the file")
     if section is None and flag in SHORTHANDS:
         _need_true(key, value, where, f"remove it, or set {' and '.join(SHORTHANDS[flag])} itself")
         for target, fixed in SHORTHANDS[flag].items():
@@ -119,11 +131,20 @@ def _add_key(level: Level, key: Any, value: Any, source: str, section: str | Non
         elif isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where}: {key} takes a whole number such as 4, got {reprlib.repr(value)}")
         level.add_derived(flag, value, f"{source}, {key}")
+    elif section is None and flag in DATA_FILES:
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {key} takes the path of a file, got {reprlib.repr(value)}")
+        for name, words in DATA_FILES[flag](value, f"{where}: {key}").items():
+            level.add(name, words, f"{source}, {key}")
     elif flag in NO_EFFECT:
         raise ConfigError(f"{where}: {key} has no effect: {NO_EFFECT[flag]}; remove it")
     else:
         known = set(by_key) if section is None else {k for k, s in by_key.items() if s.section == section}
-        known |= {_key_of(f) for f in (*SHORTHANDS, *DERIVED)} | set(sections()) if section is None else set()
+        known |= (
+            {_key_of(f) for f in (*SHORTHANDS, *DERIVED, *DATA_FILES)} | set(sections())
+            if section is None
+            else set()
+        )
         raise ConfigError(
             f"{where}: unknown {'key' if section else 'section or key'} {key}{nearest(name, known)}"
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 
+from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError
 from megalite.config.files import read_level
@@ -145,10 +146,13 @@ def _add_setting(level: Level, occurrence: _Occurrence) -> None:
         else:
             _no_words(occurrence)
             level.add_derived(flag, True, f"flag {flag}")
+    elif flag in DATA_FILES:
+        for name, words in DATA_FILES[flag](_one_word(occurrence, "paths.txt"), flag).items():
+            level.add(name, words, f"flag {flag}")
     elif flag in NO_EFFECT:
         raise ConfigError(f"{flag} has no effect: {NO_EFFECT[flag]}; remove it")
     else:
-        known = [*_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED]
+        known = [*_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES]
         raise ConfigError(f"unknown flag {flag}{nearest(flag, known)} (--help-all lists all)")
 
 

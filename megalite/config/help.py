@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import Setting, sections, settings
 from megalite.config.flags import RUN_OPTIONS
 from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES
@@ -47,6 +48,7 @@ def full_help(program: str) -> str:
     lines += ["", "Megatron-LM's flags that set something else:"]
     lines += [f"  {flag:<42} {_sets(flag)}" for flag in SHORTHANDS]
     lines += [f"  {flag}{' N' if takes_value else ''}" for flag, takes_value in DERIVED.items()]
+    lines += [f"  {flag} FILE" for flag in DATA_FILES]
     return "\n".join(lines)
 
 
@@ -82,6 +84,7 @@ def markdown() -> str:
     lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |"]
     lines += [f"| `{flag}` | {_sets(flag)} |" for flag in SHORTHANDS]
     lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
+    lines += [f"| `{flag}` | {_DATA_FILE_MEANING[flag]} |" for flag in DATA_FILES]
     for name, words in VALUES.items():
         flag = settings()[name].flags[0]
         lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
@@ -101,6 +104,12 @@ _DERIVED_MEANING = {
     "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
     "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
     "--group-query-attention": "needs `num_query_groups`, which alone is enough",
+}
+
+_DATA_FILE_MEANING = {
+    "--data-args-path": "`data_path`, read from a text file",
+    "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from the keys `train`, "
+    "`valid` and `test` of a JSON file",
 }
 
 

@@ -63,7 +63,8 @@ def require_startable(config: RunConfig) -> None:
         raise ConfigError(
             "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)"
         )
-    if config.model.vocab_size is None and not (data.tokenizer_model or data.vocab_file):
+    tokenizer = data.tokenizer_model or data.vocab_file or data.tokenizer_type == "ByteLevelTokenizer"
+    if config.model.vocab_size is None and not tokenizer:
         raise ConfigError(
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257"
         )

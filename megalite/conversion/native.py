@@ -42,10 +42,12 @@ from megalite.conversion.tokenizer_files import (
     named_tokenizer_files,
     open_tokenizer,
     saved_tokenizer_files,
+    tokenizer_of,
     tokenizer_settings,
 )
 from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
 from megalite.conversion.wrapped import LastRead, Repadded
+from megalite.data.tokenizers.kind import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 
@@ -83,6 +85,11 @@ class NativeWeights:
         self.model: ModelConfig = config.model
         self.seq_length: int = config.training.seq_length
         self._data = config.data
+        has_pattern = config.data.tiktoken_pattern is not None
+        self.tokenizer_hints = DataConfig(
+            tokenizer_type=TIKTOKEN if has_pattern else config.data.tokenizer_type,
+            tiktoken_pattern=config.data.tiktoken_pattern,
+        )
         self.recorded_tokenizer: str | None = self._checkpoint.manifest.tokenizer
         self.missing_tokenizer: str | None = missing_tokenizer(config.data, self.path.parent)
         self.layout = dict(self._checkpoint.manifest.layout)
@@ -104,9 +111,19 @@ class NativeWeights:
         """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it.
 
         Raises:
-            ConfigError: what is there now is another tokenizer, or cannot be opened.
+            ConversionError: what is there now is another tokenizer.
+        ConfigError: it cannot be opened.
         """
-        return _right_tokenizer(self._checkpoint, self._data)
+        files = saved_tokenizer_files(self._data, self.path.parent)
+        if files and self.recorded_tokenizer is not None:
+            tokenizer = open_tokenizer(files, self.tokenizer_hints, self.model.vocab_size)
+            if tokenizer is not None and tokenizer.fingerprint() != self.recorded_tokenizer:
+                raise ConversionError(
+                    f"{', '.join(map(str, files))}: not the tokenizer that {self.path} was trained with (sha256 "
+                    f"{self.recorded_tokenizer[:12]}...); put that one there, give another with --tokenizer-model, or "
+                    "--without-tokenizer"
+                )
+        return files
 
     def dtype(self, name: str) -> torch.dtype:
         """See `Weights`."""
@@ -140,7 +157,7 @@ def _saved_config(checkpoint: Checkpoint) -> RunConfig:
     wanted = {
         "model": None,
         "training": ("seq_length",),
-        "data": ("tokenizer_model", "vocab_file", "merge_file"),
+        "data": ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern"),
     }
     tree = {}
     for section, names in wanted.items():
@@ -150,24 +167,6 @@ def _saved_config(checkpoint: Checkpoint) -> RunConfig:
         tree[section] = values if names is None else {name: values[name] for name in names if name in values}
     source = f"{checkpoint.path}/{MANIFEST_NAME}"
     return validate(merge([level_from_text(json.dumps(tree), source)]).config, 1)
-
-
-def _right_tokenizer(checkpoint: Checkpoint, data: DataConfig) -> list[Path]:
-    """The files of the tokenizer that the checkpoint was trained with; none if they are gone.
-
-    Raises:
-        ConversionError: what is there now is another tokenizer.
-    """
-    files = saved_tokenizer_files(data, checkpoint.path.parent)
-    recorded = checkpoint.manifest.tokenizer
-    if files and recorded is not None:
-        tokenizer = open_tokenizer(files)
-        if tokenizer is not None and tokenizer.fingerprint() != recorded:
-            raise ConversionError(
-                f"{', '.join(map(str, files))}: not the tokenizer that {checkpoint.path} was trained with (sha256 "
-                f"{recorded[:12]}...); put that one there, give another with --tokenizer-model, or --without-tokenizer"
-            )
-    return files
 
 
 def _refuse_others(checkpoint: Checkpoint, known: set[str]) -> None:
@@ -214,7 +213,8 @@ def write_native(
     ]
     files = weights.tokenizer_files
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
-    config = _run_config(weights, targets, tokenizer_settings(named, folder / TOKENIZER_FOLDER))
+    data = tokenizer_settings(named, weights.tokenizer_hints, folder / TOKENIZER_FOLDER)
+    config = _run_config(weights, targets, data)
     fingerprint = _fitting_tokenizer(weights)
     settings = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
     parts, step, kept = split_files(targets, max_file_bytes), step_name(0), LastRead(weights)
@@ -271,7 +271,7 @@ def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -
 def _fitting_tokenizer(weights: Weights) -> str | None:
     """The fingerprint of the tokenizer, which must have no ids beyond the vocabulary."""
     try:
-        tokenizer = open_tokenizer(weights.tokenizer_files)
+        tokenizer = tokenizer_of(weights)
     except ConfigError as error:
         raise ConversionError(f"{error}; or leave the tokenizer out with --without-tokenizer") from None
     if tokenizer is None:
@@ -279,8 +279,9 @@ def _fitting_tokenizer(weights: Weights) -> str | None:
     size = weights.model.vocab_size
     assert size is not None
     if tokenizer.vocab_size > size:
+        shown = weights.tokenizer_files[0] if weights.tokenizer_files else tokenizer.name
         raise ConversionError(
-            f"{weights.tokenizer_files[0]} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the "
+            f"{shown} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the "
             "model's own with --tokenizer-model, or --without-tokenizer"
         )
     return tokenizer.fingerprint()

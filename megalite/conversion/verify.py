@@ -1,16 +1,18 @@
 """Is what was written what was read? Every weight bit for bit, and the logits of both on the same tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.conversion.stock import stock_logits, stock_version
-from megalite.conversion.tokenizer_files import open_tokenizer
+from megalite.conversion.tokenizer_files import tokenizer_of
 from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
 from megalite.conversion.wrapped import Wrapped
+from megalite.data.tokenizers.base import Tokenizer
 from megalite.models.gpt import GPTStage
 from megalite.models.shapes import parameter_count
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -204,17 +206,21 @@ def _tokens(source: Weights, target: Weights) -> tuple[torch.Tensor, str]:
     assert model.vocab_size is not None
     length = min(TOKENS, source.seq_length, target.seq_length)
     count = SEQUENCES * length
+    tokenizer: Tokenizer | None = None
+    files: Sequence[Path] = ()
     ids: list[int] = []
     why = ""
     try:
-        files = source.tokenizer_files or target.tokenizer_files
-        tokenizer = open_tokenizer(files)
+        for weights in (source, target):
+            if tokenizer is None:
+                tokenizer, files = tokenizer_of(weights), weights.tokenizer_files
         ids = tokenizer.encode(TEXT) if tokenizer is not None else []
     except ConfigError:  # which tokens they are does not matter to the comparison
-        why = " (the tokenizer cannot be opened)"
-    if ids and max(ids) < model.vocab_size:
+        why = f" ({tokenizer.name} reads no text)" if tokenizer else " (the tokenizer cannot be opened)"
+    if tokenizer is not None and ids and max(ids) < model.vocab_size:
         repeated = (ids * -(-count // len(ids)))[:count]
-        return torch.tensor(repeated).view(SEQUENCES, length), f"text by {files[0].name}"
+        by = files[0].name if files else tokenizer.name
+        return torch.tensor(repeated).view(SEQUENCES, length), f"text by {by}"
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(model.vocab_size, (SEQUENCES, length), generator=generator)
     return drawn, f"a fixed random draw{why}"

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.models.shapes import ParameterShape, stage_shapes
@@ -42,6 +43,10 @@ class Weights(Protocol):
     @property
     def tokenizer_files(self) -> Sequence[Path]:
         """Files of its tokenizer, if it has any."""
+
+    @property
+    def tokenizer_hints(self) -> DataConfig:
+        """What these files do not tell of it: the tokenizer_type of one that has none, and tiktoken_pattern."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Type that a tensor is stored in."""

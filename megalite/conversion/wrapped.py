@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import Weights, parameter_shapes
 
@@ -45,6 +46,11 @@ class Wrapped:
     def tokenizer_files(self) -> Sequence[Path]:
         """See `Weights`."""
         return self._weights.tokenizer_files
+
+    @property
+    def tokenizer_hints(self) -> DataConfig:
+        """See `Weights`."""
+        return self._weights.tokenizer_hints
 
     def dtype(self, name: str) -> torch.dtype:
         """See `Weights`."""
@@ -118,3 +124,8 @@ class WithTokenizer(Wrapped):
     def tokenizer_files(self) -> Sequence[Path]:
         """Those given."""
         return self._files
+
+    @property
+    def tokenizer_hints(self) -> DataConfig:
+        """The source's pattern, which a tiktoken file may need; not its kind."""
+        return DataConfig(tiktoken_pattern=self._weights.tokenizer_hints.tiktoken_pattern)

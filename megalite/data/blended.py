@@ -1,98 +1,164 @@
 """Several datasets mixed by weight, deterministically and evenly."""
 
 import heapq
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.sample_source import SampleSource
+from megalite.data.index_cache import Kept
+from megalite.data.sample_source import Packing, SampleSource
 
 MAX_PERIOD = 1 << 20
-_EXACT = 1e-9
+"""Largest common denominator of the shares whose period is laid out whole."""
+
+BLOCK = 1 << 16
+"""About the samples that are laid out at once of other blends."""
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A dataset with indices that may be made ahead of their use."""
+
+    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
+        """Make what samples [first, stop) need, of the first `epochs` epochs among them (None: of all)."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The choices of consecutive samples."""
+
+    number: int
+    start: int
+    """Samples before it."""
+    before: list[int]
+    """Of each dataset, the samples that it has given before."""
+    choice: NDArray[np.int32]
+    """Dataset of each sample."""
+    ordinal: NDArray[np.int32]
+    """How often that dataset was chosen in the block before."""
 
 
 class BlendedDataset:
     """Sample k comes from dataset i in the proportions of the weights, a pure function of (weights, k).
 
-    The weights are written as fractions q_i / D with one denominator D <= 2^20 (`apportion`); the choice repeats
-    after D samples, so that any k is found at once, at the start of a run or at sample 10^10. In a period, the j-th
-    sample of dataset i must fall in the slots [floor((j-1)·D/q_i), ceil(j·D/q_i)), and the sample due soonest goes
-    first. Earliest-deadline-first meets all deadlines because the fractions sum to 1 (Baruah et al., "Proportionate
-    progress", 1996), so after k samples dataset i has given k·q_i/D of them, never off by 1 or more, and
-    exactly that many after each period. Weights with a common denominator (0.3 and 0.7; 1, 2 and 5) are exact;
-    others are off by what the best D leaves, always under 2^-20 of the samples.
+    The weights become exact fractions (a float is the decimal that it prints as), so that no error builds up however
+    long the run. If the shares w_i have a common denominator D <= 2^20, the choice repeats after D samples, of which
+    dataset i gives D·w_i. Else the samples are cut into blocks: when block b ends, dataset i has given
+    floor(2^16·w_i·(b+1)) in all. Either way the block of any k is found at once, at the start of a run or at sample 10^12.
+
+    Within a block of P samples of which dataset i gives q_i, its j-th (from 0) must fall in the slots
+    [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample due soonest goes first. Earliest-deadline-first meets all
+    deadlines because the q_i sum to P (Baruah et al., "Proportionate progress", 1996), so that at no k is a count 1 or
+    more from its share of a period, or more than the number of datasets from it in blocks of 2^16.
 
     Megatron's greedy rule (the largest w_i·k - count_i goes next) mixes as evenly, but its state at sample k takes k
-    steps to find.
+    steps to find; see `MegatronBlend`.
 
     Raises:
-        ConfigError: a weight is not above 0, or so small that it would be rounded up to 2^-20.
+        ConfigError: a weight is not a number above 0.
     """
 
-    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float | Fraction]) -> None:
         assert len(datasets) == len(weights) and datasets, (len(datasets), len(weights))
         self.datasets = list(datasets)
-        self.quotas = apportion(weights)
-        """Samples of each dataset in one period."""
-        self._choice = _interleave(self.quotas)
-        self._ordinal = _ordinals(self._choice, len(self.quotas))
+        self.shares = exact_shares(weights)
+        """Of each dataset in the samples; they sum to 1."""
+        self.period = math.lcm(*(share.denominator for share in self.shares))
+        """After so many samples every count is exact."""
+        self._block_size = self.period if self.period <= MAX_PERIOD else BLOCK
+        self._blocks: tuple[_Block, ...] = ()
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k >= 0: int64 `[seq_length + 1]`."""
         dataset, index = self.locate(k)
         return self.datasets[dataset].sample(index)
 
+    def packing(self, k: int) -> Packing | None:
+        """Where the documents of sample k are; None if it is a stretch of a stream."""
+        dataset, index = self.locate(k)
+        return self.datasets[dataset].packing(index)
+
+    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
+        """Keep the indices that samples [first, stop) need, where they are large: of each dataset the first `epochs`."""
+        kept: list[Kept | None] = []
+        if first < stop:
+            ranges = zip(self.datasets, self.counts(first), self.counts(stop), strict=True)
+            for dataset, start, end in ranges:
+                if isinstance(dataset, Indexed):
+                    kept += dataset.prepare(start, end, epochs=epochs)
+        return kept
+
     def locate(self, k: int) -> tuple[int, int]:
         """(dataset, number of the sample in it) of sample k."""
         if k < 0:
             raise IndexError(f"sample {k}: samples are numbered from 0")
-        period, slot = divmod(k, len(self._choice))
-        dataset = int(self._choice[slot])
-        return dataset, period * self.quotas[dataset] + int(self._ordinal[slot])
+        block = self._block_of(k)
+        dataset = block.choice.item(k - block.start)
+        return dataset, block.before[dataset] + block.ordinal.item(k - block.start)
+
+    def counts(self, k: int) -> list[int]:
+        """Samples that each dataset gives before sample k."""
+        block = self._block_of(k)
+        inside = np.bincount(block.choice[: k - block.start], minlength=len(self.shares)).tolist()
+        return [before + more for before, more in zip(block.before, inside, strict=True)]
+
+    def _block_of(self, k: int) -> _Block:
+        """Two are kept: batches cross from one to the next, and prefetch runs ahead."""
+        for block in self._blocks:
+            if block.start <= k < block.start + len(block.choice):
+                return block
+        # Floors may start a block up to one sample a dataset before number·size.
+        number = k // self._block_size
+        before, after = self._given(number), self._given(number + 1)
+        while sum(after) <= k:
+            number, before, after = number + 1, after, self._given(number + 2)
+        quotas = [end - start for start, end in zip(before, after, strict=True)]
+        # A period looks like the one before.
+        like = next((block for block in self._blocks if self._block_size == self.period), None)
+        choice = _interleave(quotas) if like is None else like.choice
+        ordinal = _ordinals(choice, len(quotas)) if like is None else like.ordinal
+        block = _Block(number=number, start=sum(before), before=before, choice=choice, ordinal=ordinal)
+        # One assignment of a new tuple: the prefetch thread may be reading the old one.
+        self._blocks = (*self._blocks[-1:], block)
+        return block
+
+    def _given(self, blocks: int) -> list[int]:
+        """Samples of each dataset in the first `blocks` blocks."""
+        slots = blocks * self._block_size
+        return [share.numerator * slots // share.denominator for share in self.shares]
 
 
-def apportion(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the proportions of `weights`, with a sum D <= 2^20.
+def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
+    """Weights over their sum, without rounding; a float stands for the decimal that it prints as.
 
-    D is the smallest that represents the weights exactly, else the one with the least error in any weight.
+    Raises:
+        ConfigError: a weight is not a number above 0.
     """
-    shares = np.asarray(weights, dtype=np.float64)
-    if not np.isfinite(shares).all() or (shares <= 0).any():
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(
-            f"data weights {list(weights)} must all be above 0; leave out what should not be read"
+            f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out what should not be read"
         )
-    shares = shares / shares.sum()
-    if shares.min() < 1 / MAX_PERIOD:
-        raise ConfigError(
-            f"data weight {weights[int(shares.argmin())]} is {shares.min():.1e} of the sum, below the smallest share "
-            f"of {1 / MAX_PERIOD:.1e}; raise it or leave that dataset out"
-        )
-    denominators = np.arange(1, MAX_PERIOD + 1, dtype=np.float64)
-    worst = np.zeros(MAX_PERIOD)
-    for share in shares:
-        np.maximum(worst, np.abs(np.rint(share * denominators) - share * denominators), out=worst)
-    # Everybody gets a sample in each period.
-    error = np.where(denominators * shares.min() < 1 - _EXACT, np.inf, worst / denominators)
-    exact = error < _EXACT
-    return _largest_remainder(shares, 1 + int(np.argmax(exact) if exact.any() else np.argmin(error)))
-
-
-def _largest_remainder(shares: NDArray[np.float64], total: int) -> list[int]:
-    """Whole numbers with sum `total` in the proportions of `shares`: floors, and one more for the largest rests."""
-    quotas = np.floor(shares * total).astype(np.int64)
-    rests = shares * total - quotas
-    quotas[np.argsort(-rests, kind="stable")[: total - int(quotas.sum())]] += 1
-    return [int(quota) for quota in quotas]
+    fractions = [Fraction(str(weight)) for weight in weights]
+    # As whole numbers first: sums of fractions with unlike denominators are slow for thousands of datasets.
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    numbers = [fraction.numerator * (scale // fraction.denominator) for fraction in fractions]
+    total = sum(numbers)
+    return [Fraction(number, total) for number in numbers]
 
 
 def _interleave(quotas: list[int]) -> NDArray[np.int32]:
-    """Dataset of each slot of one period, `[D]`: of the samples whose window is open, the one whose window ends first."""
+    """Dataset of each slot of one block, `[P]`: of the samples whose window is open, the one whose window ends first."""
     period = sum(quotas)
     choice = np.empty(period, dtype=np.int32)
     taken = [0] * len(quotas)
-    due = [(-(-period // quota), i) for i, quota in enumerate(quotas)]
+    due = [(-(-period // quota), i) for i, quota in enumerate(quotas) if quota]
     heapq.heapify(due)
     closed: list[tuple[int, int]] = []
     for slot in range(period):
@@ -103,12 +169,13 @@ def _interleave(quotas: list[int]) -> NDArray[np.int32]:
         assert deadline > slot, (slot, deadline, i)
         choice[slot] = i
         taken[i] += 1
-        heapq.heappush(closed, (taken[i] * period // quotas[i], i))
+        if taken[i] < quotas[i]:
+            heapq.heappush(closed, (taken[i] * period // quotas[i], i))
     return choice
 
 
 def _ordinals(choice: NDArray[np.int32], datasets: int) -> NDArray[np.int32]:
-    """How often each slot's dataset was chosen before that slot, `[D]`."""
+    """How often each slot's dataset was chosen before that slot, `[P]`."""
     ordinal = np.empty(len(choice), dtype=np.int32)
     by_dataset = np.argsort(choice, kind="stable")
     counts = np.bincount(choice, minlength=datasets)

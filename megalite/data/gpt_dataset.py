@@ -1,15 +1,24 @@
 """Training samples cut from documents: sample k is a pure function of (documents, seq_length, seed, k)."""
 
+import hashlib
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.random_draws import permutation
+from megalite.data.random_draws import KeyedPermutation, permutation
+from megalite.data.stretches import StretchReader
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -17,11 +26,11 @@ class _Epoch:
     """Where one epoch's samples are."""
 
     number: int
-    documents: NDArray[np.int64]
+    documents: NDArray[np.int32] | NDArray[np.int64]
     """Sequence numbers in this epoch's order."""
     ends: NDArray[np.int64]
     """Tokens up to and with each of them: the epoch is one stream of tokens."""
-    samples: NDArray[np.int64]
+    samples: KeyedPermutation
     """Which stretch of the stream the epoch's i-th sample is."""
 
 
@@ -33,6 +42,9 @@ class GPTDataset:
     the last partial stretch is dropped. The stretches come in a random order too. Each epoch draws its own two
     orders from (seed, epoch), so that neither a longer run nor a resumed one changes what sample k is.
 
+    An epoch needs an index of 12 bytes a document (16 from 2^31 documents on), whatever the number of samples: their
+    order is computed (`KeyedPermutation`).
+
     Args:
         indexed: the token file.
         documents: sequence numbers that belong to this split.
@@ -40,6 +52,7 @@ class GPTDataset:
         seed: of the two orders.
         name: of the split, for messages.
         vocab_size: ids must be below it; not checked if None.
+        cache: where large indices are kept; None: all are made in memory.
 
     Raises:
         ConfigError: the split holds fewer than seq_length + 1 tokens.
@@ -54,6 +67,7 @@ class GPTDataset:
         seed: int,
         name: str,
         vocab_size: int | None = None,
+        cache: IndexCache | None = None,
     ) -> None:
         assert 0 <= documents.start <= documents.stop <= len(indexed) and documents.step == 1, documents
         self.indexed = indexed
@@ -61,8 +75,9 @@ class GPTDataset:
         self.seq_length = seq_length
         self.seed = seed
         self.name = name
-        self.vocab_size = vocab_size
+        self.cache = cache
         self._sizes = indexed.sizes[documents.start : documents.stop]
+        self._reader = StretchReader(indexed, vocab_size)
         self.num_tokens = int(self._sizes.sum(dtype=np.int64))
         """Tokens of this split."""
         self.samples_per_epoch = (self.num_tokens - 1) // seq_length
@@ -74,6 +89,10 @@ class GPTDataset:
                 f"share of --split or more documents{self._shorter()}"
             )
         self._epochs: tuple[_Epoch, ...] = ()
+        self._stop_epoch = 0
+        """The first epoch that will not be read, where `prepare` was called."""
+        self.behind: threading.Thread | None = None
+        """What makes, or has made, the index of the next epoch."""
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k >= 0: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first.
@@ -85,47 +104,124 @@ class GPTDataset:
             raise IndexError(f"sample {k}: samples are numbered from 0")
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
-        start = int(epoch.samples[within]) * self.seq_length
-        sample = np.empty(self.seq_length + 1, dtype=np.int64)
-        position = int(np.searchsorted(epoch.ends, start, side="right"))
-        filled = 0
-        while filled < len(sample):
-            sequence = int(epoch.documents[position])
-            left = int(epoch.ends[position]) - (start + filled)
-            take = min(left, len(sample) - filled)
-            offset = int(self.indexed.sizes[sequence]) - left
-            sample[filled : filled + take] = self.indexed.read(sequence, offset, take)
-            self._check(sample[filled : filled + take], sequence)
-            filled += take
-            position += 1
-        return sample
+        start = epoch.samples(within) * self.seq_length
+        position = int(epoch.ends.searchsorted(start, "right"))
+        offset = start - epoch.ends.item(position - 1) if position else start
+        return self._reader.read(epoch.documents, position, offset, self.seq_length + 1)
+
+    def packing(self, k: int) -> None:
+        """Nothing: a sample is a stretch of a stream."""
+
+    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
+        """Keep the indices that samples [first, stop) need, where they are large.
+
+        Args:
+            first, stop: what will be read.
+            epochs: make only the first so many now. Each other one is made in the background, by the process that called
+                this, when it reads the first sample of the epoch before; but that there is room for all is seen to now.
+
+        Returns:
+            of each epoch that is made now its index, or None where that is small or cannot be kept.
+
+        Raises:
+            ConfigError: the folder that the user has chosen for them cannot be written, or has no room.
+        """
+        if self.cache is None or first >= stop:
+            return []
+        numbers = range(first // self.samples_per_epoch, (stop - 1) // self.samples_per_epoch + 1)
+        self._stop_epoch = max(self._stop_epoch, numbers.stop)
+        recipes = [self._recipe(number) for number in numbers]
+        self.cache.need_room(recipes)
+        return [self.cache.prepare(recipe) for recipe in recipes[:epochs]]
+
+    def _prepare_behind(self, number: int) -> None:
+        """Make the index of an epoch that will be read, in a thread that does not keep the process alive."""
+        if self.cache is None or number >= self._stop_epoch or self.index_bytes < self.cache.small_bytes:
+            return
+        cache, recipe = self.cache, self._recipe(number)
+
+        def prepare() -> None:
+            # What is wrong with the folder comes up again, in the reader's thread, when the epoch is reached.
+            with suppress(ConfigError):
+                cache.prepare(recipe)
+
+        self.behind = threading.Thread(target=prepare, name="megalite-index", daemon=True)
+        self.behind.start()
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one epoch's index."""
+        return self._recipe(0).nbytes
 
     def _epoch(self, number: int) -> _Epoch:
         """Index of one epoch. Two are kept: batches cross from one to the next, and prefetch runs ahead."""
         for epoch in self._epochs:
             if epoch.number == number:
                 return epoch
-        order = permutation(len(self.documents), seed=self.seed, index=number, stream=_DOCUMENT_STREAM)
+        recipe = self._recipe(number)
+        arrays = recipe.make() if self.cache is None else self.cache.get(recipe)
         epoch = _Epoch(
             number=number,
-            documents=order + self.documents.start,
-            ends=np.cumsum(self._sizes[order], dtype=np.int64),
-            samples=permutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM),
+            documents=arrays["documents"],
+            ends=arrays["ends"],
+            samples=KeyedPermutation(
+                self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
+            ),
         )
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)
+        self._prepare_behind(number + 1)
         return epoch
 
-    def _check(self, tokens: NDArray[np.int64], sequence: int) -> None:
-        if self.vocab_size is None or not len(tokens):
-            return
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            bad = int(tokens[(tokens >= self.vocab_size) | (tokens < 0)][0])
-            raise ConfigError(
-                f"{self.indexed.bin_path}: document {sequence} holds token id {bad}, outside vocab_size "
-                f"{self.vocab_size}; set vocab_size to that of the tokenizer that wrote the file"
-            )
+    @cached_property
+    def _digest(self) -> str:
+        return sizes_digest(self._sizes)
+
+    def _recipe(self, number: int) -> Recipe:
+        count, dtype = len(self.documents), index_dtype(self.documents.stop)
+
+        def identity() -> Mapping[str, Any]:
+            # Not seq_length: it has no part in the order of documents.
+            return {
+                "kind": "epoch",
+                "sizes": self._digest,
+                "first": self.documents.start,
+                "seed": self.seed,
+                "epoch": number,
+            }
+
+        def fill(arrays: Arrays) -> None:
+            documents, ends, total = arrays["documents"], arrays["ends"], 0
+            order = permutation(count, seed=self.seed, index=number, stream=_DOCUMENT_STREAM, dtype=dtype)
+            # A copy, since those of the file may lie at odd addresses, which numpy would copy block by block.
+            sizes = np.array(self._sizes)
+            for first in range(0, count, _BLOCK):
+                block = slice(first, min(first + _BLOCK, count))
+                np.cumsum(sizes[order[block]], dtype=np.int64, out=ends[block])
+                ends[block] += total
+                total = ends.item(block.stop - 1)
+            np.add(order, self.documents.start, out=documents)
+
+        return Recipe(
+            name=f"{self.indexed.prefix}, {self.name}, epoch {number}",
+            identity=identity,
+            arrays={"documents": (dtype, (count,)), "ends": (np.dtype(np.int64), (count,))},
+            fill=fill,
+        )
 
     def _shorter(self) -> str:
         """The other way out, where there is one."""
         return f", or set seq_length to at most {self.num_tokens - 1}" if self.num_tokens > 1 else ""
+
+
+def index_dtype(stop: int) -> np.dtype:
+    """int32 if it holds the numbers below `stop`, else int64."""
+    return np.dtype(np.int32 if stop <= 1 << 31 else np.int64)
+
+
+def sizes_digest(sizes: NDArray[np.int32]) -> str:
+    """Sha256 of the lengths of documents, in little endian: what an index depends on of a token file."""
+    sha256 = hashlib.sha256()
+    for first in range(0, len(sizes), _BLOCK):
+        sha256.update(sizes[first : first + _BLOCK].astype("<i4").tobytes())
+    return sha256.hexdigest()

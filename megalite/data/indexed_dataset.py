@@ -10,9 +10,15 @@
     i32[S]    tokens in each sequence
     i64[S]    byte offset of each sequence in .bin
     i64[D]    document i holds the sequences [d[i], d[i+1]); d[0] = 0, d[-1] = S
+
+A document may hold no sequence, and a sequence no token: Megatron-LM and datatrove write the latter for empty text.
 """
 
+import mmap
+import os
+import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +37,17 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Token types by their code in the header. Codes 6 and 7 are floats, which no token file holds."""
+"""Token types by their code in the header."""
+_FLOATS = {6: "float64", 7: "float32"}
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+_VERSIONS = 100
+"""A higher version than this is taken for damage."""
 
 _REMEDY = "write the dataset again with tools/preprocess_data.py, or copy it again from where it is whole"
-_BLOCK = 1 << 20
+_VERSION_AT, _CODE_AT, _SEQUENCES_AT = 9, 17, 18
+_BLOCK = 1 << 15
+"""Items of the index that are checked at once: few enough to stay in the processor's cache."""
+_TOKEN_BLOCK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -42,14 +55,30 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return TOKEN_DTYPES[8] if vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
+class DatasetFault(ConfigError):
+    """A token file that is not as the format wants it; says which file, and from which byte on if one byte is it."""
+
+    def __init__(self, message: str, path: str = "", offset: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+
+
+class UnsupportedDataset(DatasetFault):
+    """An index that is not one of a text dataset in the layout read here, though it may be sound."""
+
+
 class IndexedDataset:
     """Memory-mapped sequences of tokens; `dataset[i]` is sequence i as an array of `dataset.dtype`.
 
-    Opening checks the header, the counts against the size of `.idx`, every offset and the size of `.bin`, so that a
-    truncated or mismatched pair is found here and not as wrong tokens in the middle of a run.
+    Opening checks the header, the counts against the size of `.idx`, every offset, length and document index, and the
+    size of `.bin`, so that a truncated or mismatched pair is found here and not as wrong tokens in the middle of a
+    run. It reads `.idx` once, in small blocks, and no token.
 
     Raises:
-        ConfigError: a file is missing or the pair is not whole; names the file, what it holds and what it should.
+        DatasetFault: the pair is not whole; names the file, the byte, what is there and what should be.
+        UnsupportedDataset: it is of another version, of Megatron-LM's format before this one, holds floats or images.
+        ConfigError: a file is missing, cannot be read or is no plain file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -57,20 +86,25 @@ class IndexedDataset:
         self.idx_path = Path(f"{prefix}.idx")
         self.bin_path = Path(f"{prefix}.bin")
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not os.path.lexists(path):
                 raise ConfigError(f"{path} does not exist; a dataset is a pair {prefix}.bin and {prefix}.idx")
-        self.dtype, sequences, indices = self._read_header()
+        descriptor = open_for_reading(self.idx_path)
+        try:
+            self.dtype, sequences, indices = self._read_header(descriptor)
+            self.num_tokens = self._check_pointers(descriptor, sequences)
+            self._check_documents(descriptor, sequences, indices)
+            # One map, and so one file that stays open, for all three arrays: a blend may have a thousand datasets.
+            index = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
         offset = HEADER.size
-        self.sizes = self._map("<i4", sequences, offset)
+        self.sizes = np.frombuffer(index, "<i4", sequences, offset)
         """Tokens in each sequence, int32 `[S]`."""
-        self.pointers = self._map("<i8", sequences, offset + 4 * sequences)
+        self.pointers = np.frombuffer(index, "<i8", sequences, offset + 4 * sequences)
         """Byte offset of each sequence in .bin, int64 `[S]`."""
-        self.document_indices = self._map("<i8", indices, offset + 12 * sequences)
+        self.document_indices = np.frombuffer(index, "<i8", indices, offset + 12 * sequences)
         """First sequence of each document, then S, int64 `[D]`."""
-        self.num_tokens = self._check_pointers()
-        self._check_documents(sequences)
-        self._check_bin_size()
-        self.tokens = _map_file(self.bin_path, self.dtype, self.num_tokens, 0)
+        self.tokens = self._map_tokens()
         """Every token of .bin, `[num_tokens]`, on disk until touched."""
 
     def __len__(self) -> int:
@@ -80,6 +114,11 @@ class IndexedDataset:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
         return self.read(i % len(self))
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, those without tokens included."""
+        return len(self.document_indices) - 1
 
     def read(self, i: int, offset: int = 0, length: int | None = None) -> NDArray:
         """`length` tokens of sequence i from token `offset` on (to its end by default); a view, not a copy."""
@@ -92,102 +131,169 @@ class IndexedDataset:
 
     def max_token_id(self, *, sample: int | None = None) -> int:
         """Largest token id, -1 if there are none; exact, or over about `sample` tokens in evenly spaced blocks."""
-        blocks = -(-self.num_tokens // _BLOCK)
+        blocks = -(-self.num_tokens // _TOKEN_BLOCK)
         step = 1 if sample is None else max(1, self.num_tokens // max(1, sample))
         largest = -1
         for block in range(0, blocks, step):
-            largest = max(largest, int(self.tokens[block * _BLOCK : (block + 1) * _BLOCK].max()))
+            largest = max(largest, int(self.tokens[block * _TOKEN_BLOCK : (block + 1) * _TOKEN_BLOCK].max()))
         return largest
 
-    def _read_header(self) -> tuple[np.dtype, int, int]:
+    def _fault(self, offset: int | None, found: str, expected: str) -> DatasetFault:
+        place = "" if offset is None else f" byte {offset}:"
+        message = f"{self.idx_path}:{place} {found}, expected {expected}; {_REMEDY}"
+        return DatasetFault(message, str(self.idx_path), offset)
+
+    def _unsupported(self, offset: int, found: str) -> UnsupportedDataset:
+        message = (
+            f"{self.idx_path}: byte {offset}: {found}: not supported; write the dataset again from its text with "
+            "tools/preprocess_data.py"
+        )
+        return UnsupportedDataset(message, str(self.idx_path), offset)
+
+    def _read_header(self, descriptor: int) -> tuple[np.dtype, int, int]:
         """(token type, S, D); checks that the file is as long as they say."""
-        size = self.idx_path.stat().st_size
-        with self.idx_path.open("rb") as file:
-            header = file.read(HEADER.size)
+        size = os.fstat(descriptor).st_size
+        header = os.pread(descriptor, HEADER.size, 0)
+        if header.startswith(_OLD_MAGIC):
+            raise self._unsupported(
+                0, "starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX"
+            )
         if header[: len(MAGIC)] != MAGIC:
-            found, wanted = header[: len(MAGIC)], MAGIC
-            raise ConfigError(
-                f"{self.idx_path}: starts with {found!r}, expected {wanted!r}: no token index; {_REMEDY}"
-            )
+            found = f"starts with {header[: len(MAGIC)]!r}"
+            if self._bin_is_index():
+                found += f" and {self.bin_path} like an index (have the two changed names?)"
+            raise self._fault(0, found, f"{MAGIC!r} of a token index")
         if len(header) < HEADER.size:
-            raise ConfigError(
-                f"{self.idx_path}: {size} bytes, expected at least the header's {HEADER.size}; {_REMEDY}"
-            )
+            raise self._fault(None, f"{size} bytes", f"at least the header's {HEADER.size}")
         _, version, code, sequences, indices = HEADER.unpack(header)
+        if VERSION < version < _VERSIONS:
+            raise self._unsupported(_VERSION_AT, f"version {version} of the format, expected {VERSION}")
         if version != VERSION:
-            raise ConfigError(f"{self.idx_path}: version {version}, expected {VERSION}; {_REMEDY}")
+            raise self._fault(_VERSION_AT, f"version {version}", str(VERSION))
+        if code in _FLOATS:
+            raise self._unsupported(
+                _CODE_AT, f"dtype code {code}, {_FLOATS[code]}, which is no type of token ids"
+            )
         if code not in TOKEN_DTYPES:
             known = ", ".join(f"{c} {d.name}" for c, d in TOKEN_DTYPES.items())
-            raise ConfigError(f"{self.idx_path}: dtype code {code}, expected one of {known}; {_REMEDY}")
+            raise self._fault(_CODE_AT, f"dtype code {code}", f"one of {known}")
         expected = HEADER.size + 12 * sequences + 8 * indices
         if size == expected + sequences and sequences:
-            raise ConfigError(
-                f"{self.idx_path}: holds mode bytes of a multimodal dataset ({size} bytes, text has {expected}); "
-                "multimodal datasets are not supported: write a text dataset with tools/preprocess_data.py"
-            )
+            found = f"mode bytes of a multimodal dataset ({size} bytes, text has {expected})"
+            raise self._unsupported(expected, found)
         if size != expected:
-            raise ConfigError(
-                f"{self.idx_path}: {size} bytes, expected {expected} for {sequences} sequences and {indices} "
-                f"document indices; {_REMEDY}"
-            )
+            told = f"{expected} for {sequences} sequences and {indices} document indices (told from byte {_SEQUENCES_AT} on)"
+            raise self._fault(None, f"{size} bytes", told)
         return TOKEN_DTYPES[code], sequences, indices
 
-    def _map(self, dtype: str, count: int, offset: int) -> NDArray:
-        return _map_file(self.idx_path, np.dtype(dtype), count, offset)
-
-    def _check_pointers(self) -> int:
+    def _check_pointers(self, descriptor: int, sequences: int) -> int:
         """Total tokens; sequences must lie one after another, as every writer of the format lays them."""
         itemsize = self.dtype.itemsize
-        expected_start = 0
-        # In blocks: an index of a billion sequences must not need gigabytes of temporaries.
-        for first in range(0, len(self.sizes), _BLOCK):
-            sizes = self.sizes[first : first + _BLOCK].astype(np.int64)
+        sizes_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
+        end = 0
+        lengths = _blocks(descriptor, "<i4", sizes_at, sequences)
+        starts = _blocks(descriptor, "<i8", pointers_at, sequences)
+        for (first, sizes), (_, pointers) in zip(lengths, starts, strict=True):
             if sizes.min() < 0:
                 bad = int(np.argmax(sizes < 0))
-                raise ConfigError(
-                    f"{self.idx_path}: sequence {first + bad} has length {sizes[bad]}; {_REMEDY}"
+                found = f"sequence {first + bad} has length {sizes[bad]}"
+                raise self._fault(sizes_at + 4 * (first + bad), found, "a length of at least 0")
+            steps = np.multiply(sizes, itemsize, dtype=np.int64)
+            # A difference that wraps around at 2^64 is no length: those are below 2^34 bytes.
+            wrong = pointers[1:] - pointers[:-1] != steps[:-1]
+            if pointers[0] != end or wrong.any():
+                bad = 0 if pointers[0] != end else int(np.argmax(wrong)) + 1
+                expected = end + int(steps[:bad].sum())
+                found = f"sequence {first + bad} starts at byte {pointers[bad]}"
+                raise self._fault(
+                    pointers_at + 8 * (first + bad), found, f"{expected} by the lengths before it"
                 )
-            ends = expected_start + np.cumsum(sizes) * itemsize
-            starts = ends - sizes * itemsize
-            pointers = self.pointers[first : first + _BLOCK]
-            if not np.array_equal(pointers, starts):
-                bad = int(np.argmax(pointers != starts))
-                raise ConfigError(
-                    f"{self.idx_path}: sequence {first + bad} starts at byte {pointers[bad]}, expected {starts[bad]} "
-                    f"by the lengths before it; {_REMEDY}"
+            end = int(pointers[-1]) + int(steps[-1])
+        return end // itemsize
+
+    def _check_documents(self, descriptor: int, sequences: int, indices: int) -> None:
+        start = HEADER.size + 12 * sequences
+        before = 0
+        for first, documents in _blocks(descriptor, "<i8", start, indices):
+            if first == 0 and documents[0] != 0:
+                raise self._fault(start, f"document indices start with {documents[0]}", "0")
+            falls = documents[1:] < documents[:-1]
+            if documents[0] < before or falls.any():
+                bad = 0 if documents[0] < before else int(np.argmax(falls)) + 1
+                previous = int(documents[bad - 1]) if bad else before
+                found = f"document {first + bad - 1} holds sequences {previous} to {documents[bad]}"
+                raise self._fault(start + 8 * (first + bad), found, "rising indices")
+            before = int(documents[-1])
+        if indices == 0 or before != sequences:
+            found = f"document indices end with {before}" if indices else "no document indices"
+            place = start + 8 * (indices - 1) if indices else _SEQUENCES_AT + 8
+            raise self._fault(place, found, f"{sequences}, the number of sequences, as the last one")
+
+    def _map_tokens(self) -> NDArray:
+        descriptor = open_for_reading(self.bin_path)
+        try:
+            found = os.fstat(descriptor).st_size
+            expected = self.num_tokens * self.dtype.itemsize
+            if found != expected:
+                fault = "truncated" if found < expected else "longer than its index says"
+                raise DatasetFault(
+                    f"{self.bin_path}: {fault}: {found} bytes, expected {expected} for the {self.num_tokens} "
+                    f"{self.dtype.name} tokens of {self.idx_path}; {_REMEDY}",
+                    str(self.bin_path),
+                    min(found, expected),
                 )
-            expected_start = int(ends[-1])
-        return expected_start // itemsize
+            if not expected:
+                # An empty file cannot be mapped.
+                return np.empty(0, dtype=self.dtype)
+            return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), self.dtype)
+        finally:
+            os.close(descriptor)
 
-    def _check_documents(self, sequences: int) -> None:
-        indices = self.document_indices
-        if len(indices) == 0 or indices[0] != 0 or indices[-1] != sequences:
-            found = f"{indices[0]} to {indices[-1]}" if len(indices) else "nothing"
+    def _bin_is_index(self) -> bool:
+        descriptor = open_for_reading(self.bin_path)
+        try:
+            return os.pread(descriptor, len(MAGIC), 0) == MAGIC
+        finally:
+            os.close(descriptor)
+
+
+def open_for_reading(path: Path) -> int:
+    """Descriptor of a plain file (or of a link to one).
+
+    Raises:
+        ConfigError: it is missing or may not be read, or it is a folder, a pipe or the like.
+    """
+    try:
+        # A pipe would be waited for without O_NONBLOCK; a plain file does not mind it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file that can be") from None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    kind = "a folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "a pipe or a device"
+    os.close(descriptor)
+    raise ConfigError(f"{path} is {kind}, expected a plain file; give the prefix of a .bin and an .idx file")
+
+
+def read_into(descriptor: int, items: NDArray, offset: int) -> None:
+    """Fill `items` with the bytes of a file from byte `offset` on; a file that ends sooner is a ConfigError.
+
+    Faster than a memory map where each byte is wanted once: no page tables to set up, and numpy gets aligned items.
+    """
+    view = items.data.cast("B")
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
             raise ConfigError(
-                f"{self.idx_path}: document indices run {found}, expected 0 to {sequences}; {_REMEDY}"
+                f"a token file ends at byte {offset}, sooner than when it was opened; {_REMEDY}"
             )
-        falls = indices[1:] < indices[:-1]
-        if falls.any():
-            bad = int(np.argmax(falls))
-            raise ConfigError(
-                f"{self.idx_path}: document {bad} holds sequences {indices[bad]} to {indices[bad + 1]}, expected "
-                f"rising indices; {_REMEDY}"
-            )
-
-    def _check_bin_size(self) -> None:
-        found = self.bin_path.stat().st_size
-        expected = self.num_tokens * self.dtype.itemsize
-        if found != expected:
-            fault = "truncated" if found < expected else "longer than its index says"
-            raise ConfigError(
-                f"{self.bin_path}: {fault}: {found} bytes, expected {expected} for the {self.num_tokens} "
-                f"{self.dtype.name} tokens of {self.idx_path}; {_REMEDY}"
-            )
+        view, offset = view[count:], offset + count
 
 
-def _map_file(path: Path, dtype: np.dtype, count: int, offset: int) -> NDArray:
-    """`count` items of a file from byte `offset`; an empty file cannot be memory-mapped, so none is."""
-    if count == 0:
-        return np.empty(0, dtype=dtype)
-    # A plain ndarray over the map: slicing np.memmap itself costs ten times as much.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))).view(np.ndarray)
+def _blocks(descriptor: int, dtype: str, offset: int, count: int) -> Iterator[tuple[int, NDArray]]:
+    """(number of the first item, items) of consecutive stretches of an array in a file; each is gone with the next."""
+    buffer = np.empty(min(count, _BLOCK), dtype)
+    for first in range(0, count, _BLOCK):
+        items = buffer[: min(_BLOCK, count - first)]
+        read_into(descriptor, items, offset + first * buffer.itemsize)
+        yield first, items

@@ -1,13 +1,18 @@
 """From samples to the microbatches of one data-parallel rank, loaded one step ahead."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.sample_source import SampleSource
+from megalite.data.sample_source import Packing, SampleSource
+
+_PATIENCE = 10.0
+"""Seconds that close() waits for a read that is under way."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,20 @@ class BatchLoader:
 
     There is no state to save: a run resumes by asking for the sample it stopped at.
 
+    Packed samples say themselves where their documents are. The last token of each predicts nothing, and the padding
+    after them is one more document, none of whose predictions count.
+
     Args:
         dataset: where samples come from.
         seq_length: inputs of a sample.
-        eod_token: end-of-document id; needed for eod_mask_loss alone.
+        eod_token: end-of-document id; needed for eod_mask_loss, and to find the documents of samples not packed.
         eod_mask_loss: leave positions whose input is eod_token out of the loss: what follows them is another document.
+            No part of it in packed samples.
         dp_rank, dp_size: which share is loaded here.
         micro_batch_size: samples of one microbatch.
         spans: half-open ranges of positions that this rank holds, one after the other; default: the whole sequence.
         find_documents: say where documents start; a document ends with eod_token.
+        packed: the dataset's samples are packed.
         pin: put tensors where a GPU can copy them from while the host goes on.
     """
 
@@ -64,10 +74,11 @@ class BatchLoader:
         micro_batch_size: int,
         spans: tuple[tuple[int, int], ...] | None = None,
         find_documents: bool = False,
+        packed: bool = False,
         pin: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-        if (eod_mask_loss or find_documents) and eod_token is None:
+        if (eod_mask_loss or find_documents) and eod_token is None and not packed:
             name = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask or reset_position_ids"
             raise ConfigError(
                 f"{name} is set but the end-of-document token is unknown; give the tokenizer that made the data "
@@ -82,9 +93,11 @@ class BatchLoader:
         self.micro_batch_size = micro_batch_size
         self.spans = spans or ((0, seq_length),)
         self.find_documents = find_documents
+        self.packed = packed
         self.pin = pin
-        self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[tuple[int, int], Future[list[Microbatch]]] | None = None
+        self.waited = 0.0
+        """Seconds that the last load() took: next to nothing where the batch was ready."""
+        self._ahead: _Reading | None = None
 
     def load(self, first_sample: int, global_batch_size: int) -> list[Microbatch]:
         """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size).
@@ -92,30 +105,35 @@ class BatchLoader:
         Raises:
             ConfigError: global_batch_size does not divide by micro_batch_size · dp_size, or the data is bad.
         """
-        key = (first_sample, global_batch_size)
+        started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            if ahead[0] == key:
-                return ahead[1].result()
-            _discard(ahead[1])
-        return self._read(*key)
+        if ahead is None or ahead.key != (first_sample, global_batch_size):
+            _end(ahead)
+            ahead = _Reading(self, first_sample, global_batch_size)
+            ahead.read()
+        batches = ahead.result()
+        self.waited = time.perf_counter() - started
+        return batches
 
     def prefetch(self, first_sample: int, global_batch_size: int) -> None:
         """Start to load a step in the background; the next load() takes it if it asks for the same samples."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megalite-loader")
-        if self._ahead is not None:
-            _discard(self._ahead[1])
-        key = (first_sample, global_batch_size)
-        self._ahead = (key, self._thread.submit(self._read, *key))
+        if self._ahead is not None and self._ahead.key == (first_sample, global_batch_size):
+            return
+        _end(self._ahead)
+        self._ahead = _Reading(self, first_sample, global_batch_size)
+        self._ahead.start()
 
     def close(self) -> None:
-        """End the background thread; the loader may still be used."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-        self._thread = self._ahead = None
+        """End what is being read, unless the disk does not answer; the loader may still be used."""
+        ahead, self._ahead = self._ahead, None
+        _end(ahead, patience=_PATIENCE)
 
-    def _read(self, first_sample: int, global_batch_size: int) -> list[Microbatch]:
+    def sample_ids(self, first_sample: int, global_batch_size: int) -> list[tuple[int, ...]]:
+        """Global numbers of the samples in each of this rank's microbatches.
+
+        Raises:
+            ConfigError: global_batch_size does not divide by micro_batch_size · dp_size.
+        """
         chunk = self.micro_batch_size * self.dp_size
         if global_batch_size < chunk or global_batch_size % chunk:
             works = max(1, round(global_batch_size / chunk)) * chunk
@@ -123,40 +141,103 @@ class BatchLoader:
                 f"global_batch_size {global_batch_size} does not divide by micro_batch_size {self.micro_batch_size} · "
                 f"data-parallel size {self.dp_size} = {chunk}; {works} works"
             )
-        return [self._microbatch(first_sample, m) for m in range(global_batch_size // chunk)]
+        return [
+            sample_ids(
+                first_sample,
+                m,
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+                micro_batch_size=self.micro_batch_size,
+            )
+            for m in range(global_batch_size // chunk)
+        ]
 
-    def _microbatch(self, first_sample: int, microbatch: int) -> Microbatch:
-        ids = sample_ids(
-            first_sample,
-            microbatch,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            micro_batch_size=self.micro_batch_size,
-        )
-        samples = torch.from_numpy(np.stack([self.dataset.sample(k) for k in ids]))
-        assert samples.shape[1] == self.seq_length + 1, (samples.shape, self.seq_length)
-        tokens = torch.cat([samples[:, start:stop] for start, stop in self.spans], dim=1)
-        labels = torch.cat([samples[:, start + 1 : stop + 1] for start, stop in self.spans], dim=1)
-        if self.eod_mask_loss and self.eod_token is not None:
-            loss_mask = torch.ne(tokens, self.eod_token).to(torch.float32)
-        else:
-            loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    def microbatch(self, ids: tuple[int, ...]) -> Microbatch:
+        """The samples with these numbers."""
+        samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
+        packings = []
+        for row, k in zip(samples, ids, strict=True):
+            row[:] = self.dataset.sample(k)
+            packings.append(self.dataset.packing(k) if self.packed else None)
+        inputs = samples[:, :-1]
+        mask = np.ones(inputs.shape, dtype=np.float32)
+        for row, count, packing in zip(inputs, mask, packings, strict=True):
+            if packing is not None:
+                count[packing.used :] = 0.0
+                count[[start - 1 for start in packing.starts[1:]]] = 0.0
+            elif self.eod_mask_loss:
+                count[row == self.eod_token] = 0.0
         starts = None
         if self.find_documents:
-            starts = tuple(_document_starts(sample, self.eod_token) for sample in samples[:, :-1])
-        if self.pin:
-            tokens, labels, loss_mask = (part.pin_memory() for part in (tokens, labels, loss_mask))
+            starts = tuple(
+                _document_starts(row, self.eod_token)
+                if packing is None
+                else _packed_starts(packing, len(row))
+                for row, packing in zip(inputs, packings, strict=True)
+            )
+        parts = [self._held(array) for array in (inputs, samples[:, 1:], mask)]
+        tokens, labels, loss_mask = (part.pin_memory() if self.pin else part for part in parts)
         return Microbatch(tokens, labels, loss_mask, ids, starts)
 
+    def _held(self, array: NDArray) -> torch.Tensor:
+        """This rank's positions of an array `[b, seq_length]`."""
+        return torch.from_numpy(np.concatenate([array[:, start:stop] for start, stop in self.spans], axis=1))
 
-def _document_starts(tokens: torch.Tensor, eod_token: int | None) -> tuple[int, ...]:
+
+class _Reading:
+    """The microbatches of one step being read, here or in a thread of its own.
+
+    The thread does not keep the process alive: a disk that never answers must not hold up the end of a run.
+    """
+
+    def __init__(self, loader: BatchLoader, first_sample: int, global_batch_size: int) -> None:
+        self.key = (first_sample, global_batch_size)
+        self._loader = loader
+        self._batches: list[Microbatch] = []
+        self._fault: Exception | None = None
+        self._unwanted = threading.Event()
+        self._thread = threading.Thread(target=self.read, name="megalite-loader", daemon=True)
+
+    def start(self) -> None:
+        """Read in the background."""
+        self._thread.start()
+
+    def read(self) -> None:
+        """Read everything, or until nobody wants it."""
+        try:
+            for ids in self._loader.sample_ids(*self.key):
+                if self._unwanted.is_set():
+                    return
+                self._batches.append(self._loader.microbatch(ids))
+        except Exception as fault:
+            self._fault = fault
+
+    def result(self) -> list[Microbatch]:
+        """What was read; waits for it. Raises what stopped the reading."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        return self._batches
+
+    def end(self, patience: float | None) -> None:
+        """Nobody wants this any more: wait until the microbatch that is being read is done."""
+        self._unwanted.set()
+        self._thread.join(patience)
+
+
+def _end(reading: _Reading | None, patience: float | None = None) -> None:
+    """Datasets are read by one thread at a time: before another read begins, this one must be over."""
+    if reading is not None:
+        reading.end(patience)
+
+
+def _packed_starts(packing: Packing, seq_length: int) -> tuple[int, ...]:
+    """Those of the documents, and of what comes after them."""
+    return (*packing.starts, packing.used) if packing.used < seq_length else packing.starts
+
+
+def _document_starts(tokens: NDArray[np.int64], eod_token: int | None) -> tuple[int, ...]:
     """0 and every position after an end of document, which belongs to the document that it ends."""
     assert eod_token is not None
-    after = torch.eq(tokens[:-1], eod_token).nonzero().flatten() + 1
-    return (0, *after.tolist())
-
-
-def _discard(future: Future[list[Microbatch]]) -> None:
-    """Let a load that nobody wants end; datasets are read by one thread at a time."""
-    if not future.cancel():
-        future.exception()
+    return (0, *(np.flatnonzero(tokens[:-1] == eod_token) + 1).tolist())

@@ -42,3 +42,6 @@ class MockDataset:
         positions = np.arange(length)
         last = np.maximum.accumulate(np.where(restarts, positions, 0))
         return (starts[last] + self._STRIDE * (positions - last)) % self.vocab_size
+
+    def packing(self, k: int) -> None:
+        """A sample is a stretch of a stream."""

@@ -1,21 +1,24 @@
 """From the data settings to the three datasets of a run."""
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config.data import DataConfig
+from megalite.config.data_paths import parse_data_path
 from megalite.config.errors import ConfigError
+from megalite.config.split import DEFAULT_SPLIT, SPLITS
 from megalite.data.blended import BlendedDataset
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.index_cache import SMALL_BYTES, IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, blend_sizes, normalized
 from megalite.data.mock_dataset import MockDataset
+from megalite.data.packed_dataset import PackedDataset
 from megalite.data.sample_source import SampleSource
-from megalite.data.splits import DEFAULT_SPLIT, SPLITS, split_documents
-
-_EXACT_CHECK_BYTES = 1 << 30
-_SAMPLED_TOKENS = 1 << 26
+from megalite.data.splits import split_documents
+from megalite.data.token_files import TokenFiles
+from megalite.data.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,28 +30,115 @@ class Datasets:
     test: SampleSource | None
 
 
-def parse_data_path(entries: Sequence[str]) -> list[tuple[float | None, str]]:
-    """(weight or None, prefix) of each dataset: `a b`, or weight/prefix pairs `0.3 a 0.7 b` (Megatron's rule).
+@dataclass(frozen=True)
+class _Part:
+    """A token file's share in one split."""
+
+    weight: float | None
+    indexed: IndexedDataset
+    documents: range
+    cache: IndexCache
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """What the datasets of all splits have in common."""
+
+    data: DataConfig
+    seq_length: int
+    seed: int
+    vocab_size: int
+    pad_token: int
+
+    def build(self, name: str, parts: Sequence[_Part], num_samples: int | None) -> SampleSource | None:
+        """One split over all token files; None if it has no documents in any."""
+        if not any(len(part.documents) for part in parts):
+            return None
+        if self.data.data_order == "megatron":
+            assert num_samples is not None, f"data_order megatron needs the length of {name}"
+            return self._megatron(name, parts, num_samples)
+        datasets = [self._one(name, part) for part in parts]
+        if len(datasets) == 1:
+            return datasets[0]
+        weights = [
+            dataset.num_tokens if part.weight is None else part.weight
+            for dataset, part in zip(datasets, parts, strict=True)
+        ]
+        return BlendedDataset(datasets, weights)
+
+    def _one(self, name: str, part: _Part) -> GPTDataset | PackedDataset:
+        if self.data.packing == "best-fit":
+            return PackedDataset(
+                part.indexed,
+                documents=part.documents,
+                seq_length=self.seq_length,
+                seed=self.seed,
+                name=name,
+                vocab_size=self.vocab_size,
+                pad_token=self.pad_token,
+            )
+        return GPTDataset(
+            part.indexed,
+            documents=part.documents,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            name=name,
+            vocab_size=self.vocab_size,
+            cache=part.cache,
+        )
+
+    def _megatron(
+        self, name: str, parts: Sequence[_Part], num_samples: int
+    ) -> MegatronDataset | MegatronBlend:
+        """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided."""
+
+        def one(part: _Part, wanted: int | None) -> MegatronDataset:
+            return MegatronDataset(
+                part.indexed,
+                documents=part.documents,
+                num_samples=wanted,
+                seq_length=self.seq_length,
+                seed=self.seed,
+                name=name,
+                vocab_size=self.vocab_size,
+                cache=part.cache,
+            )
+
+        weights = [part.weight for part in parts if part.weight is not None]
+        if len(parts) == 1 and (not weights or not self.data.data_path):
+            return one(parts[0], num_samples)
+        if weights:
+            size, wanted = blend_sizes(weights, num_samples)
+            datasets = [one(part, count) for part, count in zip(parts, wanted, strict=True)]
+            # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
+            weights = normalized(weights)
+        else:
+            datasets = [one(part, None) for part in parts]
+            weights = [float(len(dataset)) for dataset in datasets]
+            size = min(num_samples, sum(len(dataset) for dataset in datasets))
+        return MegatronBlend(datasets, weights, size=size, name=name, cache=parts[0].cache)
+
+
+def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
+    """`parse_data_path`, unless there is a token file that a weight may be the name of.
 
     Raises:
-        ConfigError: a prefix that stands where a weight is meant, or a weight that is not above 0.
+        ConfigError: as `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces.
     """
-    numbers = [_number(entry) for entry in entries]
-    if len(entries) % 2 == 0 and all(number is not None for number in numbers[::2]):
-        pairs = [(number, prefix) for number, prefix in zip(numbers[::2], entries[1::2], strict=True)]
-        for weight, prefix in pairs:
-            if weight is None or not 0 < weight < float("inf"):
-                raise ConfigError(
-                    f"data_path: weight {weight} of {prefix} must be above 0; leave it out to skip it"
-                )
-        return [(weight, prefix) for weight, prefix in pairs]
-    for entry, number in zip(entries, numbers, strict=True):
-        if number is not None and not Path(f"{entry}.idx").exists():
+    parsed = parse_data_path(entries)
+    joined = " ".join(entries)
+    if len(entries) > 1 and _exists(f"{joined}.idx") and not any(_exists(f"{p}.idx") for _, p in parsed):
+        raise ConfigError(
+            f"data_path: {joined!r} is one token file, but text is cut at spaces; write ['{joined}'] in YAML, or put it "
+            "in quotes on the command line"
+        )
+    for weight, name in zip((weight for weight, _ in parsed), entries[::2], strict=False):
+        if weight is not None and _exists(f"{name}.idx"):
+            every = " ".join(f"0.5 {entry}" for entry in entries if _exists(f"{entry}.idx"))
             raise ConfigError(
-                f"data_path: {entry!r} looks like a weight, but {' '.join(entries)!r} is not weight/prefix pairs; "
-                "give every prefix a weight, as in 0.3 a 0.7 b, or none"
+                f"data_path: {name} is a token file and also reads as a weight; write ./{name}, or {every}"
             )
-    return [(None, prefix) for prefix in entries]
+    return parsed
 
 
 def build_datasets(
@@ -58,6 +148,11 @@ def build_datasets(
     seed: int,
     vocab_size: int,
     splits: Sequence[str] = ("train", "valid"),
+    pad_token: int = 0,
+    tokenizer: Tokenizer | None = None,
+    num_samples: Mapping[str, int] | None = None,
+    log: Callable[[str], None] | None = None,
+    small_bytes: int = SMALL_BYTES,
 ) -> Datasets:
     """Open the token files and make the datasets of `splits`.
 
@@ -65,142 +160,57 @@ def build_datasets(
     files. Datasets without weights are mixed in proportion to their tokens. A split that is not named in `splits` is
     not made, so that nobody stumbles over a test split that is too short and never read.
 
+    Args:
+        data: the settings.
+        seq_length, seed, vocab_size: of the run.
+        splits: which to make.
+        pad_token: what fills up samples of packed documents.
+        tokenizer: of the run, if it has one: token files that say that they were made with another are refused.
+        num_samples: samples that the run asks of each split; Megatron's order depends on them, ours does not.
+        log: is told where indices could not be kept.
+        small_bytes: indices below this are made in memory.
+
     Raises:
         ConfigError: no data, a path that does not exist, a damaged file, a token id not below vocab_size, a split
             with fewer than seq_length + 1 tokens.
     """
     assert set(splits) <= set(SPLITS), splits
     per_split = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
-    _check_choice(data, any(per_split.values()))
+    assert data.mock_data or any((data.data_path, *per_split.values())), (
+        "validate has let a run without data pass"
+    )
     built: dict[str, SampleSource | None] = dict.fromkeys(SPLITS)
-    opened = _Opener(vocab_size)
+    files = TokenFiles(vocab_size, tokenizer)
+    builder = _Builder(data, seq_length, seed, vocab_size, pad_token)
+    caches: dict[Path, IndexCache] = {}
     for number, name in enumerate(SPLITS):
         if name not in splits:
             continue
         if data.mock_data:
             built[name] = MockDataset(vocab_size=vocab_size, seq_length=seq_length, seed=seed, split=number)
             continue
-        parts: list[tuple[float | None, IndexedDataset, range]] = []
-        for weight, prefix in parse_data_path(data.data_path or per_split[name]):
-            indexed = opened.open(prefix)
-            whole = range(len(indexed))
-            share = (
-                split_documents(data.split or DEFAULT_SPLIT, len(indexed))[number]
-                if data.data_path
-                else whole
+        parts: list[_Part] = []
+        for weight, prefix in weighted_prefixes(data.data_path or per_split[name]):
+            indexed = files.open(prefix)
+            share = range(len(indexed))
+            if data.data_path:
+                share = split_documents(data.split or DEFAULT_SPLIT, len(indexed))[number]
+            folder = Path(data.data_cache_path or Path(prefix).parent / "cache")
+            cache = caches.setdefault(
+                folder,
+                IndexCache(folder, data.data_cache_path is not None, log or _silent, small_bytes),
             )
-            parts.append((weight, indexed, share))
-        built[name] = _blend(name, parts, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+            parts.append(_Part(weight, indexed, share, cache))
+        built[name] = builder.build(name, parts, (num_samples or {}).get(name))
     return Datasets(**built)
 
 
-def _check_choice(data: DataConfig, per_split: bool) -> None:
-    given = [
-        name
-        for name, is_given in (
-            ("mock_data", data.mock_data),
-            ("data_path", bool(data.data_path)),
-            ("train_data_path, valid_data_path or test_data_path", per_split),
-        )
-        if is_given
-    ]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are given at once; keep one of them")
-    if not given:
-        raise ConfigError(
-            "no data: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data"
-        )
-    if per_split and data.split is not None:
-        raise ConfigError(
-            f"split {data.split} has no effect with a data path for each split; leave one of them out"
-        )
-    if per_split and not data.train_data_path:
-        raise ConfigError("valid_data_path or test_data_path is given without train_data_path; give that too")
-
-
-class _Opener:
-    """Opens and checks each token file once, whichever splits read it."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._open: dict[str, IndexedDataset] = {}
-
-    def open(self, prefix: str) -> IndexedDataset:
-        if prefix not in self._open:
-            _check_exists(prefix)
-            indexed = IndexedDataset(prefix)
-            _check_token_ids(indexed, self.vocab_size)
-            self._open[prefix] = indexed
-        return self._open[prefix]
-
-
-def _blend(
-    name: str,
-    parts: list[tuple[float | None, IndexedDataset, range]],
-    *,
-    seq_length: int,
-    seed: int,
-    vocab_size: int,
-) -> SampleSource | None:
-    """One split over all token files; None if it has no documents in any."""
-    if not any(len(documents) for _, _, documents in parts):
-        return None
-    datasets = [
-        GPTDataset(
-            indexed, documents=share, seq_length=seq_length, seed=seed, name=name, vocab_size=vocab_size
-        )
-        for _, indexed, share in parts
-    ]
-    if len(datasets) == 1:
-        return datasets[0]
-    weights = [
-        dataset.num_tokens if part[0] is None else part[0]
-        for dataset, part in zip(datasets, parts, strict=True)
-    ]
-    return BlendedDataset(datasets, weights)
-
-
-def _check_exists(prefix: str) -> None:
-    """Name what is missing and what is there with a like name."""
-    missing = [suffix for suffix in (".bin", ".idx") if not Path(f"{prefix}{suffix}").is_file()]
-    if not missing:
-        return
-    folder = Path(prefix).parent
-    if not folder.is_dir():
-        raise ConfigError(
-            f"data path {prefix}: the folder {folder} does not exist; a prefix is a path without .bin"
-        )
-    if prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
-        raise ConfigError(f"data path {prefix}: give the prefix alone: {prefix[:-4]}")
-    there = sorted({path.stem for path in folder.iterdir() if path.suffix == ".idx"})
-    near = difflib.get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4)
-    if near:
-        hint = "did you mean " + " or ".join(str(folder / name) for name in near) + "?"
-    elif there:
-        hint = f"{folder} has " + ", ".join(there[:5])
-    else:
-        hint = f"{folder} has no .idx file; make one with tools/preprocess_data.py"
-    if len(missing) == 1:
-        there_is = ".idx" if missing[0] == ".bin" else ".bin"
-        raise ConfigError(
-            f"data path {prefix}: {prefix}{missing[0]} is missing, {prefix}{there_is} is there; {hint}"
-        )
-    raise ConfigError(f"data path {prefix}: neither {prefix}.bin nor {prefix}.idx exists; {hint}")
-
-
-def _check_token_ids(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Every id of a small file, an even sample of a large one; what slips through fails when it is read."""
-    nbytes = indexed.num_tokens * indexed.dtype.itemsize
-    largest = indexed.max_token_id(sample=None if nbytes <= _EXACT_CHECK_BYTES else _SAMPLED_TOKENS)
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"{indexed.bin_path}: holds token id {largest}, but vocab_size is {vocab_size}; set vocab_size to at least "
-            f"{largest + 1}, the size of the tokenizer that wrote the file"
-        )
-
-
-def _number(entry: str) -> float | None:
+def _exists(path: str) -> bool:
     try:
-        return float(entry)
-    except ValueError:
-        return None
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
+def _silent(line: str) -> None:
+    """Nobody asked."""

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from megalite.data.sample_source import Packing
+
 EOD = 0
 """The end-of-document token of `UnevenSamples`."""
 
@@ -15,11 +17,13 @@ class UnevenSamples:
     Args:
         seq_length: inputs of a sample.
         vocab_size: tokens are below it.
+        packed: the documents are packed, and up to a quarter of the sample is padding, none of it in every third.
     """
 
-    def __init__(self, seq_length: int, vocab_size: int) -> None:
+    def __init__(self, seq_length: int, vocab_size: int, *, packed: bool = False) -> None:
         self.seq_length = seq_length
         self.vocab_size = vocab_size
+        self.packed = packed
 
     def sample(self, k: int) -> np.ndarray:
         """Sample k: int64 [seq_length + 1]."""
@@ -27,3 +31,11 @@ class UnevenSamples:
         tokens = generator.integers(1, self.vocab_size, size=self.seq_length + 1)
         tokens[generator.random(self.seq_length + 1) < (0.4 if k % 2 == 0 else 0.02)] = EOD
         return tokens
+
+    def packing(self, k: int) -> Packing | None:
+        """Where the documents of sample k are, if they are packed."""
+        if not self.packed:
+            return None
+        used = self.seq_length - k % 3 * self.seq_length // 8
+        ends = np.flatnonzero(self.sample(k)[: used - 1] == EOD)
+        return Packing(starts=(0, *(int(end) + 1 for end in ends)), used=used)

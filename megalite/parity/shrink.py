@@ -28,7 +28,7 @@ MAX_WORLD = 8
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
-_KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+_KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing")
 _KEPT_OPTIMIZER = ("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
 
 

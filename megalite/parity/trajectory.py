@@ -90,7 +90,7 @@ class Runner:
         self.stepper = Stepper(replica, Schedules(config))
         seq_length = config.training.seq_length
         self.loader = BatchLoader(
-            UnevenSamples(seq_length, config.model.vocab_size),
+            UnevenSamples(seq_length, config.model.vocab_size, packed=replica.packs_documents),
             seq_length=seq_length,
             eod_token=EOD,
             eod_mask_loss=config.data.eod_mask_loss,
@@ -99,6 +99,7 @@ class Runner:
             micro_batch_size=config.training.micro_batch_size,
             spans=sequence_spans(seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
             find_documents=replica.finds_documents,
+            packed=replica.packs_documents,
         )
 
     def step(self) -> StepResult:

@@ -151,7 +151,9 @@ def _embedding(sizes: _Sizes) -> Iterable[Volume]:
     yield from _leave_backward(sizes)
     config = sizes.config
     if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
-        samples = 1 if not config.data.reset_position_ids else config.training.micro_batch_size
+        # Positions of their own in each sample, where they restart with its documents.
+        restart = config.data.reset_position_ids or config.data.packing == "best-fit"
+        samples = config.training.micro_batch_size if restart else 1
         rows = config.training.seq_length // config.parallel.cp * samples
         yield "tp", "all-gather", rows * config.model.hidden_size * sizes.e
 

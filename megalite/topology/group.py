@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.errors import ConfigError
 
 # torch 2.13 renamed both; 2.11 has the old names alone.
@@ -233,16 +234,18 @@ class Group:
         it the ranks without the fault would wait for ever in the next collective.
 
         Raises:
-            the error itself on a rank that has one; on others one of the same type (ConfigError) or RuntimeError
-            with the first failing rank's message.
+            ConfigError: the first failing rank's, where it is one (CheckpointError stays one).
+            RuntimeError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
+            the error itself on a rank whose own is no ConfigError: nobody else has its traceback.
         """
-        from_here = None if error is None else [type(error).__name__, str(error)]
+        from_here = None if error is None else [_kind(error), str(error)]
         reports = self.gather_json(from_here, device)
-        if error is not None:
+        first = next((index for index, report in enumerate(reports) if report is not None), None)
+        if first is None:
+            return
+        if error is not None and (from_here == reports[first] or not isinstance(error, ConfigError)):
             raise error
-        for index, report in enumerate(reports):
-            if report is not None:
-                raise _remote_error(report, self.ranks[index])
+        raise _remote_error(reports[first], self.ranks[first])
 
 
 def _started(work: Work | None) -> Work:
@@ -250,8 +253,18 @@ def _started(work: Work | None) -> Work:
     return work
 
 
+def _kind(error: BaseException) -> str:
+    """What another rank can make of it: a subclass may need more than a message."""
+    for kind in (CheckpointError, ConfigError):
+        if isinstance(error, kind):
+            return kind.__name__
+    return type(error).__name__
+
+
 def _remote_error(report: Sequence[str], rank: int) -> Exception:
     name, message = report
-    if name in ("ConfigError", "CheckpointError"):
+    if name == "CheckpointError":
+        return CheckpointError(message)
+    if name == "ConfigError":
         return ConfigError(message)
     return RuntimeError(f"rank {rank} failed: {name}: {message}")

@@ -19,6 +19,7 @@ from megalite.models.gpt import GPTStage
 from megalite.optimizers.schedules import Progress
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.sharding import ShardSpec
+from megalite.training.data_changes import data_changes
 from megalite.training.replica import Replica
 
 
@@ -62,7 +63,8 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
 def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
     """Take up the newest checkpoint that verifies (or `ckpt_step`), of any layout; returns where the run stands.
 
-    With `finetune` only the weights are taken and the run starts at 0.
+    With `finetune` only the weights are taken and the run starts at 0. Else the log says where the run will read other
+    samples than the one that it goes on from; that is legal.
 
     Raises:
         CheckpointError: nothing there, damage, or another model; the same on every rank.
@@ -97,6 +99,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     log(f"loaded {checkpoint.path} (written by {_describe(checkpoint.manifest.layout)})")
     if finetune:
         return Progress(0, 0)
+    for change in data_changes(checkpoint.manifest.config, config):
+        log(change)
     return _take_counters(replica, checkpoint)
 
 

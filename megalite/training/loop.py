@@ -11,18 +11,26 @@ from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data.loader import BatchLoader, Microbatch
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
+from megalite.training.evaluation import Evaluator, read_batches
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_replica
 from megalite.training.reporter import Reporter
 from megalite.training.saving import SaveError, Saver
-from megalite.training.setup import Loaders, describe, make_save_folder, open_data, open_sinks, resolve
+from megalite.training.setup import (
+    Loaders,
+    describe,
+    make_save_folder,
+    open_data,
+    open_sinks,
+    prepare_data,
+    resolve,
+)
 from megalite.training.sinks import MetricSink
 from megalite.training.step import NonFiniteError, Stepper
 from megalite.training.throughput import SpeedMeter
@@ -37,7 +45,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         log: prints a line; called on rank 0 alone.
 
     Raises:
-        ConfigError: bad input, the same on every rank and before any step.
+        ConfigError: bad input, or data that cannot be read; the same on every rank.
         NonFiniteError: the loss or a gradient became NaN or infinite.
         SaveError: a checkpoint could not be written.
     """
@@ -96,11 +104,18 @@ class _Run:
         describe(config, replica, log)
         self.loaders: Loaders = open_data(replica, tokenizer)
         self.progress = self._resume()
+        for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
+            log(note)
         self.traces = self._traces()
         tracer = None if self.traces is None else self.traces.timer
         self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
+        validates = config.training.eval_interval is not None
+        self.validation = Evaluator(replica, self.stepper, self.loaders.valid) if validates else None
+        # Ranks that read no data do not know whether there is a test split.
+        tests = replica.topology.world.gather_json(self.loaders.test is not None, replica.topology.device)
+        self.test = Evaluator(replica, self.stepper, self.loaders.test) if any(tests) else None
         self._lock: int | None = None
         self.saver = self._make_saver()
         for step in sorted(self.traces.steps if self.traces else ()):
@@ -211,7 +226,7 @@ class _Run:
                 self._settle()
             raise
         finally:
-            for loader in (self.loaders.train, self.loaders.valid):
+            for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
                 if loader is not None:
                     loader.close()
             self.reporter.close()
@@ -226,19 +241,22 @@ class _Run:
 
     def _go(self) -> None:
         config = self.config
-        every = config.training.eval_interval
         if self.progress.step >= self.total:
-            self.log(f"the checkpoint is at step {self.progress.step} of {self.total}: nothing to do")
+            self.log(f"the checkpoint is at {self._standing()}: nothing to do")
+            # It may have been stopped between its last checkpoint and this.
+            self._evaluate_test()
             return
-        if every is not None:
-            # Also on resuming: the first line then shows that the layout changed nothing.
-            self._evaluate()
+        self._prepare(self.progress)
+        # Also on resuming: the first line then shows that the layout changed nothing.
+        self._evaluate()
         self.reporter.restart_clock()
         while self.progress.step < self.total:
             self._step()
             step = self.progress.step
             self.saver.poll()
-            if every is not None and (step % every == 0 or step == self.total):
+            while self.loaders.index_notes:
+                self.log(self.loaders.index_notes.pop(0))
+            if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
                 self.saver.begin(self.progress)
@@ -247,13 +265,24 @@ class _Run:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
         self.saver.finish(self.progress)
+        if self.progress.step == self.total:
+            self._evaluate_test()
+
+    def _standing(self) -> str:
+        """Where the checkpoint is in the run as it was asked for: it may be beyond it."""
+        training, (step, samples) = self.config.training, (self.progress.step, self.progress.samples)
+        if training.train_iters is not None:
+            return f"step {step} of {training.train_iters}"
+        return f"step {step}, {samples} samples of {training.train_samples}"
 
     def _step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
         after = Progress(before.step + 1, before.samples + size)
-        microbatches = self._load(self.loaders.train, before.samples, size)
-        if self.loaders.train is not None and after.step < self.total:
-            self.loaders.train.prefetch(after.samples, batch_size(self.config, after.samples))
+        microbatches, waited = read_batches(
+            self.loaders.train, before.samples, size, topology=self.replica.topology
+        )
+        # While the step computes, what comes after it is read.
+        self._prepare(after)
         if self.traces is not None:
             self.traces.begin(after.step)
         result = self.stepper.step(microbatches, before=before, batch_size=size)
@@ -261,23 +290,28 @@ class _Run:
         if self.traces is not None:
             bubble = self.traces.finish(after.step, self.replica.schedule_of(size))
         self.progress = after
-        self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble)
+        self.reporter.step(
+            result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited
+        )
 
-    def _load(self, loader: BatchLoader | None, first_sample: int, size: int) -> list[Microbatch]:
-        """This rank's microbatches; none where it reads no data."""
-        if loader is None:
-            return []
-        try:
-            return loader.load(first_sample, size)
-        except ConfigError as error:
-            raise RankError(f"rank {self.replica.topology.rank}: {error}") from None
+    def _prepare(self, at: Progress) -> None:
+        """Begin to read what the run needs once it stands there."""
+        if self.loaders.train is not None and at.step < self.total:
+            self.loaders.train.prefetch(at.samples, batch_size(self.config, at.samples))
+        if self.validation is not None and (at == self.progress or self._evaluates_at(at.step)):
+            self.validation.prepare()
+        if self.test is not None and at.step == self.total:
+            self.test.prepare()
+
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.config.training.eval_interval
+        return every is not None and (step % every == 0 or step == self.total)
 
     def _evaluate(self) -> None:
-        """The validation loss over the same batches each time, so that values can be compared."""
-        size = self.config.training.global_batch_size
-        assert size is not None
-        losses = []
-        for index in range(self.config.training.eval_iters):
-            microbatches = self._load(self.loaders.valid, index * size, size)
-            losses.append(self.stepper.evaluate(microbatches, first_sample=index * size, batch_size=size))
-        self.reporter.evaluation(sum(losses) / len(losses), at=self.progress)
+        if self.validation is not None:
+            self.reporter.evaluation(self.validation.loss(), at=self.progress)
+
+    def _evaluate_test(self) -> None:
+        if self.test is not None:
+            self.test.prepare()
+            self.reporter.evaluation(self.test.loss(), at=self.progress, split="test")

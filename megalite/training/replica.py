@@ -45,9 +45,24 @@ class Replica:
         return self.programs.program(batch_size // each).schedule
 
     @property
+    def packs_documents(self) -> bool:
+        """Samples hold whole documents, and say where."""
+        return self.config.data.packing == "best-fit"
+
+    @property
+    def hides_documents(self) -> bool:
+        """Tokens see no other document than their own."""
+        return self.packs_documents or self.config.data.reset_attention_mask
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Positions start from 0 in each document."""
+        return self.packs_documents or self.config.data.reset_position_ids
+
+    @property
     def finds_documents(self) -> bool:
         """Layers need to know where documents start."""
-        return self.config.data.reset_attention_mask or self.config.data.reset_position_ids
+        return self.hides_documents or self.restarts_positions
 
     @property
     def reads_data(self) -> bool:

@@ -14,6 +14,9 @@ from megalite.training.sinks import MetricSink
 from megalite.training.step import StepResult
 from megalite.training.throughput import Speed, SpeedMeter
 
+_WAIT_SHARE = 0.01
+"""Share of the time from which on waiting for data is worth a word in the line."""
+
 
 class Reporter:
     """Keeps the sums of the current log interval.
@@ -43,6 +46,7 @@ class Reporter:
         self._skipped = 0
         self._samples = 0
         self._seconds = 0.0
+        self._waited = 0.0
         self._last = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -50,12 +54,19 @@ class Reporter:
         self._last = time.perf_counter()
 
     def step(
-        self, result: StepResult, *, after: Progress, batch_size: int, bubble_fraction: float | None = None
+        self,
+        result: StepResult,
+        *,
+        after: Progress,
+        batch_size: int,
+        bubble_fraction: float | None = None,
+        data_wait_seconds: float = 0.0,
     ) -> None:
         """Take note of a step; every `log_interval` steps, and after the last, print a line.
 
         Args:
             bubble_fraction: measured, where the step was traced.
+            data_wait_seconds: part of the step in which the slowest rank waited for its batch.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -63,6 +74,7 @@ class Reporter:
         self._skipped += result.skipped
         self._samples += batch_size
         self._seconds += seconds
+        self._waited += data_wait_seconds
         record = {
             "kind": "train",
             "step": after.step,
@@ -75,6 +87,7 @@ class Reporter:
             "skipped": result.skipped,
             "batch_size": batch_size,
             "memory_bytes": peak_memory_bytes(self._device),
+            "data_wait_ms": 1e3 * data_wait_seconds,
             **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
         }
         if bubble_fraction is not None:
@@ -100,21 +113,24 @@ class Reporter:
             f"mem {peak_memory_bytes(self._device) / 2**20:.0f} MiB",
             f"ETA {_clock((self._total - after.step) * speed.ms_per_step / 1e3)}",
         ]
+        if self._waited >= _WAIT_SHARE * self._seconds:
+            parts.append(f"data wait {1e3 * self._waited / steps:.1f} ms")
         if self._skipped:
             parts.append(f"skipped {self._skipped}")
         self._log(" | ".join(parts))
-        self._losses, self._skipped, self._samples, self._seconds = [], 0, 0, 0.0
+        self._losses, self._skipped, self._samples, self._seconds, self._waited = [], 0, 0, 0.0, 0.0
 
-    def evaluation(self, loss: float, *, at: Progress) -> None:
-        """Take note of a validation loss."""
+    def evaluation(self, loss: float, *, at: Progress, split: str = "valid") -> None:
+        """Take note of a loss on the validation or the test split."""
+        name = {"valid": "validation", "test": "test"}[split]
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
         self._log(
             f"step {at.step:>{len(str(self._total))}}/{self._total} | "
-            f"validation loss {loss:.4f} | validation perplexity {perplexity:.2f}"
+            f"{name} loss {loss:.4f} | {name} perplexity {perplexity:.2f}"
         )
-        record = {"kind": "valid", "step": at.step, "consumed_samples": at.samples}
+        record = {"kind": split, "step": at.step, "consumed_samples": at.samples}
         for sink in self._sinks:
-            sink.write({**record, "valid_loss": loss, "valid_perplexity": perplexity})
+            sink.write({**record, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
         self.restart_clock()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.config import files
@@ -10,22 +10,35 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
+from megalite.data.blended import BlendedDataset
 from megalite.data.loader import BatchLoader
+from megalite.data.packed_dataset import PackedDataset
+from megalite.data.run_datasets import open_run_datasets
+from megalite.data.run_samples import samples_to_read
 from megalite.data.sample_source import SampleSource
-from megalite.data.sources import build_datasets
+from megalite.data.sources import Datasets
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data.tokenizers.build import build_tokenizer
+from megalite.optimizers.schedules import Progress
 from megalite.topology.sequence import sequence_spans
+from megalite.training.indices import Need, leads_node, prepare_indices
 from megalite.training.replica import Replica
 from megalite.training.sinks import JsonLines, MetricSink, TensorBoard, tensorboard_installed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """This rank's batches; None on ranks that read no data, and for validation where there is none."""
+    """This rank's batches; None on ranks that read no data, and of a split that is not read."""
 
     train: BatchLoader | None
     valid: BatchLoader | None
+    test: BatchLoader | None = None
+    notes: tuple[str, ...] = ()
+    """What the log says about the data."""
+    datasets: Datasets | None = None
+    """Open on the ranks that read data, and on the first of each node, which makes their indices."""
+    index_notes: list[str] = field(default_factory=list)
+    """Gets what the datasets have to say about their indices."""
 
 
 def resolve(
@@ -55,7 +68,7 @@ def resolve(
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
-    """Open the datasets on the ranks that read them.
+    """Open the datasets on the ranks that read them, and on the first rank of each node.
 
     Raises:
         ConfigError: the same on every rank, whichever of them found the fault.
@@ -63,41 +76,59 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     topology = replica.topology
     error: ConfigError | None = None
     loaders = Loaders(train=None, valid=None)
-    if replica.reads_data:
+    if leads_node(topology.world, topology.device) or replica.reads_data:
         try:
             loaders = _open(replica, tokenizer)
         except ConfigError as found:
             error = found
+        except OSError as found:
+            error = ConfigError(f"cannot read {found.filename or 'the data'}: {found.strerror or found}")
     topology.world.agree(error, topology.device)
     return loaders
 
 
+def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list[str]:
+    """Make the large indices that the run will need from `progress` on, once a node.
+
+    Returns:
+        what the log should say.
+
+    Raises:
+        ConfigError: one cannot be made, or cannot be kept where the user wants it; the same on every rank.
+
+    Collectives: a few gathers over the world.
+    """
+    topology, datasets = replica.topology, loaders.datasets
+    needs = []
+    if datasets is not None:
+        reach = samples_to_read(replica.config, step=progress.step, samples=progress.samples)
+        for split, (first, stop) in reach.items():
+            source = getattr(datasets, split)
+            if source is not None:
+                needs.append(Need(source, first, stop))
+    return prepare_indices(
+        needs,
+        loaders.index_notes,
+        world=topology.world,
+        device=topology.device,
+        leads=leads_node(topology.world, topology.device),
+    )
+
+
 def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     config, topology = replica.config, replica.topology
-    assert config.model.vocab_size is not None
-    evaluates = config.training.eval_interval is not None
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.training.seq_length,
-        seed=config.training.seed,
-        vocab_size=config.model.vocab_size,
-        splits=("train", "valid") if evaluates else ("train",),
-    )
-    if datasets.train is None:
-        raise ConfigError(
-            f"the training split is empty (split {config.data.split}); give it a share, e.g. --split 969,30,1"
-        )
-    if evaluates and datasets.valid is None:
-        raise ConfigError(
-            f"eval_interval is {config.training.eval_interval} but there is no validation data (split "
-            f"{config.data.split}); give it a share, e.g. --split 969,30,1, or leave --eval-interval out"
-        )
+    eod = None if tokenizer is None else tokenizer.eod
+    index_notes: list[str] = []
+    datasets, notes = open_run_datasets(config, tokenizer=tokenizer, log=index_notes.append)
+    assert datasets.train is not None
 
-    def loader(dataset: SampleSource) -> BatchLoader:
+    def loader(dataset: SampleSource | None) -> BatchLoader | None:
+        if dataset is None or not replica.reads_data:
+            return None
         return BatchLoader(
             dataset,
             seq_length=config.training.seq_length,
-            eod_token=None if tokenizer is None else tokenizer.eod,
+            eod_token=eod,
             eod_mask_loss=config.data.eod_mask_loss,
             dp_rank=topology.dp.rank,
             dp_size=topology.dp.size,
@@ -106,12 +137,31 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
                 config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size
             ),
             find_documents=replica.finds_documents,
+            packed=replica.packs_documents,
             pin=topology.device.type == "cuda",
         )
 
+    notes += _packing_notes(datasets.train)
     return Loaders(
-        train=loader(datasets.train), valid=None if datasets.valid is None else loader(datasets.valid)
+        train=loader(datasets.train),
+        valid=loader(datasets.valid),
+        test=loader(datasets.test),
+        notes=tuple(notes),
+        datasets=datasets,
+        index_notes=index_notes,
     )
+
+
+def _packing_notes(dataset: SampleSource) -> list[str]:
+    """How well whole documents fill the samples of each token file."""
+    if isinstance(dataset, BlendedDataset):
+        return [note for part in dataset.datasets for note in _packing_notes(part)]
+    if not isinstance(dataset, PackedDataset):
+        return []
+    return [
+        f"{dataset.indexed.prefix}: {len(dataset.documents)} documents are packed into {dataset.samples_per_epoch} "
+        f"samples an epoch; {100.0 * dataset.idle_share:.2f} % of their positions predict nothing"
+    ]
 
 
 def make_save_folder(config: RunConfig) -> None:

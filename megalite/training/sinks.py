@@ -13,7 +13,7 @@ class MetricSink(Protocol):
     """Takes one record at a time."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take a record: `kind` (train or valid), `step`, `consumed_samples` and numbers."""
+        """Take a record: `kind` (train, valid or test), `step`, `consumed_samples` and numbers."""
 
     def close(self) -> None:
         """Finish what is buffered."""
@@ -25,17 +25,21 @@ class JsonLines:
     Args:
         path: the file, appended to.
         step: the run stands here: later records, of steps that a killed run had made and that will be made again,
-            are dropped, and with them lines that are no records.
+            are dropped, and with them lines that are no records. What the test split gave at a step is kept once,
+            however often a run that has come to its end is started again.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = []
+        self._tested: set[int] = set()
         if path.exists():
             # A machine that dies can leave a line cut off, or bytes of anything.
             for line in path.read_text(errors="replace").splitlines(keepends=True):
                 record = parse_record(line)
                 if record is not None and record["step"] <= step:
                     kept.append(line)
+                    if record["kind"] == "test":
+                        self._tested.add(record["step"])
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         temporary.replace(path)
@@ -43,6 +47,10 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append and flush: whoever follows the file sees each step."""
+        if record["kind"] == "test":
+            if record["step"] in self._tested:
+                return
+            self._tested.add(record["step"])
         self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
         self._file.flush()
 
@@ -74,6 +82,7 @@ TENSORBOARD_TAGS = {
     "loss_scale": "loss-scale",
     "batch_size": "batch-size",
     "ms_per_step": "iteration-time",
+    "data_wait_ms": "batch-generator-time",
     "tflops_per_rank": "throughput",
     "tokens_per_second": "tokens-per-second",
     "mfu": "mfu",
@@ -81,8 +90,10 @@ TENSORBOARD_TAGS = {
     "memory_bytes": "mem-max-allocated-bytes",
     "valid_loss": "lm loss validation",
     "valid_perplexity": "lm loss validation ppl",
+    "test_loss": "lm loss test",
+    "test_perplexity": "lm loss test ppl",
 }
-"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". iteration-time is in seconds there."""
+"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". Times are in seconds there."""
 
 
 def tensorboard_installed() -> bool:
@@ -113,7 +124,7 @@ class TensorBoard:
         for name, tag in TENSORBOARD_TAGS.items():
             value = record.get(name)
             if value is not None:
-                value = value / 1e3 if name == "ms_per_step" else value
+                value = value / 1e3 if name in ("ms_per_step", "data_wait_ms") else value
                 self._writer.add_scalar(tag, value, record["step"])
                 self._writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 

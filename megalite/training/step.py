@@ -132,7 +132,7 @@ class Stepper:
     ) -> list[torch.Tensor]:
         """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation."""
         replica = self._replica
-        topology, config, data = replica.topology, replica.config.training, replica.config.data
+        topology, config = replica.topology, replica.config.training
         device = topology.device
         denominator = None
         if self._head_here:
@@ -150,8 +150,8 @@ class Stepper:
             starts = microbatches[microbatch].document_starts if replica.finds_documents else None
             context = module.context(
                 ids,
-                attention_documents=starts if data.reset_attention_mask else None,
-                position_documents=starts if data.reset_position_ids else None,
+                attention_documents=starts if replica.hides_documents else None,
+                position_documents=starts if replica.restarts_positions else None,
                 auxiliary=auxiliary,
             )
             if module.embedding is not None:

@@ -42,6 +42,26 @@ def test_hands_over_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["generate"]) == 3
 
 
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def interrupt(argument: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.cli.main.importlib.import_module", interrupt)
+        assert main(["generate"]) == 130
+    monkeypatch.setitem(sys.modules, "megalite.cli.generate", types.SimpleNamespace(main=interrupt))
+    assert main(["generate"]) == 130
+    assert capsys.readouterr().err == "interrupted\ninterrupted\n"
+
+
+@pytest.mark.parametrize("command", ["train-tokenizer", "convert", "data", "preprocess"])
+def test_help_is_for_people(command: str, capsys: Captured) -> None:
+    """Not the docstring of a module, which has backticks."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "`" not in capsys.readouterr().out
+
+
 def test_config_command_imports_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; main(['config', '--presets'])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

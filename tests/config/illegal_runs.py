@@ -274,5 +274,60 @@ RUNS = [
         "--mock-data --vocab-size 64 --eod-mask-loss",
         "eod_mask_loss has no effect with mock_data, which has no documents; use data_path or remove it",
     ),
+    (
+        1,
+        "--train-data-path a --test-data-path b c",
+        "test_data_path b c has no effect without eval_interval: the test split is evaluated at the end of a run that also validates; add --eval-interval 100 or remove it",
+    ),
+    (
+        1,
+        "--mock-data --vocab-size 64 --packing best-fit",
+        "packing best-fit has no effect with mock_data, which has no documents; use data_path or remove it",
+    ),
+    (
+        1,
+        "--mock-data --vocab-size 64 --data-order megatron",
+        "data_order megatron has no effect with mock_data, which has no documents; use data_path or remove it",
+    ),
+    (
+        1,
+        "--mock-data --vocab-size 64 --data-cache-path c",
+        "data_cache_path c has no effect with mock_data, which has no documents; use data_path or remove it",
+    ),
+    (
+        1,
+        "--data-path a --packing best-fit --data-order megatron",
+        "packing best-fit does not go with data_order megatron, which cuts samples from one stream of documents; use packing stream or data_order megalite",
+    ),
+    (
+        1,
+        "--data-path a --packing best-fit --data-cache-path c",
+        "data_cache_path c has no effect with packing best-fit, whose index is made at the start of each epoch; use packing stream or remove it",
+    ),
+    (
+        1,
+        "--data-path a --packing best-fit --reset-attention-mask",
+        "reset_attention_mask has no effect with packing best-fit, where documents never see each other; use packing stream or remove it",
+    ),
+    (
+        1,
+        "--data-path a --packing best-fit --reset-position-ids",
+        "reset_position_ids has no effect with packing best-fit, where positions start from 0 in each document; use packing stream or remove it",
+    ),
+    (
+        1,
+        "--data-path a --packing best-fit --eod-mask-loss",
+        "eod_mask_loss has no effect with packing best-fit, where the last token of a document predicts nothing; use packing stream or remove it",
+    ),
+    (
+        1,
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --tiktoken-pattern x+",
+        "tiktoken_pattern x+ has no effect with tokenizer_type HuggingFaceTokenizer; use TikTokenizer or remove it",
+    ),
+    (
+        1,
+        "--tiktoken-pattern x+",
+        "tiktoken_pattern x+ has no effect without a tiktoken file; add --tokenizer-model FILE or remove it",
+    ),
 ]
 """(world size, command line, message)."""

@@ -77,7 +77,7 @@ def test_keys(text: str, expected: dict[str, object]) -> None:
         ("sequence_parallel: 1\n", "file run.yaml: sequence_parallel takes true or false, got 1"),
         ("run_dir: 2024\n", "file run.yaml: run_dir takes text, got the int 2024; write it in quotes if you mean it: "
          "'2024'"),
-        ("data_path: a\n", "file run.yaml: data_path takes a list such as [some text], got 'a'"),
+        ("rampup_batch_size: {a: 1}\n", "file run.yaml: rampup_batch_size takes a list such as [4], got {'a': 1}"),
         ("pipeline_layers: [1, x]\n", "file run.yaml: pipeline_layers takes a whole number such as 4, got 'x'"),
         ("activation: relu\n", "file run.yaml: activation cannot be 'relu': did you mean gelu or geglu? (one of gelu, gelu_tanh, "
          "swiglu, geglu, geglu_tanh)"),

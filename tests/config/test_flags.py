@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -100,7 +101,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
         if setting.type is bool
         for flag in setting.flags
     }
-    tables = [own, negative, set(SHORTHANDS), set(DERIVED), set(NO_EFFECT)]
+    tables = [own, negative, set(SHORTHANDS), set(DERIVED), set(DATA_FILES), set(NO_EFFECT)]
     assert len(set().union(*tables)) == sum(map(len, tables))
 
 

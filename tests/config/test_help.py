@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import settings
 from megalite.config.flags import RUN_OPTIONS
 from megalite.config.help import basic_help, full_help, markdown
@@ -26,7 +27,7 @@ def test_full_help_has_everything() -> None:
     for setting in settings().values():
         assert all(flag in text for flag in setting.flags), setting.name
         assert setting.help in text
-    assert all(flag in text for flag in (*RUN_OPTIONS, *SHORTHANDS, *DERIVED))
+    assert all(flag in text for flag in (*RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES))
     assert "--sequence-parallel, --no-sequence-parallel" in text
     assert "gpt3-175b" in text
 
@@ -37,5 +38,5 @@ def test_docs_are_up_to_date() -> None:
 
 def test_docs_have_every_flag() -> None:
     text = markdown()
-    names = [*settings(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *NO_EFFECT]
+    names = [*settings(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES, *NO_EFFECT]
     assert [name for name in names if f"| `{name}` |" not in text] == []

@@ -96,7 +96,13 @@ LEGAL = [
     (1, "--fp16 --hysteresis 3"),
     (1, "--fp16 --loss-scale 1024"),
     (1, "--train-data-path a --valid-data-path b --eval-interval 10 --eval-iters 2"),
+    (1, "--train-data-path a --valid-data-path b --test-data-path c --eval-interval 10"),
     (1, "--data-path a --split 9,1,0"),
+    (1, "--data-path a --packing best-fit"),
+    (1, "--data-path a --packing best-fit --position-embedding-type none"),
+    (1, "--data-path a --tokenizer-type ByteLevelTokenizer --eod-mask-loss"),
+    (1, "--data-path a --tokenizer-type TikTokenizer --tokenizer-model t --tiktoken-pattern x+"),
+    (1, "--data-path a --tokenizer-model t --tiktoken-pattern x+"),
     (1, "--vocab-file a --merge-file b"),
     (1, "--save-interval 10 --run-dir r"),
     (1, "--load a --ckpt-step 10 --finetune --fresh-if-missing"),
@@ -198,6 +204,7 @@ def test_what_training_needs(flags: str, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_startable() -> None:
-    flags = "--train-iters 1 --data-path a --tokenizer-model t"
+@pytest.mark.parametrize("tokenizer", ["--tokenizer-model t", "--tokenizer-type ByteLevelTokenizer"])
+def test_startable(tokenizer: str) -> None:
+    flags = f"--train-iters 1 --data-path a {tokenizer}"
     require_startable(validate(parse_arguments(flags.split()).config, 1))

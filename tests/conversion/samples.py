@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
@@ -41,6 +42,7 @@ class MadeUp:
     """Weights that exist nowhere: each tensor is drawn from its name. Counts how often each is read."""
 
     format = "megalite"
+    tokenizer_hints = DataConfig()
 
     def __init__(
         self,

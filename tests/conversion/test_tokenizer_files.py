@@ -119,5 +119,5 @@ def test_a_recorded_tokenizer_that_is_gone_or_changed(
     assert "no tokenizer goes along (--without-tokenizer)" in capsys.readouterr().out
     merges.unlink()
     assert run(source, tmp_path / "c", "--to", "native", "--no-verify") == 0
-    gone = f"the checkpoint's tokenizer {merges} is not there (looked in {merges.parent})"
+    gone = f"the checkpoint's tokenizer is not there (recorded as {merges}, looked in {merges.parent})"
     assert f"{gone}: none goes along; --tokenizer-model PATH adds it" in capsys.readouterr().out

@@ -1,8 +1,13 @@
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data.blended import MAX_PERIOD, BlendedDataset, apportion
+from megalite.data.blended import BLOCK, MAX_PERIOD, BlendedDataset, exact_shares
+from megalite.data.index_cache import Kept
+from megalite.data.sample_source import Packing
 
 
 class Numbered:
@@ -13,6 +18,19 @@ class Numbered:
 
     def sample(self, k: int) -> np.ndarray:
         return np.array([self.name, k])
+
+    def packing(self, k: int) -> Packing | None:
+        return Packing(starts=(0, k + 1), used=self.name)
+
+
+class Prepared(Numbered):
+    """Remembers what was asked of it."""
+
+    asked: tuple[int, int] | None = None
+
+    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
+        self.asked = (first, stop)
+        return [None] * (epochs or 0)
 
 
 def blend(weights: list[float]) -> BlendedDataset:
@@ -31,32 +49,87 @@ def blend(weights: list[float]) -> BlendedDataset:
     ],
 )
 def test_common_denominators_are_found(weights: list[float], quotas: list[int]) -> None:
-    assert apportion(weights) == quotas
+    shares = exact_shares(weights)
+    assert shares == [Fraction(quota, sum(quotas)) for quota in quotas]
+    assert blend(weights).period == sum(quotas)
+
+
+UNLIKE = [3**0.5, 2.0, 0.7, 1e-5]
+
+
+def test_weights_without_a_small_denominator_are_exact_in_the_long_run() -> None:
+    mixed = blend(UNLIKE)
+    assert mixed.period > MAX_PERIOD
+    counts, worst = [0] * 4, 0.0
+    for k in range(3 * BLOCK):
+        dataset, index = mixed.locate(k)
+        assert index == counts[dataset]  # in order, without gaps, across blocks too
+        counts[dataset] += 1
+        if k % 101 == 0:
+            assert mixed.counts(k + 1) == counts
+            off = [abs(count - share * (k + 1)) for count, share in zip(counts, mixed.shares, strict=True)]
+            worst = max(worst, float(max(off)))
+    assert worst < 2
+    for k in (10**9, 10**12, 10**15 + 12345):
+        counts = mixed.counts(k)
+        assert sum(counts) == k
+        assert max(abs(c - share * k) for c, share in zip(counts, mixed.shares, strict=True)) < 4
+
+
+def test_blocks_are_found_wherever_they_begin() -> None:
+    """Many datasets: floors let blocks begin well before whole multiples of their size."""
+    mixed = blend([math.sqrt(i + 2) for i in range(300)])
+    for number in (1, 2, 7):
+        start = sum(mixed._given(number))
+        assert number * BLOCK - 300 < start < number * BLOCK
+        for k in (start - 1, start, number * BLOCK - 1, number * BLOCK):
+            fresh = blend([math.sqrt(i + 2) for i in range(300)])
+            dataset, index = fresh.locate(k)
+            assert mixed.counts(k)[dataset] == index == mixed.locate(k)[1]
+            assert sum(mixed.counts(k)) == k
+
+
+def test_no_weight_is_too_small() -> None:
+    mixed = blend([1, 1e-9])
+    assert mixed.counts(10**10)[1] == 9  # floor(10^10 / (10^9 + 1))
+    assert blend([1, 1e-30]).counts(10**6) == [10**6, 0]
+
+
+def test_a_thousand_token_counts() -> None:
+    mixed = blend([10**9 + 7919 * i**2 for i in range(1000)])
+    assert sum(mixed.counts(10**12)) == 10**12
+    seen = {mixed.locate(10**12 + i)[0] for i in range(BLOCK)}
+    assert len(seen) == 1000
+
+
+def test_packing_is_that_of_the_dataset() -> None:
+    mixed = blend([0.3, 0.7])
+    for k in range(20):
+        dataset, index = mixed.locate(k)
+        assert mixed.packing(k) == Packing(starts=(0, index + 1), used=dataset)
+
+
+def test_the_parts_prepare_what_will_be_read_of_them() -> None:
+    parts = [Prepared(0), Numbered(1), Prepared(2)]
+    mixed = BlendedDataset(parts, [0.5, 0.2, 0.3])
+    assert mixed.prepare(100, 205, epochs=3) == [None] * 6
+    read: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for k in range(100, 205):
+        dataset, index = mixed.locate(k)
+        read[dataset].append(index)
+    for number in (0, 2):
+        part = parts[number]
+        assert isinstance(part, Prepared)
+        assert part.asked == (read[number][0], read[number][-1] + 1)
 
 
 @pytest.mark.parametrize(
-    "weights", [[3**0.5, 2.0, 0.7], [1.0, 1e-5], [0.31830988618, 0.2718281828, 1, 7, 1e-4]]
-)
-def test_other_weights_are_close(weights: list[float]) -> None:
-    quotas = apportion(weights)
-    shares = np.array(weights) / sum(weights)
-    assert sum(quotas) <= MAX_PERIOD
-    assert np.abs(np.array(quotas) / sum(quotas) - shares).max() < 1 / MAX_PERIOD
-
-
-def test_very_many_datasets_are_close() -> None:
-    weights = (np.arange(300) % 7 + 0.01 * np.sqrt(np.arange(300)) + 0.1).tolist()
-    quotas = apportion(weights)
-    assert sum(quotas) <= MAX_PERIOD and min(quotas) >= 1
-    assert np.abs(np.array(quotas) / sum(quotas) - np.array(weights) / sum(weights)).max() <= 1 / MAX_PERIOD
-
-
-@pytest.mark.parametrize(
-    "weights", [[0.3, 0.7], [1, 2, 5], [50, *[1] * 50], [997, 500, 499, 3, 1], [1] * 9, [333, 333, 333, 1]]
+    "weights",
+    [[0.3, 0.7], [1, 2, 5], [0.2, 0.2], [50, *[1] * 50], [997, 500, 499, 3, 1], [1] * 9, [333, 333, 333, 1]],
 )
 def test_counts_are_never_off_by_one(weights: list[float]) -> None:
     mixed = blend(weights)
-    period = sum(mixed.quotas)
+    period = mixed.period
     steps = np.arange(1, 2 * period + 1)
     chosen = np.array([mixed.locate(k)[0] for k in range(2 * period)])
     for i, weight in enumerate(weights):
@@ -94,7 +167,7 @@ def test_equal_weights_take_turns() -> None:
         ([1, 0], "above 0"),
         ([1, -1], "above 0"),
         ([float("nan"), 1], "above 0"),
-        ([1, 1e-7], "below the smallest share"),
+        ([1, float("inf")], "above 0"),
     ],
 )
 def test_bad_weights(weights: list[float], message: str) -> None:

@@ -1,18 +1,19 @@
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter
-from megalite.data.random_draws import permutation, raw_draws
+from megalite.data.random_draws import permutation
 from tests.data.token_files import distinct_documents, write_by_layout
 
-RAW = [18287291678970418514, 5893058923237921551]
-ORDER = [8, 9, 7, 3, 0, 1, 4, 2, 5, 6]
+FIRST = [29, 111, 72, 107, 53, 23, 17, 1, 99, 45, 9, 91, 37, 83]
 LENGTHS = [5, 1, 17, 3, 40, 2, 2, 9, 30, 8]
 
 
@@ -79,24 +80,37 @@ def test_a_split_reads_its_own_documents_alone(indexed: IndexedDataset) -> None:
     assert tokens <= set(range(first, last)) and len(tokens) >= dataset.num_tokens - 3
 
 
-def test_the_order_is_what_it_was_when_this_was_written() -> None:
-    """The numbers of the generator and of the permutation must not change with numpy: a resumed run depends on it."""
-    assert raw_draws(2, seed=1234, index=5, stream=1).tolist() == RAW
-    assert permutation(10, seed=1234, index=0).tolist() == ORDER
+def test_the_order_is_what_it_was_when_this_was_written(indexed: IndexedDataset) -> None:
+    """A resumed run depends on it: the first tokens of the first epoch's samples."""
+    assert [int(make(indexed).sample(k)[0]) for k in range(14)] == FIRST
+
+
+def test_samples_that_begin_and_end_with_documents(tmp_path: Path) -> None:
+    """Every stretch of the stream, compared with the stream itself; documents without tokens are passed over."""
+    write_by_layout(tmp_path / "d", distinct_documents([4, 4, 8, 1, 1, 1, 1, 12, 4]))
+    indexed = IndexedDataset(tmp_path / "d")
+    dataset = make(indexed, seq_length=4, documents=range(1, 9))
+    epoch = dataset._epoch(0)
+    assert (epoch.documents.dtype, epoch.ends.dtype) == (np.int32, np.int64)
+    stream = np.concatenate([indexed[int(document)] for document in epoch.documents])
+    assert np.array_equal(epoch.ends, np.cumsum([len(indexed[int(d)]) for d in epoch.documents]))
+    for k in range(dataset.samples_per_epoch):
+        start = 4 * epoch.samples(k)
+        assert np.array_equal(dataset.sample(k), stream[start : start + 5])
 
 
 def test_two_epochs_are_kept(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
-    def counted(count: int, *, seed: int, index: int, stream: int = 0) -> np.ndarray:
+    def counted(count: int, *, seed: int, index: int, stream: int, dtype: np.dtype) -> np.ndarray:
         built.append(index)
-        return permutation(count, seed=seed, index=index, stream=stream)
+        return permutation(count, seed=seed, index=index, stream=stream, dtype=dtype)
 
     monkeypatch.setattr("megalite.data.gpt_dataset.permutation", counted)
     dataset = make(indexed)
     for k in (0, 13, 14, 13, 14, 0, 28, 14, 27, 29):
         dataset.sample(k)
-    assert built == [0, 0, 1, 1, 2, 2]
+    assert built == [0, 1, 2]
 
 
 def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
@@ -116,6 +130,46 @@ def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset) -> Non
             dataset.sample(k)
 
 
+def test_a_negative_token_id_is_named(tmp_path: Path) -> None:
+    write_by_layout(tmp_path / "d", [[1, 2, 3, 4, -7, 5, 6, 7, 8, 9]], code=4, letter="i")
+    dataset = GPTDataset(
+        IndexedDataset(tmp_path / "d"), documents=range(1), seq_length=9, seed=1, name="train", vocab_size=10
+    )
+    with pytest.raises(ConfigError, match="document 0 holds token id -7, outside vocab_size 10"):
+        dataset.sample(0)
+
+
+def test_a_large_index_comes_from_the_cache_with_the_same_samples(
+    indexed: IndexedDataset, tmp_path: Path
+) -> None:
+    def cached() -> GPTDataset:
+        cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
+        return GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
+
+    plain = make(indexed)
+    cached().prepare(13, 29)  # reaches into the third epoch
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    dataset = cached()
+    for k in range(45):
+        assert np.array_equal(dataset.sample(k), plain.sample(k))
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+
+
+def test_what_the_key_of_an_index_depends_on(tmp_path: Path) -> None:
+    write_by_layout(tmp_path / "a", distinct_documents(LENGTHS))
+    write_by_layout(tmp_path / "b", distinct_documents([*LENGTHS[:-1], 9]))
+    write_by_layout(tmp_path / "c", [[token] * length for token, length in enumerate(LENGTHS)])
+    a, b, c = (IndexedDataset(tmp_path / name) for name in "abc")
+
+    def key(indexed: IndexedDataset, epoch: int = 0, **settings: Any) -> str:
+        return make(indexed, **settings)._recipe(epoch).key
+
+    assert key(a) == key(c) == key(a, seq_length=4)  # other tokens, or another cut, in the same order
+    keys = [key(a), key(b), key(a, epoch=1), key(a, seed=2), key(a, documents=range(9))]
+    keys += [key(a, documents=range(1, 10))]
+    assert len(set(keys)) == len(keys)
+
+
 def test_negative_samples_are_refused(indexed: IndexedDataset) -> None:
     with pytest.raises(IndexError, match="sample -1"):
         make(indexed).sample(-1)
@@ -129,3 +183,53 @@ def test_a_million_documents(tmp_path: Path) -> None:
     dataset = make(IndexedDataset(tmp_path / "d"), documents=range(1_000_000), seq_length=128)
     assert dataset.samples_per_epoch == 31249
     assert dataset.sample(31248).tolist() == [0, 1, 2, 3] * 32 + [0]
+
+
+def test_later_epochs_are_made_in_the_background(indexed: IndexedDataset, tmp_path: Path) -> None:
+    """By the process that prepared the first ones, as far as the run goes."""
+
+    def cached() -> GPTDataset:
+        cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
+        return GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
+
+    def entries() -> int:
+        return len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")])
+
+    leader, plain = cached(), make(indexed)
+    samples = leader.samples_per_epoch
+    assert len(leader.prepare(0, 4 * samples, epochs=2)) == 2 and entries() == 2
+    for epoch, there in enumerate([2, 3, 4, 4]):
+        assert np.array_equal(leader.sample(epoch * samples), plain.sample(epoch * samples))
+        if leader.behind is not None:
+            leader.behind.join()
+        assert entries() == there
+    follower = cached()
+    follower.sample(0)
+    assert follower.behind is None
+
+
+def test_a_background_build_that_fails_is_said_when_the_epoch_is_reached(
+    indexed: IndexedDataset, tmp_path: Path
+) -> None:
+    cache = IndexCache(tmp_path / "cache", True, pytest.fail, small_bytes=0)
+    dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
+    dataset.prepare(0, 3 * dataset.samples_per_epoch, epochs=2)
+    dataset.sample(0)
+    (tmp_path / "cache").rename(tmp_path / "away")
+    (tmp_path / "cache").write_text("in the way")
+    dataset._prepare_behind(2)
+    assert dataset.behind is not None
+    dataset.behind.join()
+    with pytest.raises(ConfigError, match="cannot keep the index"):
+        dataset.sample(2 * dataset.samples_per_epoch)
+
+
+def test_room_for_all_epochs_is_asked_for_at_once(
+    indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(IndexCache, "need_room", lambda _, recipes: asked.append(len(recipes)))
+    cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
+    dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
+    dataset.prepare(0, 5 * dataset.samples_per_epoch, epochs=2)
+    assert asked == [5] and len(cache.kept) == 2

@@ -1,15 +1,18 @@
+import os
+import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megalite.config.errors import ConfigError
-from megalite.data.indexed_dataset import IndexedDataset, token_dtype
+from megalite.data import indexed_dataset
+from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_dtype
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from tests.data.token_files import write_by_layout
+from tests.data.tools.layout import MIXED, write
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -85,52 +88,100 @@ def change(path: Path, offset: int, fmt: str, value: int) -> None:
     path.write_bytes(data)
 
 
+def no_document_index(path: Path) -> None:
+    data = bytearray(path.read_bytes()[: 34 + 12 * 4])
+    struct.pack_into("<Q", data, 26, 0)
+    path.write_bytes(data)
+
+
+def swap(a: Path, b: Path) -> None:
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("gone"))
+
+
 POINTERS = 34 + 4 * 4
 INDICES = 34 + 12 * 4
 FAULTS = {
     "magic": (
         lambda p: change(p / "d.idx", 0, "<B", 0),
-        r"d\.idx: starts with b'\\x00MIDIDX.*expected b'MMIDIDX",
+        r"d\.idx: byte 0: starts with b'\\x00MIDIDX.*expected b'MMIDIDX",
     ),
-    "version": (lambda p: change(p / "d.idx", 9, "<Q", 2), r"d\.idx: version 2, expected 1"),
+    "version": (
+        lambda p: change(p / "d.idx", 9, "<Q", 1 << 32),
+        r"byte 9: version 4294967296, expected 1; write",
+    ),
     "dtype code": (
         lambda p: change(p / "d.idx", 17, "<B", 9),
-        r"d\.idx: dtype code 9, expected one of 1 uint8",
+        r"d\.idx: byte 17: dtype code 9, expected one of 1 uint8",
     ),
-    "float dtype": (lambda p: change(p / "d.idx", 17, "<B", 7), r"d\.idx: dtype code 7"),
-    "wider dtype": (lambda p: change(p / "d.idx", 17, "<B", 4), r"sequence 1 starts at byte 6, expected 12"),
+    "wider dtype": (
+        lambda p: change(p / "d.idx", 17, "<B", 4),
+        r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 12",
+    ),
     "sequences": (
         lambda p: change(p / "d.idx", 18, "<Q", 5),
         r"d\.idx: 130 bytes, expected 142 for 5 sequences",
     ),
     "huge count": (lambda p: change(p / "d.idx", 18, "<Q", 1 << 60), r"d\.idx: 130 bytes, expected"),
     "documents": (lambda p: change(p / "d.idx", 26, "<Q", 7), r"expected 138 for 4 sequences and 7 document"),
-    "length": (lambda p: change(p / "d.idx", 34, "<i", 4), r"sequence 1 starts at byte 6, expected 8"),
-    "negative length": (lambda p: change(p / "d.idx", 38, "<i", -1), r"d\.idx: sequence 1 has length -1"),
+    "length": (
+        lambda p: change(p / "d.idx", 34, "<i", 4),
+        r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 8",
+    ),
+    "negative length": (
+        lambda p: change(p / "d.idx", 38, "<i", -1),
+        r"d\.idx: byte 38: sequence 1 has length -1, expected",
+    ),
     "last length": (lambda p: change(p / "d.idx", 46, "<i", 3), r"d\.bin: truncated: 22 bytes, expected 24"),
     "pointer": (
         lambda p: change(p / "d.idx", POINTERS + 16, "<q", 6),
-        r"sequence 2 starts at byte 6, expected 8",
+        r"d\.idx: byte 66: sequence 2 starts at byte 6, expected 8",
     ),
-    "first index": (lambda p: change(p / "d.idx", INDICES, "<q", 1), r"indices run 1 to 4, expected 0 to 4"),
+    "first index": (
+        lambda p: change(p / "d.idx", INDICES, "<q", 1),
+        r"d\.idx: byte 82: document indices start with 1, expected 0",
+    ),
     "last index": (
         lambda p: change(p / "d.idx", INDICES + 40, "<q", 3),
-        r"indices run 0 to 3, expected 0 to 4",
+        r"d\.idx: byte 122: document indices end with 3, expected 4",
     ),
     "falling index": (
         lambda p: change(p / "d.idx", INDICES + 16, "<q", 3),
-        r"document 2 holds sequences 3 to 2",
+        r"d\.idx: byte 106: document 2 holds sequences 3 to 2",
     ),
     "short idx": (lambda p: (p / "d.idx").write_bytes((p / "d.idx").read_bytes()[:-1]), r"d\.idx: 129 bytes"),
     "half header": (
         lambda p: (p / "d.idx").write_bytes((p / "d.idx").read_bytes()[:20]),
         r"at least the header's 34",
     ),
-    "empty idx": (lambda p: (p / "d.idx").write_bytes(b""), r"d\.idx: starts with b''"),
-    "modes": (
-        lambda p: (p / "d.idx").write_bytes((p / "d.idx").read_bytes() + bytes(4)),
-        r"multimodal dataset",
+    "empty idx": (lambda p: (p / "d.idx").write_bytes(b""), r"d\.idx: byte 0: starts with b''"),
+    "no document index": (
+        lambda p: no_document_index(p / "d.idx"),
+        r"byte 26: no document indices, expected 4",
     ),
+    "swapped": (
+        lambda p: swap(p / "d.idx", p / "d.bin"),
+        r"d\.bin like an index \(have the two changed names",
+    ),
+    "folder": (lambda p: replace_by_folder(p / "d.idx"), r"d\.idx is a folder, expected a plain file"),
+    "pipe": (lambda p: replace_by_pipe(p / "d.bin"), r"d\.bin is a pipe or a device, expected a plain file"),
+    "dangling link": (lambda p: dangle(p / "d.idx"), r"d\.idx cannot be read: No such file"),
     "short bin": (
         lambda p: (p / "d.bin").write_bytes(bytes(21)),
         r"d\.bin: truncated: 21 bytes, expected 22",
@@ -152,22 +203,102 @@ def test_a_fault_is_named_at_open(prefix: Path, fault: str) -> None:
         IndexedDataset(prefix)
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_no_changed_index_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """The documents' borders are the only bytes whose change can be another valid index."""
-    folder = tmp_path_factory.getbasetemp() / "fuzz"
-    folder.mkdir(exist_ok=True)
-    write_by_layout(folder / "d", DOCUMENTS)
-    position = data.draw(st.integers(0, INDICES - 1))
-    original = (folder / "d.idx").read_bytes()[position]
-    change(
-        folder / "d.idx", position, "<B", data.draw(st.integers(0, 255).filter(lambda byte: byte != original))
-    )
-    if position == 17 and (folder / "d.idx").read_bytes()[17] == 3:
-        return  # int16 instead of uint16 is a well-formed file; its negative ids fail the vocabulary check
-    with pytest.raises(ConfigError, match=r"d\.(idx|bin)"):
-        IndexedDataset(folder / "d")
+UNSUPPORTED = {
+    "version": (lambda p: change(p, 9, "<Q", 2), r"byte 9: version 2 of the format, expected 1"),
+    "float64": (lambda p: change(p, 17, "<B", 6), "byte 17: dtype code 6, float64"),
+    "float32": (lambda p: change(p, 17, "<B", 7), "byte 17: dtype code 7, float32"),
+    "modes": (
+        lambda p: p.write_bytes(p.read_bytes() + bytes(4)),
+        "byte 130: mode bytes of a multimodal dataset",
+    ),
+    "TNTIDX": (
+        lambda p: p.write_bytes(b"TNTIDX\0\0" + bytes(40)),
+        "byte 0: starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_a_sound_file_of_another_kind_is_not_called_damaged(prefix: Path, kind: str) -> None:
+    make, message = UNSUPPORTED[kind]
+    make(prefix.with_suffix(".idx"))
+    with pytest.raises(
+        UnsupportedDataset,
+        match=rf"d\.idx: {message}.*: not supported; write the dataset again from its text with",
+    ) as raised:
+        IndexedDataset(prefix)
+    assert "copy it again" not in str(raised.value)
+
+
+def test_a_fault_tells_its_place(prefix: Path) -> None:
+    change(prefix.with_suffix(".idx"), POINTERS + 8, "<q", 5)
+    with pytest.raises(DatasetFault) as raised:
+        IndexedDataset(prefix)
+    for error in (raised.value, pickle.loads(pickle.dumps(raised.value))):
+        assert (error.path, error.offset, str(error)) == (f"{prefix}.idx", POINTERS + 8, str(raised.value))
+
+
+def test_links_are_followed(prefix: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (prefix.parent / f"link{suffix}").symlink_to(f"d{suffix}")
+    assert IndexedDataset(prefix.parent / "link").num_tokens == 11
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser reads everything")
+def test_a_file_that_may_not_be_read(prefix: Path) -> None:
+    prefix.with_suffix(".bin").chmod(0)
+    with pytest.raises(ConfigError, match=r"d\.bin cannot be read: Permission denied"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+def test_faults_are_found_at_the_edges_of_blocks(
+    prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+    assert IndexedDataset(prefix).num_documents == 5
+    original = prefix.with_suffix(".idx").read_bytes()
+    places = [("<q", POINTERS + 8 * i) for i in range(4)] + [("<q", INDICES + 8 * i) for i in range(6)]
+    for fmt, place in [*places, *(("<i", 34 + 4 * i) for i in range(4))]:
+        for value in (-1, 5, 1 << 30):
+            prefix.with_suffix(".idx").write_bytes(original)
+            change(prefix.with_suffix(".idx"), place, fmt, value)
+            if prefix.with_suffix(".idx").read_bytes() == original:
+                continue
+            with pytest.raises(DatasetFault, match=r"d\.(idx|bin)"):
+                IndexedDataset(prefix)
+
+
+def test_lying_counts_take_no_memory(prefix: Path) -> None:
+    for offset in (18, 26):
+        for count in ((1 << 64) - 1, 1 << 63, (1 << 63) - 1, 1 << 61, 1 << 40, 1 << 30):
+            write_by_layout(prefix, DOCUMENTS)
+            change(prefix.with_suffix(".idx"), offset, "<Q", count)
+            tracemalloc.start()
+            with pytest.raises(DatasetFault, match=r"d\.idx: 130 bytes, expected \d+ for"):
+                IndexedDataset(prefix)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 1 << 17
+
+
+def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
+        writer.add_documents(np.zeros(1 << 20, dtype=np.uint16), [1] * (1 << 20))
+    tracemalloc.start()
+    dataset = IndexedDataset(tmp_path / "d")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(dataset) == 1 << 20
+    assert peak < 4 << 20
+
+
+def test_sequences_without_tokens(tmp_path: Path) -> None:
+    """Megatron-LM's and datatrove's builders write one for empty text."""
+    write(tmp_path / "d", MIXED)
+    dataset = IndexedDataset(tmp_path / "d")
+    assert [sequence.tolist() for sequence in dataset] == [s for document in MIXED for s in document]
+    assert (dataset.num_documents, dataset.num_tokens, dataset.max_token_id()) == (6, 13, 13)
 
 
 def test_a_failed_writer_leaves_what_was_there(prefix: Path) -> None:

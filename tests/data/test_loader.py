@@ -7,6 +7,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.data.loader import BatchLoader, Microbatch
+from megalite.data.sample_source import Packing
 
 
 class Counting:
@@ -21,6 +22,9 @@ class Counting:
         if k == 666:
             raise ConfigError("bad sample 666")
         return np.arange(self.seq_length + 1) + 100 * k
+
+    def packing(self, k: int) -> Packing | None:
+        return None
 
 
 def loader(
@@ -102,6 +106,30 @@ def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> 
         loader(Counting(), find_documents=True)
 
 
+class Packed(Counting):
+    """Sample 0 is full of three documents, and 1 holds one of three tokens."""
+
+    def packing(self, k: int) -> Packing:
+        return [Packing((0, 2, 5), 6), Packing((0,), 2)][k]
+
+
+def test_packed_samples_say_where_documents_are_and_what_counts() -> None:
+    settings = {"packed": True, "find_documents": True, "eod_mask_loss": True}
+    (batch,) = loader(Packed(), **settings).load(0, 2)
+    # The last tokens of documents predict nothing, but for the one that is no input; padding is a document.
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]]
+    assert batch.document_starts == ((0, 2, 5), (0, 2))
+    (part,) = loader(Packed(), **settings, spans=((1, 3), (4, 6))).load(0, 2)
+    assert part.loss_mask.tolist() == [[0, 1, 0, 1], [1, 0, 0, 0]]
+    assert part.document_starts == batch.document_starts
+
+
+def test_end_of_document_tokens_have_no_part_in_packed_samples() -> None:
+    (batch,) = loader(Packed(), packed=True, eod_token=3, eod_mask_loss=True, find_documents=True).load(0, 2)
+    assert batch.tokens[0, 3] == 3 and batch.loss_mask[0, 3] == 1
+    assert batch.document_starts == ((0, 2, 5), (0, 2))
+
+
 @pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])
 def test_a_batch_that_does_not_divide(size: int, works: int) -> None:
     with pytest.raises(
@@ -149,6 +177,59 @@ def test_a_fault_in_the_thread_surfaces_in_load() -> None:
     ahead.prefetch(666, 2)
     assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # nobody asked for the bad one
     ahead.close()
+
+
+class Slow(Counting):
+    """Does not give a sample before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+
+    def sample(self, k: int) -> np.ndarray:
+        assert self.may.wait(60)
+        return super().sample(k)
+
+
+def test_the_time_that_load_waits_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("megalite.data.loader.time.perf_counter", lambda: now[0])
+
+    class Counted(Counting):
+        def sample(self, k: int) -> np.ndarray:
+            now[0] += 0.25
+            return super().sample(k)
+
+    ahead = loader(Counted())
+    ahead.load(0, 4)
+    assert ahead.waited == 1.0
+    ahead.prefetch(4, 4)
+    while len(ahead.dataset.asked) < 8:
+        time.sleep(0.001)
+    ahead.load(4, 4)
+    assert ahead.waited == 0.0
+
+
+def test_an_unwanted_read_ends_with_its_microbatch() -> None:
+    dataset = Slow()
+    ahead = loader(dataset)
+    ahead.prefetch(0, 1000)
+    assert ahead._ahead is not None
+    ahead._ahead._unwanted.set()
+    dataset.may.set()
+    assert ahead.load(2000, 2)[0].sample_ids == (2000, 2001)
+    assert len(dataset.asked) <= 4
+
+
+def test_close_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.loader._PATIENCE", 0.01)
+    dataset = Slow()
+    ahead = loader(dataset)
+    ahead.prefetch(0, 2)
+    ahead.close()
+    assert dataset.asked == []
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "megalite-loader"] == [True]
+    dataset.may.set()
 
 
 def test_close_ends_the_thread() -> None:

@@ -1,3 +1,6 @@
+import errno
+import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +10,11 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.blended import BlendedDataset
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.sources import Datasets, build_datasets, parse_data_path
+from megalite.data.packed_dataset import PackedDataset
+from megalite.data.sources import Datasets, build_datasets
+from megalite.data.token_files import TokenFiles
 from tests.data.token_files import write_by_layout
 
 
@@ -25,26 +31,29 @@ def build(
     return build_datasets(data, seq_length=8, seed=1, vocab_size=vocab_size, splits=splits)
 
 
-def test_parse_data_path() -> None:
-    assert parse_data_path(["a"]) == [(None, "a")]
-    assert parse_data_path(["a", "b"]) == [(None, "a"), (None, "b")]
-    assert parse_data_path(["0.3", "a", "0.7", "b"]) == [(0.3, "a"), (0.7, "b")]
-    assert parse_data_path(["1", "2"]) == [(1.0, "2")]
+@pytest.mark.parametrize("entries", [["2023", "2024"], ["0.3", "b", "2023", "2024"], ["2024", "2023"]])
+def test_a_token_file_that_reads_as_a_weight(
+    entries: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2023", "2024", "b"):
+        write_by_layout(tmp_path / name, [[1] * 20] * 50)
+    with pytest.raises(
+        ConfigError, match=r"is a token file and also reads as a weight; write \./202[34], or 0\.5 "
+    ):
+        build(DataConfig(data_path=entries))
+    for plain in (["./2023", "./2024"], ["0.5", "2023", "0.5", "2024"]):
+        assert isinstance(build(DataConfig(data_path=plain, split="1")).train, BlendedDataset)
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (["0.3", "a", "b"], "'0.3' looks like a weight"),
-        (["0.3", "a", "x", "b"], "'0.3' looks like a weight"),
-        (["0", "a", "1", "b"], "weight 0.0 of a must be above 0"),
-        (["-1", "a", "1", "b"], "weight -1.0 of a must be above 0"),
-        (["inf", "a"], "weight inf of a"),
-    ],
-)
-def test_bad_data_paths(entries: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_data_path(entries)
+def test_a_path_with_a_space_that_was_cut(folder: Path) -> None:
+    (folder / "my data").mkdir()
+    write_by_layout(folder / "my data" / "a", [[1] * 20] * 50)
+    whole = f"{folder}/my data/a"
+    with pytest.raises(ConfigError) as error:
+        build(DataConfig(data_path=whole.split()))
+    assert f"text is cut at spaces; write ['{whole}'] in YAML" in str(error.value)
+    assert build(DataConfig(data_path=[whole])).train is not None
 
 
 def test_one_path_is_split_by_documents(folder: Path) -> None:
@@ -68,7 +77,7 @@ def test_a_split_without_documents_is_none(folder: Path) -> None:
 def test_a_blend_without_weights_follows_the_tokens(folder: Path) -> None:
     paths = [str(folder / "web_text_document"), str(folder / "books_text_document")]
     train = build(DataConfig(data_path=paths, split="1")).train
-    assert isinstance(train, BlendedDataset) and train.quotas == [1, 3]
+    assert isinstance(train, BlendedDataset) and train.shares == [Fraction(1, 4), Fraction(3, 4)]
     values = np.array([train.sample(k)[0] for k in range(400)])
     assert (np.sum(values == 1), np.sum(values == 2)) == (100, 300)
 
@@ -76,7 +85,7 @@ def test_a_blend_without_weights_follows_the_tokens(folder: Path) -> None:
 def test_a_blend_with_weights(folder: Path) -> None:
     paths = ["0.9", str(folder / "web_text_document"), "0.1", str(folder / "books_text_document")]
     train = build(DataConfig(data_path=paths, split="90,10")).train
-    assert isinstance(train, BlendedDataset) and train.quotas == [9, 1]
+    assert isinstance(train, BlendedDataset) and train.shares == [Fraction(9, 10), Fraction(1, 10)]
 
 
 def test_paths_for_each_split(folder: Path) -> None:
@@ -97,19 +106,30 @@ def test_mock_data_needs_no_files() -> None:
     assert not np.array_equal(built.train.sample(0), built.valid.sample(0))
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "n" * 300 + "/d"])
+def test_a_name_that_cannot_be_looked_up(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"File name too long; a prefix is a path without \.bin"):
+        build(DataConfig(data_path=[str(tmp_path / name)]))
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "no data: give --data-path PREFIX"),
-        ({"data_path": ["a"], "mock_data": True}, "mock_data and data_path are given at once"),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "data_path and train_data_path.* are given at once"),
-        ({"train_data_path": ["a"], "split": "1,1,1"}, "split 1,1,1 has no effect"),
-        ({"valid_data_path": ["a"]}, "without train_data_path"),
-    ],
+    ("function", "message"),
+    [("stat", "Permission denied; a prefix is"), ("iterdir", "cannot be listed .Permission denied.; check")],
 )
-def test_settings_that_do_not_go_together(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(DataConfig(**settings))
+def test_a_folder_without_permission(
+    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    path = str(tmp_path / "d")
+    with monkeypatch.context() as patch:
+        if function == "stat":
+            patch.setattr("megalite.data.token_files.Path.stat", refuse)
+        else:
+            patch.setattr("megalite.data.token_files.Path.iterdir", refuse)
+        with pytest.raises(ConfigError, match=message):
+            TokenFiles(10).open(path)
 
 
 def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
@@ -141,16 +161,76 @@ def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> N
 def test_a_large_file_is_sampled_and_read_ids_are_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite.data.sources._EXACT_CHECK_BYTES", 0)
-    tokens = [0] * (3 << 20)
-    tokens[(1 << 20) + 1] = 99  # in a block that a sample of a third does not look at
-    write_by_layout(folder / "big", [tokens])
-    monkeypatch.setattr("megalite.data.sources._SAMPLED_TOKENS", 1 << 20)
-    train = build(DataConfig(data_path=[str(folder / "big")], split="1")).train
-    assert isinstance(train, GPTDataset)
-    k = train._epoch(0).samples.tolist().index((1 << 20) // 8)
+    monkeypatch.setattr("megalite.data.token_files.SAMPLED_BYTES", 3 << 20)
+    block = 1 << 19  # tokens in a block of 1 MiB; the first, the third and the last of six are looked at
+
+    def train(bad: int, value: int = 99) -> GPTDataset:
+        tokens = np.zeros(5 * block + 1000, np.uint16)
+        tokens[bad] = value
+        with IndexedDatasetWriter(folder / "big", np.uint16) as writer:
+            writer.add_document(tokens)
+        built = build(DataConfig(data_path=[str(folder / "big")], split="1")).train
+        assert isinstance(built, GPTDataset)
+        return built
+
+    for seen in (0, 5, 2 * block + 1, 5 * block + 999):
+        with pytest.raises(ConfigError, match=r"big\.bin: holds token id 99, but vocab_size is 10"):
+            train(seen)
+    dataset = train(block + 8)
+    order = dataset._epoch(0).samples
+    k = next(k for k in range(dataset.samples_per_epoch) if order(k) == (block + 8) // 8)
     with pytest.raises(ConfigError, match="document 0 holds token id 99, outside vocab_size 10"):
-        train.sample(k)
+        dataset.sample(k)
+
+
+def test_a_negative_token_id_fails_at_the_start(folder: Path) -> None:
+    write_by_layout(folder / "negative", [[1, 2, -3] * 9], code=4, letter="i")
+    with pytest.raises(ConfigError, match=r"negative\.bin: holds token id -3; ids are at least 0"):
+        build(DataConfig(data_path=[str(folder / "negative")]))
+
+
+def test_best_fit_makes_packed_datasets(folder: Path) -> None:
+    paths = [str(folder / "web_text_document"), str(folder / "books_text_document")]
+    train = build_datasets(
+        DataConfig(data_path=paths, split="1", packing="best-fit"),
+        seq_length=30,
+        seed=1,
+        vocab_size=10,
+        splits=("train",),
+        pad_token=7,
+    ).train
+    assert isinstance(train, BlendedDataset)
+    assert all(isinstance(part, PackedDataset) and part.pad_token == 7 for part in train.datasets)
+    packing = train.packing(0)
+    assert packing is not None and packing.starts[0] == 0
+    assert (train.sample(0)[packing.used + 1 :] == 7).all()
+
+
+def test_where_large_indices_are_kept(folder: Path) -> None:
+    """Beside each token file, or in one folder for all; small ones nowhere."""
+    (folder / "more").mkdir()
+    write_by_layout(folder / "more" / "d", [[1] * 20] * 70)
+    paths = [str(folder / "web_text_document"), str(folder / "more" / "d")]
+
+    def prepare(small_bytes: int, folder: Path | None = None) -> None:
+        built = build_datasets(
+            DataConfig(data_path=paths, split="1", data_cache_path=None if folder is None else str(folder)),
+            seq_length=8,
+            seed=1,
+            vocab_size=10,
+            splits=("train",),
+            small_bytes=small_bytes,
+        )
+        assert isinstance(built.train, BlendedDataset)
+        built.train.prepare(0, 100)
+        built.train.sample(0)
+
+    prepare(1 << 20)
+    assert not (folder / "cache").exists()
+    prepare(0)
+    assert [len(list((at / "cache").iterdir())) for at in (folder, folder / "more")] == [1, 1]
+    prepare(0, folder / "all")
+    assert len(list((folder / "all").iterdir())) == 2
 
 
 def test_a_short_split_that_nobody_reads_is_no_fault(folder: Path) -> None:

@@ -1,7 +1,8 @@
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data.splits import parse_split, split_documents
+from megalite.config.split import parse_split
+from megalite.data.splits import split_documents
 
 
 def test_documents_are_cut_where_megatron_cuts_them() -> None:

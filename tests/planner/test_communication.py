@@ -14,6 +14,7 @@ SP = {"sequence_parallel": True}
 Z1 = {"dp_strategy": "distributed-optimizer"}
 MOE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "packing": "best-fit"},
     "dp2": {"dp": 2, "ddp_bucket_size": 3000},
     "dp4 zero-1 bf16": {"dp": 4, **Z1, "precision": "bf16"},
     "tp2": {"tp": 2, "hidden_dropout": 0.1},

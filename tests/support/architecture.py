@@ -20,7 +20,10 @@ LATE_IMPORTS = {
 DISPATCHERS = {"megalite.cli.main"}
 """Modules that import by name: one command's module, when it is called."""
 
-OPTIONAL_PACKAGES = {"matplotlib", "tensorboard", "tokenizers", "torch.utils.tensorboard", "transformers"}
+OPTIONAL_PACKAGES = {
+    *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
+    *("transformers", "zstandard"),
+}
 """Third-party packages of the extras, imported where they are used."""
 
 MEGATRON_FILES = "megalite.conversion.megatron"
@@ -142,7 +145,11 @@ def code_from_data(module: Module) -> list[str]:
             wrong += [text for call in PICKLING_CALLS - allowed if text == call or is_tail(text, call)]
         elif isinstance(node, ast.Name) and node.id in RUNNING_TEXT:
             wrong.append(node.id)
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and ast.unparse(node.value) != "False"
+        ):
             wrong.append("allow_pickle")
     return wrong
 

@@ -48,11 +48,12 @@ class Setup:
             device=CPU,
         )
 
-    def step(self, number: int, seconds: float = 0.5, **changes: Any) -> None:
+    def step(self, number: int, seconds: float = 0.5, waited: float = 0.0, **changes: Any) -> None:
         self.now += seconds
         values = {"loss": 2.0, "grad_norm": 1.5, "lr": 3e-4, "loss_scale": 1.0, "skipped": False}
         values |= {"auxiliary": {}, **changes}
-        self.reporter.step(StepResult(**values), after=Progress(number, 8 * number), batch_size=8)
+        after = Progress(number, 8 * number)
+        self.reporter.step(StepResult(**values), after=after, batch_size=8, data_wait_seconds=waited)
 
 
 def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +100,14 @@ def test_the_last_step_is_reported_whatever_the_interval(monkeypatch: pytest.Mon
     assert setup.lines[-1].endswith("ETA 0:00:00")
 
 
+def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch)
+    for number, waited in enumerate((0.001, 0.008, 0.0005, 0.0095, 0.0, 0.01), start=1):
+        setup.step(number, waited=waited)
+    assert [re.findall(r"data wait (\S+) ms", line) for line in setup.lines] == [[], ["5.0"], ["5.0"]]
+    assert [record["data_wait_ms"] for record in setup.sink.found[:2]] == [1.0, 8.0]
+
+
 def test_nan_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.step(1, loss=math.nan, grad_norm=math.nan)
@@ -143,6 +152,15 @@ def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyP
         "valid_loss": math.log(8.0),
         "valid_perplexity": pytest.approx(8.0),
     }
+
+
+def test_the_test_split_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch)
+    setup.reporter.evaluation(math.log(8.0), at=Progress(20, 160), split="test")
+    assert setup.lines == ["step 20/20 | test loss 2.0794 | test perplexity 8.00"]
+    (record,) = setup.sink.found
+    assert (record["kind"], record["test_loss"]) == ("test", math.log(8.0))
+    assert record["test_perplexity"] == pytest.approx(8.0)
 
 
 def test_a_validation_loss_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,7 @@ import torch
 from megalite.training.step import NonFiniteError, Stepper
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import (
-    LLAMA,
     Runner,
-    assemble,
     assert_same_numbers,
     build,
     local_parts,
@@ -62,7 +60,8 @@ def unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
 def overflow_on_one_rank(
     context: RankContext, world: int, settings: dict[str, Any], culprit: int
 ) -> dict[str, Any]:
-    config = tiny_config(world, precision="fp16", initial_loss_scale=2.0**10, hysteresis=2, **settings)
+    fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 2}
+    config = tiny_config(world, micro_batch_size=2, **fp16, **settings)
     runner = Runner(build(context, config))
     results, held = [runner.step()], []
     for _ in range(2):
@@ -103,48 +102,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(settings: dict[str, Any],
         assert found["held"] == [True, True, False]
         assert found["updates"] == 2
         assert np.isfinite([found["norms"][0], found["norms"][3]]).all()
-
-
-def steps_of(context: RankContext, world: int, settings: dict[str, Any], count: int) -> dict[str, Any]:
-    runner = Runner(build(context, tiny_config(world, **settings)))
-    first = local_parts(runner.replica, "main_param")
-    losses = [runner.step().loss for _ in range(count)]
-    return {"losses": losses, "first": first, "last": local_parts(runner.replica, "main_param")}
-
-
-def movement(run: list[dict[str, Any]]) -> np.ndarray:
-    """How far every main parameter has moved, in one vector."""
-    first, last = (assemble([rank[moment] for rank in run]) for moment in ("first", "last"))
-    return np.concatenate([(last[name] - first[name]).ravel() for name in sorted(last)])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"dp": 2, **Z1, **LLAMA}],
-    ids=["tp2-sp", "pp2-vpp2", "dp2-zero"],
-)
-def test_half_precision_follows_fp32(settings: dict[str, Any]) -> None:
-    """Ten small steps: losses within 0.5 % (bf16) or 0.1 % (fp16), and the main parameters move the same way.
-
-    A bf16 weight of 0.1 has steps of 4e-4, and these updates are of 2e-4: without fp32 main parameters most of them
-    would be lost.
-    """
-    common = {
-        **settings,
-        "lr": 2e-4,
-        "lr_warmup_iters": None,
-        "lr_decay_style": "constant",
-        "weight_decay": 0.0,
-    }
-    exact = run_ranks(2, steps_of, 2, {**common, "precision": "fp32"}, 10)
-    moved = movement(exact)
-    for precision, bound, more in (("bf16", 5e-3, {}), ("fp16", 1e-3, {"initial_loss_scale": 2.0**10})):
-        half = run_ranks(2, steps_of, 2, {**common, "precision": precision, **more}, 10)
-        np.testing.assert_allclose(half[0]["losses"], exact[0]["losses"], rtol=bound, err_msg=precision)
-        ours = movement(half)
-        cosine = ours @ moved / np.linalg.norm(ours) / np.linalg.norm(moved)
-        assert cosine > 0.95, (precision, cosine)
-        assert np.linalg.norm(ours) == pytest.approx(np.linalg.norm(moved), rel=0.05), precision
 
 
 def stopped_by(context: RankContext, settings: dict[str, Any], value: float) -> dict[str, Any]:

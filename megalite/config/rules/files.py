@@ -1,8 +1,10 @@
 """Rules about data, tokenizer, checkpoints and evaluation: which settings go together. No file is opened here."""
 
+from megalite.config.data_paths import PATH_SETTINGS, parse_data_path
 from megalite.config.errors import ConfigError
 from megalite.config.rules.effect import refuse_idle
 from megalite.config.run import RunConfig
+from megalite.config.split import parse_split
 
 
 def check_data(config: RunConfig, explicit: frozenset[str]) -> None:
@@ -29,10 +31,59 @@ def check_data(config: RunConfig, explicit: frozenset[str]) -> None:
             f"eval_interval {config.training.eval_interval} needs data to evaluate on; add --valid-data-path or "
             f"remove it"
         )
+    if d.test_data_path and config.training.eval_interval is None:
+        raise ConfigError(
+            f"test_data_path {' '.join(d.test_data_path)} has no effect without eval_interval: the test split is "
+            "evaluated at the end of a run that also validates; add --eval-interval 100 or remove it"
+        )
     if d.mock_data and config.model.vocab_size is None:
         raise ConfigError("mock_data needs the range of its tokens; add --vocab-size, e.g. 1024")
+    for name in PATH_SETTINGS:
+        parse_data_path(getattr(d, name), name)
+    if d.split is not None:
+        parse_split(d.split)
+    _check_order(config, explicit)
     _check_documents(config, explicit)
     _check_tokenizer(config)
+
+
+def _check_order(config: RunConfig, explicit: frozenset[str]) -> None:
+    """How samples are made of documents."""
+    d = config.data
+    if d.mock_data:
+        refuse_idle(
+            config,
+            explicit,
+            ["packing", "data_order", "data_cache_path"],
+            cause="with mock_data, which has no documents",
+            remedy="use data_path",
+        )
+    if d.packing != "best-fit":
+        return
+    if d.data_order == "megatron":
+        raise ConfigError(
+            "packing best-fit does not go with data_order megatron, which cuts samples from one stream of documents; use "
+            "packing stream or data_order megalite"
+        )
+    refuse_idle(
+        config,
+        explicit,
+        ["data_cache_path"],
+        cause="with packing best-fit, whose index is made at the start of each epoch",
+        remedy="use packing stream",
+    )
+    for name, already in (
+        ("reset_attention_mask", "documents never see each other"),
+        ("reset_position_ids", "positions start from 0 in each document"),
+        ("eod_mask_loss", "the last token of a document predicts nothing"),
+    ):
+        refuse_idle(
+            config,
+            explicit,
+            [name],
+            cause=f"with packing best-fit, where {already}",
+            remedy="use packing stream",
+        )
 
 
 def _check_documents(config: RunConfig, explicit: frozenset[str]) -> None:
@@ -52,8 +103,8 @@ def _check_documents(config: RunConfig, explicit: frozenset[str]) -> None:
     ]
     d = config.data
     source = d.data_path or d.train_data_path
-    known = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "NullTokenizer"
-    if used and source and not known:
+    known = d.tokenizer_model or d.vocab_file or d.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer")
+    if used and source and not known and d.packing == "stream":
         raise ConfigError(
             f"{used[0]} needs the token that ends a document; add the tokenizer that made {source[-1]} "
             f"(--tokenizer-model FILE), or remove it"
@@ -75,6 +126,17 @@ def _check_tokenizer(config: RunConfig) -> None:
         raise ConfigError(
             f"tokenizer_model {d.tokenizer_model} and vocab_file {d.vocab_file} are two tokenizers; keep one of them"
         )
+    if d.tiktoken_pattern is not None:
+        if d.tokenizer_type not in (None, "TikTokenizer"):
+            raise ConfigError(
+                f"tiktoken_pattern {d.tiktoken_pattern} has no effect with tokenizer_type {d.tokenizer_type}; use "
+                "TikTokenizer or remove it"
+            )
+        if d.tokenizer_model is None:
+            raise ConfigError(
+                f"tiktoken_pattern {d.tiktoken_pattern} has no effect without a tiktoken file; add --tokenizer-model FILE "
+                "or remove it"
+            )
 
 
 def check_checkpoint(config: RunConfig, explicit: frozenset[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES
+from megalite.config.data import DataConfig
 from megalite.conversion.huggingface.families import FAMILIES, Family
 from megalite.conversion.huggingface.folder import find_file, read_json, refuse_code
 from megalite.conversion.huggingface.model_config import ModelFile
@@ -42,6 +43,7 @@ class HuggingFaceWeights:
     """
 
     format = "huggingface"
+    tokenizer_hints = DataConfig()
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)

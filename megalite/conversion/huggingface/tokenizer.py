@@ -18,6 +18,7 @@ from megalite.conversion.weights import ConversionError
 from megalite.data.tokenizers.base import read_tokenizer_file
 from megalite.data.tokenizers.gpt2_bpe import END_OF_DOCUMENT as GPT2_END
 from megalite.data.tokenizers.hugging_face import END_OF_DOCUMENT
+from megalite.data.tokenizers.kind import is_tiktoken
 
 GENERATION = "generation_config.json"
 SETTINGS = "tokenizer_config.json"
@@ -61,8 +62,8 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
         family: its model_type.
 
     Raises:
-        ConversionError: a file cannot be read, is not of a tokenizer, or asks for code of its own; or transformers would
-            make another tokenizer of it in a folder of that family.
+        ConversionError: a file cannot be read, is not of a tokenizer, is tiktoken's, or asks for code of its own; or
+            transformers would make another tokenizer of it in a folder of that family.
     """
     files = _gather(paths)
     parsed = {name: parse_json(files[name], name) for name in _PARSED if name in files}
@@ -97,6 +98,12 @@ def _gather(paths: Sequence[Path]) -> dict[str, bytes]:
 
 
 def _canonical_name(path: Path, content: bytes) -> str:
+    # Lines of a merges.txt could look like tiktoken's.
+    if path.suffix != ".txt" and is_tiktoken(content):
+        raise ConversionError(
+            f"{path} is a tiktoken file, of which transformers makes no tokenizer; leave it out (--without-tokenizer), or "
+            "give the tokenizer.json of the same model with --tokenizer-model"
+        )
     if path.name in TOKENIZER_FILES:
         return path.name
     if content.lstrip()[:1] == b"{":

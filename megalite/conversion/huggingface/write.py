@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.safetensors_header import FORMAT_PT
+from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.families import Family, choose_family
 from megalite.conversion.huggingface.folder import read_json, refuse_code
 from megalite.conversion.huggingface.read import TOKEN_IDS, HuggingFaceWeights
@@ -16,8 +17,11 @@ from megalite.conversion.huggingface.shards import INDEX, SINGLE
 from megalite.conversion.huggingface.tokenizer import GENERATION, export_tokenizer
 from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.stream import Target, split_files, write_file
+from megalite.conversion.tokenizer_files import has_tokenizer, tokenizer_of
 from megalite.conversion.weights import Weights
 from megalite.conversion.wrapped import LastRead, innermost
+
+_END = "eos_token_id"
 
 
 def write_huggingface(
@@ -61,6 +65,8 @@ def write_huggingface(
         token_ids, generation = theirs.token_ids, _generation(theirs)
     else:
         token_ids = {name: tokenizer.token_ids.get(name) for name in TOKEN_IDS}
+        if token_ids[_END] is None:
+            token_ids[_END] = _end_of_document(weights, log)
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**known, **tokenizer.generation}
     targets = [
@@ -116,6 +122,16 @@ def _keeps_tokens(weights: Weights, theirs: HuggingFaceWeights) -> bool:
     """The ids of tokens still mean what they did: the folder's own tokenizer goes along, or none."""
     files, own = ([path.resolve() for path in source.tokenizer_files] for source in (weights, theirs))
     return files in ([], own)
+
+
+def _end_of_document(weights: Weights, log: Log) -> int | None:
+    """What ends a document, by the tokenizer that goes along or else by the one that the model was trained with."""
+    try:
+        tokenizer = tokenizer_of(weights if has_tokenizer(weights.tokenizer_files) else innermost(weights))
+    except ConfigError as error:
+        log(f"no eos_token_id: the tokenizer cannot be opened: {error}")
+        return None
+    return None if tokenizer is None else tokenizer.eod
 
 
 def _generation(theirs: HuggingFaceWeights) -> dict[str, Any] | None:

@@ -17,6 +17,8 @@ from megalite.conversion.tokenizer_files import (
     named_tokenizer_files,
 )
 from megalite.conversion.weights import ConversionError, Weights
+from megalite.data.tokenizers.base import read_tokenizer_file
+from megalite.data.tokenizers.kind import tell_kind
 
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
 """What megatron.core's llama3 scaling has built in."""
@@ -158,8 +160,9 @@ def _tokenizer_type(files: Sequence[Path]) -> str | None:
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     if MODEL_JSON in named:
         return "HuggingFaceTokenizer"
-    if MODEL_SENTENCEPIECE in named:
-        return "SentencePieceTokenizer"
+    if MODEL_SENTENCEPIECE in named:  # or so it is called
+        path = named[MODEL_SENTENCEPIECE]
+        return tell_kind(read_tokenizer_file(path), path)
     return "GPT2BPETokenizer" if {VOCAB, MERGES} <= named.keys() else None
 
 

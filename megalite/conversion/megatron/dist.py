@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.conversion.megatron.dist_metadata import StoredPiece, StoredTensor, read_metadata
 from megalite.conversion.megatron.folders import step_folder
 from megalite.conversion.megatron.given_args import Arguments
@@ -50,6 +51,7 @@ class MegatronDistWeights:
 
     format = "megatron"
     tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
+    tokenizer_hints = DataConfig()
 
     def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
         self.path = step_folder(folder, iteration)

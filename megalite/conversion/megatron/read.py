@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.conversion.megatron.folders import Grid, rank_files, step_folder
 from megalite.conversion.megatron.layout import (
     HEAD,
@@ -52,6 +53,7 @@ class MegatronWeights:
 
     format = "megatron"
     tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
+    tokenizer_hints = DataConfig()
 
     def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
         self.path = step_folder(folder, iteration)

@@ -5,23 +5,41 @@ from pathlib import Path
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.tokenizers.base import Tokenizer, read_tokenizer_file
+from megalite.data.tokenizers.byte_level import ByteLevelTokenizer
 from megalite.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalite.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megalite.data.tokenizers.kind import (
+    DESCRIPTIONS,
+    HUGGING_FACE,
+    SENTENCEPIECE,
+    TIKTOKEN,
+    is_tiktoken,
+    tell_kind,
+)
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from megalite.data.tokenizers.tiktoken_tokenizer import TikTokenizer
 
-_MODEL_NAMES = ("tokenizer.json", "tokenizer.model")
+_GPT2 = "GPT2BPETokenizer"
+_EXAMPLES = {
+    SENTENCEPIECE: "tokenizer.model",
+    HUGGING_FACE: "tokenizer.json",
+    TIKTOKEN: "cl100k_base.tiktoken",
+}
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")
+"""Kinds that tokenizer_type alone makes."""
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """The tokenizer that `data` names, or None if it names none.
 
     Without tokenizer_type, vocab_file and merge_file make a GPT-2 BPE, and tokenizer_model is told by its content.
-    tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, or vocab.json and merges.txt.
+    tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json and
+    merges.txt: the first of them that is of tokenizer_type, if that is given.
 
     Args:
-        data: its tokenizer_type, tokenizer_model, vocab_file and merge_file are read.
-        vocab_size: for NullTokenizer, which has no file to tell it.
+        data: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read.
+        vocab_size: for NullTokenizer, which has no file to tell it, and for a tiktoken file in JSON.
 
     Raises:
         ConfigError: a file is missing or garbled, or the settings do not go together.
@@ -32,15 +50,25 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
             f"tokenizer_model {model} and vocab_file {vocab_file} / merge_file {merge_file} are given at once; "
             "a tokenizer has either one model file or a vocab.json and a merges.txt"
         )
+    if data.tokenizer_type in WITHOUT_FILES:
+        return _without_files(data, vocab_size)
     if model is not None and Path(model).is_dir():
-        model, vocab_file, merge_file = _look_into(Path(model))
-    kind = data.tokenizer_type or _tell_kind(model, vocab_file, merge_file)
+        model, vocab_file, merge_file = look_into(Path(model), data.tokenizer_type)
+    kind = data.tokenizer_type or _tell(model, vocab_file, merge_file)
     if kind is None:
+        if data.tiktoken_pattern is not None:
+            raise ConfigError(
+                f"tiktoken_pattern ({data.tiktoken_pattern}) is given without a tokenizer; give --tokenizer-model FILE"
+            )
         return None
-    if kind == "NullTokenizer":
-        _refuse(kind, tokenizer_model=model, vocab_file=vocab_file, merge_file=merge_file)
-        return NullTokenizer(vocab_size)
-    if kind == "GPT2BPETokenizer":
+    if kind == SENTENCEPIECE and data.tokenizer_type is None and data.tiktoken_pattern is not None:
+        kind = TIKTOKEN  # content that tells nothing, and a setting that only this kind has
+    if kind != TIKTOKEN and data.tiktoken_pattern is not None:
+        raise ConfigError(
+            f"{kind} ({model or vocab_file}) does not read tiktoken_pattern ({data.tiktoken_pattern}); leave it out or "
+            "give a tiktoken file"
+        )
+    if kind == _GPT2:
         _refuse(kind, tokenizer_model=model)
         if vocab_file is None or merge_file is None:
             raise ConfigError(
@@ -49,39 +77,83 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
             )
         return GPT2BPETokenizer(vocab_file, merge_file)
     _refuse(kind, vocab_file=vocab_file, merge_file=merge_file)
-    if kind not in ("SentencePieceTokenizer", "HuggingFaceTokenizer"):
+    if kind not in _EXAMPLES:
         raise ConfigError(
-            f"tokenizer_type {kind} is unknown; use SentencePieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer or "
-            "NullTokenizer"
+            f"tokenizer_type {kind} is unknown; use {', '.join((*_EXAMPLES, _GPT2, *WITHOUT_FILES[1:]))} or "
+            f"{WITHOUT_FILES[0]}"
         )
     if model is None:
-        example = "tokenizer.model" if kind == "SentencePieceTokenizer" else "tokenizer.json"
-        raise ConfigError(f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {example}")
-    return SentencePieceTokenizer(model) if kind == "SentencePieceTokenizer" else HuggingFaceTokenizer(model)
+        raise ConfigError(
+            f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {_EXAMPLES[kind]}"
+        )
+    told = tell_kind(read_tokenizer_file(model), model)
+    if told != kind and told in DESCRIPTIONS:
+        raise ConfigError(
+            f"tokenizer_model {model} is {DESCRIPTIONS[told]}, which tokenizer_type {kind} does not read; give "
+            f"--tokenizer-type {told} or leave that out"
+        )
+    if kind == TIKTOKEN:
+        return TikTokenizer(model, data.tiktoken_pattern, vocab_size)
+    return SentencePieceTokenizer(model) if kind == SENTENCEPIECE else HuggingFaceTokenizer(model)
 
 
-def _look_into(folder: Path) -> tuple[str | None, str | None, str | None]:
-    """(model, vocab_file, merge_file) of a folder as Hugging Face and Meta lay them out."""
-    for name in _MODEL_NAMES:
-        if (folder / name).is_file():
-            return str(folder / name), None, None
+def _without_files(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    kind = data.tokenizer_type
+    assert kind is not None
+    _refuse(
+        kind, tokenizer_model=data.tokenizer_model, vocab_file=data.vocab_file, merge_file=data.merge_file
+    )
+    _refuse(kind, tiktoken_pattern=data.tiktoken_pattern)
+    return NullTokenizer(vocab_size) if kind == "NullTokenizer" else ByteLevelTokenizer()
+
+
+def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
+    """(model, vocab_file, merge_file) of a folder as Hugging Face, Meta and OpenAI lay them out.
+
+    Args:
+        wanted: the tokenizer_type; where several tokenizers are there, the first of this kind is taken.
+
+    Raises:
+        ConfigError: there is none, or nothing tells which of several is meant.
+    """
+    ranked = sorted(folder.glob("*.tiktoken"))
+    named = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    models = [*named, *ranked]
+    if wanted is not None and len(models) > 1:
+        models = [path for path in models if tell_kind(read_tokenizer_file(path), path) == wanted] or models
     vocab_file, merge_file = folder / "vocab.json", folder / "merges.txt"
-    if vocab_file.is_file() and merge_file.is_file():
+    pair = vocab_file.is_file() and merge_file.is_file()
+    if pair and (wanted == _GPT2 or not models):
         return None, str(vocab_file), str(merge_file)
+    if models and models[0] in ranked and len(ranked) > 1:
+        raise ConfigError(
+            f"tokenizer_model {folder} holds several tokenizers: {', '.join(path.name for path in ranked[:5])}; give the "
+            "path of one file"
+        )
+    if models:
+        return str(models[0]), None, None
     raise ConfigError(
-        f"tokenizer_model {folder} is a folder without {' or '.join(_MODEL_NAMES)} or vocab.json and merges.txt; "
-        "give the path of the model file"
+        f"tokenizer_model {folder} is a folder without tokenizer.json, tokenizer.model, a .tiktoken file, or vocab.json "
+        "and merges.txt; give the path of the model file"
     )
 
 
-def _tell_kind(model: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
+def is_tiktoken_model(model: str) -> bool:
+    """tokenizer_model, a file or a folder, is tiktoken's, as far as its content tells.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file: str | None = model
+    if Path(model).is_dir():
+        file, _, _ = look_into(Path(model), None)
+    return file is not None and is_tiktoken(read_tokenizer_file(file))
+
+
+def _tell(model: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
     if vocab_file is not None or merge_file is not None:
-        return "GPT2BPETokenizer"
-    if model is None:
-        return None
-    # A SentencePiece model is a protocol buffer; it never starts with a brace.
-    is_json = model.endswith(".json") or read_tokenizer_file(model).lstrip()[:1] == b"{"
-    return "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
+        return _GPT2
+    return None if model is None else tell_kind(read_tokenizer_file(model), model)
 
 
 def _refuse(kind: str, **settings: str | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.errors import ConfigError
-from megalite.data.tokenizers.base import digest, read_tokenizer_file
+from megalite.data.tokenizers.base import digest, is_failure, read_tokenizer_file, require_characters
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 """Names that the end of document is looked for under where nothing names it."""
@@ -29,6 +29,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer_file: str | Path) -> None:
         content = read_tokenizer_file(tokenizer_file)
+        self._path = tokenizer_file
         try:
             import tokenizers
         except ImportError:
@@ -38,8 +39,12 @@ class HuggingFaceTokenizer:
             ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the package raises plain Exception for whatever is wrong in the JSON
-            raise ConfigError(f"{tokenizer_file} is not a Hugging Face tokenizer.json: {error}") from None
+        except BaseException as error:  # a plain Exception or a panic for whatever is wrong in the JSON
+            if not is_failure(error):
+                raise
+            raise ConfigError(
+                f"{tokenizer_file} is not a Hugging Face tokenizer.json: {str(error)[:300]}"
+            ) from None
         # Truncation and padding may be stored in the file; they are settings of an inference server, not of a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -51,9 +56,8 @@ class HuggingFaceTokenizer:
         end = _named_end(settings) if Path(tokenizer_file).name == TOKENIZER_NAME else None
         if end is not None and end not in vocabulary:
             raise ConfigError(f"{settings}: eos_token {end!r} is not in the vocabulary of {tokenizer_file}")
-        if (
-            end is not None and end != guess
-        ):  # part of what defines it; else the digest stays that of the file
+        # A named end that is not the guess is part of what defines it; else the digest stays that of the file.
+        if end is not None and end != guess:
             self._fingerprint = digest(content, end.encode())
         end = end or guess
         if end is None:
@@ -65,11 +69,23 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without the start and end tokens of the file's post-processor."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text. TOKENIZERS_PARALLELISM=false in the environment keeps the library to one thread."""
+        require_characters(texts)
+        # encode_batch_fast leaves out where in the text each token was; older versions of the package lack it.
+        encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+        try:
+            return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""
-        return str(self._tokenizer.decode([int(i) for i in ids]))
+        return str(self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size]))
 
     def fingerprint(self) -> str:
         """Digest of the file, and of the end of document if it is not the one that the file alone would have."""

@@ -38,6 +38,10 @@ class NullTokenizer:
             ids.append(int(word))
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers in each text; raises as encode does."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The ids in decimal."""
         return " ".join(str(i) for i in ids)

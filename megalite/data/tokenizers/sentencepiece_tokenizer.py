@@ -6,7 +6,7 @@ from pathlib import Path
 import sentencepiece
 
 from megalite.config.errors import ConfigError
-from megalite.data.tokenizers.base import digest, read_tokenizer_file
+from megalite.data.tokenizers.base import digest, read_tokenizer_file, require_characters
 
 
 class SentencePieceTokenizer:
@@ -23,6 +23,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model_file: str | Path) -> None:
         content = read_tokenizer_file(model_file)
+        self._path = model_file
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = self._processor.LoadFromSerializedProto(content)
@@ -43,11 +44,20 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`."""
-        return list(self._processor.encode(text))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        require_characters(texts)
+        try:
+            ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"{self._path}: the model fails on a text: {str(error)[:200]}") from None
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; control pieces such as </s> are left out."""
-        return str(self._processor.decode([int(i) for i in ids]))
+        return str(self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size]))
 
     def fingerprint(self) -> str:
         """Digest of the model file."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.generation.sample import Sampling, generate
@@ -117,6 +118,7 @@ class InMemory:
     """`Weights` out of a dictionary under our names, such as a conversion in between leaves behind."""
 
     format = "megalite"
+    tokenizer_hints = DataConfig()
 
     def __init__(
         self, path: Path, model: ModelConfig, seq_length: int, tensors: dict[str, torch.Tensor]

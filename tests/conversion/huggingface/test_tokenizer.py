@@ -243,7 +243,11 @@ def test_faults(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"model": {"vocab": {name: 0}}}))
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_bytes(b"\xff")
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3's is called
+    (tmp_path / "list.json").write_text('[{"rank": 0, "token_bytes": "IQ==", "token_str": "!"}]')
     for names, message in (
+        (["list.json"], r"list\.json is a tiktoken file.*\(--without-tokenizer\)"),
+        (["tokenizer.model"], r"tokenizer\.model is a tiktoken file.*\(--without-tokenizer\)"),
         (["a.json", "b.json"], r"b\.json: a second tokenizer\.json; a model has one tokenizer"),
         (["vocab.json", "merges.txt"], r"<\|endoftext\|> is not in the vocabulary"),
         (["merges.txt"], "do not make a tokenizer"),

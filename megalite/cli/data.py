@@ -1,0 +1,257 @@
+"""`megalite data`: look into token files, verify, merge and split them, and build their sample index beforehand."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megalite.cli import data_index
+from megalite.cli.byte_progress import ByteProgress
+from megalite.cli.data_flags import SHOWN_TOKENS, parser
+from megalite.cli.data_text import format_document, format_facts, format_verified, format_written
+from megalite.cli.inspect_text import visible
+from megalite.cli.output import show
+from megalite.cli.stopping import Stopped, first_signal_raises
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.config.split import SPLITS
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.made_with import require_recorded_tokenizer
+from megalite.data.output_prefix import check_output_prefix
+from megalite.data.side_file import unused_side_file
+from megalite.data.tokenizers.base import Tokenizer
+from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.tools.copying import Stretch
+from megalite.data.tools.documents import parse_documents
+from megalite.data.tools.inspect import inspect, read_documents
+from megalite.data.tools.merge import merge
+from megalite.data.tools.prefixes import find_prefixes
+from megalite.data.tools.split import parts_of_equal_tokens, parts_of_split, split_dataset
+from megalite.data.tools.verify import dataset_bytes, verify
+
+OK, DAMAGED, BAD_INPUT = 0, 1, 2
+_BAR_SECONDS = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0 if all went well; 1 if `verify` found damage; 2 after bad input or an error of the file system; 130 or 143
+        after Ctrl-C or SIGTERM.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with first_signal_raises():
+            if words[:1] == ["index"]:
+                return data_index.main(words[1:])
+            arguments = parser().parse_args(words)
+            return _COMMANDS[arguments.command](arguments)
+    except (ConfigError, OSError) as error:
+        return _fail(error)
+    except Stopped as stopped:
+        print(stopped.how, file=sys.stderr)
+        return stopped.status
+
+
+def _fail(error: Exception | str) -> int:
+    print(f"error: {visible(str(error))}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    prefixes = find_prefixes(arguments.datasets)
+    tokenizer = _tokenizer(arguments)
+    vocab_size = arguments.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if vocab_size is not None and vocab_size < 1:
+        raise ConfigError(f"vocab_size {vocab_size} must be at least 1; give the tokenizer's")
+    status = OK
+    results: list[dict[str, Any]] = []
+    for prefix in prefixes:
+        try:
+            _note_unused_side_file(prefix)
+            _check_tokenizer(prefix, tokenizer)
+            with _showing(dataset_bytes(prefix)) as on_bytes:
+                result = verify(
+                    prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes
+                )
+        except (ConfigError, OSError) as error:
+            status = _fail(error)
+            results.append({"prefix": prefix, "error": str(error)})
+            continue
+        status = max(status, OK if result.fault is None else DAMAGED)
+        results.append(asdict(result))
+        if not arguments.json:
+            show(visible(format_verified(result)))
+        if result.bad_side_file is not None:
+            status = _fail(result.bad_side_file)
+    if arguments.json:
+        show(json.dumps(results, indent=2))
+    return status
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    tokenizer = _tokenizer(arguments)
+    if tokenizer is None and arguments.vocab_size is not None:
+        raise ConfigError(
+            f"vocab_size {arguments.vocab_size} has no effect without a tokenizer: add --tokenizer-type NullTokenizer"
+        )
+    if tokenizer is not None and arguments.documents is None:
+        raise ConfigError("a tokenizer shows the text of documents: say which, as in --documents 0:3")
+    if arguments.max_tokens < 1:
+        raise ConfigError(f"max_tokens {arguments.max_tokens} must be at least 1; try {SHOWN_TOKENS}")
+    status = OK
+    results: list[dict[str, Any]] = []
+    for prefix in find_prefixes(arguments.datasets):
+        try:
+            _note_unused_side_file(prefix)
+            facts = _facts(prefix, arguments, tokenizer)
+        except (ConfigError, OSError) as error:
+            status = _fail(error)
+            results.append({"prefix": prefix, "error": str(error)})
+            continue
+        results.append(facts)
+        if not arguments.json:
+            parts = [format_facts(facts), *map(format_document, facts.get("shown_documents", []))]
+            show(visible("\n".join(parts)))
+    if arguments.json:
+        show(json.dumps(results, indent=2))
+    return status
+
+
+def _facts(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Of one dataset, with the documents that are asked for."""
+    dataset = IndexedDataset(prefix)
+    facts = inspect(dataset)
+    if arguments.documents is not None:
+        _check_tokenizer(prefix, tokenizer)
+        chosen = parse_documents(arguments.documents, dataset)
+        facts["shown_documents"] = [
+            asdict(document) | _text(document.tokens, tokenizer, dataset)
+            for document in read_documents(dataset, chosen, max_tokens=arguments.max_tokens)
+        ]
+    return facts
+
+
+def _note_unused_side_file(prefix: str) -> None:
+    """Say that a file which looks like a side file is none; one that is damaged is named by whoever needs it."""
+    with suppress(ConfigError):
+        note = unused_side_file(prefix)
+        if note is not None:
+            print(f"note: {visible(note)}", file=sys.stderr)
+
+
+def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDataset) -> dict[str, str]:
+    if tokenizer is None:
+        return {}
+    bad = next((token for token in tokens if not 0 <= token < tokenizer.vocab_size), None)
+    if bad is not None:
+        raise ConfigError(
+            f"{dataset.bin_path}: token id {bad}, but {tokenizer.name} has ids below {tokenizer.vocab_size}; give the "
+            "tokenizer that wrote it"
+        )
+    return {"text": tokenizer.decode(tokens)}
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    check_output_prefix(arguments.output_prefix, example="whole")
+    prefixes = find_prefixes(arguments.input)
+    for prefix in prefixes:
+        _note_unused_side_file(prefix)
+    with _showing(sum(_bin_bytes(prefix) for prefix in prefixes)) as on_bytes:
+        written = merge(prefixes, arguments.output_prefix, dtype=arguments.dtype, on_bytes=on_bytes)
+    show(visible(f"{format_written(written)}, of {len(prefixes)} datasets"))
+    if written.no_side_file is not None:
+        show(visible(written.no_side_file))
+    return OK
+
+
+def _split(arguments: argparse.Namespace) -> int:
+    check_output_prefix(arguments.output_prefix, example="part")
+    [prefix, *more] = find_prefixes([arguments.input])
+    if more:
+        raise ConfigError(f"{arguments.input} holds {1 + len(more)} datasets; give the prefix of one")
+    dataset = IndexedDataset(prefix)
+    if not dataset.num_documents:
+        raise ConfigError(f"{prefix} has no documents to split; give one that has")
+    _note_unused_side_file(prefix)
+    base = arguments.output_prefix
+    left_out: list[str] = []
+    if arguments.split is not None:
+        parts = parts_of_split(dataset, arguments.split)
+        named = [(f"{base}_{name}", part) for name, part in zip(SPLITS, parts, strict=True)]
+        outputs = [(name, part) for name, part in named if part]
+        left_out = [name for name, part in named if not part]
+    else:
+        if arguments.parts is not None:
+            parts = parts_of_equal_tokens(dataset, arguments.parts)
+        else:
+            parts = [parse_documents(text, dataset) for text in arguments.documents]
+        # As wide as the last, so that a folder lists them in order.
+        width = len(str(len(parts) - 1))
+        names = [f"{base}_{number:0{width}d}" for number in range(len(parts))]
+        outputs = list(zip(names if len(parts) > 1 else [base], parts, strict=True))
+    total = sum(Stretch.of(dataset, part).num_bytes for part in parts)
+    with _showing(total) as on_bytes:
+        all_written = split_dataset(prefix, outputs, on_bytes=on_bytes)
+    for written, (_, part) in zip(all_written, outputs, strict=True):
+        show(visible(f"{format_written(written)}, documents {part.start} to {part.stop - 1}"))
+    for name in left_out:
+        show(visible(f"{name}: no documents, not written"))
+    return OK
+
+
+@contextmanager
+def _showing(total: int) -> Iterator[Callable[[int], None]]:
+    """Progress of `total` bytes, on a line that is left before an answer is printed."""
+    progress = ByteProgress(total)
+    try:
+        yield progress.advance
+    finally:
+        # A shorter run has drawn no bar.
+        if progress.seconds >= _BAR_SECONDS:
+            progress.end()
+
+
+def _bin_bytes(prefix: str) -> int:
+    path = Path(f"{prefix}.bin")
+    return path.stat().st_size if path.exists() else 0
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer of the flags, if they name one."""
+    tokenizer = build_tokenizer(
+        DataConfig(
+            tokenizer_type=arguments.tokenizer_type,
+            tokenizer_model=arguments.tokenizer_model,
+            vocab_file=arguments.vocab_file,
+            merge_file=arguments.merge_file,
+            tiktoken_pattern=arguments.tiktoken_pattern,
+        ),
+        arguments.vocab_size,
+    )
+    if tokenizer is not None and arguments.vocab_size not in (None, tokenizer.vocab_size):
+        raise ConfigError(
+            f"vocab_size {arguments.vocab_size} has no effect: {tokenizer.name} has {tokenizer.vocab_size}; leave it out"
+        )
+    return tokenizer
+
+
+def _check_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> None:
+    """The tokenizer that is given must be the one that the side file names, if it names one."""
+    if tokenizer is not None:
+        require_recorded_tokenizer(prefix, tokenizer)
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {"verify": _verify, "inspect": _inspect, "merge": _merge, "split": _split}
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

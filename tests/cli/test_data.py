@@ -1,0 +1,317 @@
+"""`megalite data`: flags, answers and exit statuses; what the tools do is tested in tests/data/tools."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import data, data_index
+from megalite.cli.byte_progress import ByteProgress
+from megalite.cli.data import main
+from megalite.data.tokenizers.null import NullTokenizer
+from megalite.data.tokenizers.tiktoken_known import PATTERNS
+from tests.data.tools.layout import MIXED, both, pack, write, write_with_side_file
+
+Captured = pytest.CaptureFixture[str]
+NULL = {"kind": "NullTokenizer", "sha256": NullTokenizer(14).fingerprint(), "vocab_size": 14, "eod": 13}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_with_side_file(
+        tmp_path / "d",
+        MIXED,
+        tokenizer=NULL,
+        append_eod=False,
+        bad_lines={"invalid JSON": 2},
+        inputs={"files": 1, "bytes": 1234, "list": [{"name": "a.jsonl", "bytes": 1234}]},
+        token_histogram={
+            "most_common": [{"id": 1, "count": 1, "text": "a\x1b[2J"}],
+            "unused": 1,
+            "max_id": 13,
+        },
+    )
+
+
+def test_verify(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    plain = write(tmp_path / "plain", MIXED)
+    assert main(["verify", f"{prefix}.idx", f"{prefix}.bin", plain]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{prefix}: sound: 6 documents, 13 uint16 tokens, 212 bytes; ids up to 13, vocab_size 14; sha256 as in the "
+        "side file",
+        f"{plain}: sound: 6 documents, 13 uint16 tokens, 212 bytes; ids up to 13 (compared with nothing: give "
+        "--vocab-size); sha256 not compared: no side file",
+    ]
+    assert main(["verify", prefix, "--no-hash"]) == 0
+    assert capsys.readouterr().out.endswith("; sha256 not compared\n")
+    assert main(["verify", str(tmp_path), "--vocab-size", "13"]) == 1
+    damaged, other = capsys.readouterr().out.splitlines()
+    assert damaged.startswith(
+        f"{prefix}: damaged: {prefix}.bin: byte 24: token id 13 (document 5, sequence 7,"
+    )
+    assert other.startswith(f"{plain}: damaged: {plain}.bin: byte 24: ")
+
+
+def test_verify_goes_on_after_bad_input(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    plain = write(tmp_path / "a", MIXED)
+    Path(f"{plain}.json").write_text('{"format": 1}')
+    assert main(["verify", plain, prefix, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {plain}.json: documents is missing; move it away")
+    first, second = json.loads(captured.out)
+    assert (first["prefix"], first["fault"], first["largest_id"]) == (plain, None, 13)
+    assert first["bad_side_file"] in captured.err
+    assert (second["prefix"], second["fault"], second["largest_id"]) == (prefix, None, 13)
+    assert main(["verify", plain]) == 2
+    assert "a: sound: 6 documents" in capsys.readouterr().out
+    Path(f"{prefix}.idx").write_bytes(b"")
+    assert main(["verify", prefix, "--json"]) == 1
+    [result] = json.loads(capsys.readouterr().out)
+    assert (result["fault"]["path"], result["fault"]["offset"]) == (f"{prefix}.idx", 0)
+
+
+def test_verify_with_a_tokenizer(prefix: str, capsys: Captured) -> None:
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    assert main(["verify", prefix, *null, "14"]) == 0
+    assert main(["verify", prefix, *null, "15"]) == 2
+    assert "d.bin was made with another tokenizer: " in capsys.readouterr().err
+    assert main(["verify", prefix, "--vocab-size", "0"]) == 2
+    assert "error: vocab_size 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_inspect(prefix: str, capsys: Captured) -> None:
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "14"]
+    assert main(["inspect", prefix, "--documents", "1:3", "--max-tokens", "2", *null]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        prefix,
+        "  tokens     13 of type uint16",
+        "  documents  6 (2 without tokens, 8 sequences)",
+        "  files      .bin 26 bytes, .idx 186 bytes",
+        "  lengths    0 to 4 tokens, mean 2.2",
+        "                        2 to 3              3 ##############################",
+        f"  tokenizer  kind NullTokenizer, sha256 {NULL['sha256'][:12]}..., vocab_size 14, eod 13",  # type: ignore[index]
+        "  eod        not appended",
+        "  bad_lines  invalid JSON 2",
+        "  inputs     files 1, bytes 1,234",
+        r"  common     1 'a\x1b[2J'",
+        "  ids        unused 1, max_id 13",
+        "  document 1: 3 tokens, 3 sequences",
+        "    4 5 ... 1 more",
+        "    | 4 5",
+        "  document 2: 0 tokens, 0 sequences",
+    ):
+        assert line in text.splitlines(), line
+    assert main(["inspect", prefix, "--documents", "0", "--json", *null]) == 0
+    [facts] = json.loads(capsys.readouterr().out)
+    assert facts["shown_documents"] == [
+        {"number": 0, "sequences": 1, "length": 3, "tokens": [1, 2, 3], "text": "1 2 3"}
+    ]
+
+
+def test_inspect_refuses_what_has_no_effect(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    plain = write(tmp_path / "plain", MIXED)
+    for flags, message in (
+        ([prefix, *null, "14"], "say which, as in --documents 0:3"),
+        ([prefix, "--vocab-size", "14"], "vocab_size 14 has no effect"),
+        ([prefix, "--max-tokens", "0"], "max_tokens 0 must be at least 1"),
+        ([prefix, "--documents", "9"], "has the documents 0 to 5"),
+        ([plain, "--documents", "5", *null, "5"], "token id 10, but NullTokenizer has ids below 5"),
+        ([str(tmp_path / "zzz")], "neither "),
+    ):
+        assert main(["inspect", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_merge(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    plain = write(tmp_path / "e", MIXED)
+    output = str(tmp_path / "new" / "all")
+    assert main(["merge", "--input", str(tmp_path), "--output-prefix", output]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{output}.bin and .idx: 12 documents, 26 uint16 tokens, of 2 datasets",
+        f"no side file: {plain} has none; that the tokenizers agree was not checked",
+    ]
+    assert both(output) == pack(MIXED + MIXED)
+    assert main(["merge", "--input", plain, prefix, "--output-prefix", output]) == 2
+    assert "all.bin is there already" in capsys.readouterr().err
+    assert main(["merge", "--input", plain, "--output-prefix", output + "4", "--dtype", "int32"]) == 0
+    assert both(output + "4") == pack(MIXED, code=4)
+
+
+def test_split(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    def split(*flags: str) -> list[str]:
+        assert main(["split", "--input", prefix, *flags]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    out = str(tmp_path / "new" / "p")
+    [first, second] = split("--output-prefix", out, "--parts", "2")
+    assert first == f"{out}_0.bin, .idx and .json: 4 documents, 6 uint16 tokens, documents 0 to 3"
+    assert second == f"{out}_1.bin, .idx and .json: 2 documents, 7 uint16 tokens, documents 4 to 5"
+    assert both(f"{out}_1") == pack(MIXED[4:])
+    [one] = split("--output-prefix", out, "--documents", "1:3")
+    assert one.startswith(f"{out}.bin, ")
+    split("--output-prefix", out + "d", "--documents", "0:2", "--documents", "1:6")
+    assert both(f"{out}d_1") == pack(MIXED[1:])
+    [train, valid, test] = split("--output-prefix", out, "--split", "1,1")
+    assert train.startswith(f"{out}_train.bin") and valid.startswith(f"{out}_valid.bin")
+    assert test == f"{out}_test: no documents, not written"
+    assert not Path(f"{out}_test.bin").exists()
+    assert main(["split", "--input", str(tmp_path / "new"), "--output-prefix", out, "--parts", "2"]) == 2
+    assert "holds 7 datasets; give the prefix of one" in capsys.readouterr().err
+    empty = write(tmp_path / "empty", [])
+    assert main(["split", "--input", empty, "--output-prefix", out, "--parts", "2"]) == 2
+    assert "empty has no documents to split" in capsys.readouterr().err
+
+
+def test_names_of_many_parts_sort(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[[i]] for i in range(11)])
+    assert (
+        main(["split", "--input", prefix, "--output-prefix", str(tmp_path / "o" / "p"), "--parts", "11"]) == 0
+    )
+    assert main(["merge", "--input", str(tmp_path / "o"), "--output-prefix", str(tmp_path / "all")]) == 0
+    assert both(tmp_path / "all") == both(prefix)
+
+
+def test_errors_of_the_disk_are_one_line(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise OSError(28, "No space left on device", "x.bin")
+
+    monkeypatch.setattr(data, "merge", fail)
+    assert main(["merge", "--input", prefix, "--output-prefix", "x"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'x.bin'\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+@pytest.mark.parametrize("command", [["merge"], ["split", "--parts", "2"]])
+def test_a_signal_leaves_nothing_behind(
+    prefix: str,
+    command: list[str],
+    number: signal.Signals,
+    status: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    """While the tokens are copied, of which a part lies in a file by then."""
+    folder = Path(prefix).parent / "new"
+
+    def stop(self: ByteProgress, count: int) -> None:
+        assert list(folder.glob("all*.tmp"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(ByteProgress, "advance", stop)
+    before = signal.getsignal(number)
+    assert main([*command, "--input", prefix, "--output-prefix", str(folder / "all")]) == status
+    assert capsys.readouterr().err.splitlines()[-1] == word
+    assert not list(folder.iterdir()) and signal.getsignal(number) is before
+
+
+def test_all_datasets_of_a_folder_are_looked_at(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+    half, damaged = write(tmp_path / "a", MIXED), write(tmp_path / "b", MIXED)
+    Path(f"{half}.idx").unlink()
+    Path(f"{damaged}.bin").write_bytes(b"")
+    old = tmp_path / "c"
+    Path(f"{old}.bin").write_bytes(b"")
+    Path(f"{old}.idx").write_bytes(b"TNTIDX\0\0" + bytes(40))
+    for command in ("verify", "inspect"):
+        assert main([command, str(tmp_path), "--json"]) == 2
+        shown = capsys.readouterr()
+        first, second, third, last = json.loads(shown.out)
+        assert first == {
+            "prefix": half,
+            "error": f"{half}.idx does not exist; a dataset is a pair {half}.bin and {half}.idx",
+        }
+        assert second["prefix"] == damaged
+        assert "truncated" in (second["error"] if command == "inspect" else second["fault"]["text"])
+        assert third["prefix"] == str(old) and "TNTIDX" in third["error"] and "damaged" not in third["error"]
+        assert (last["prefix"], last["tokens"]) == (prefix, 13) and "error" not in last
+        assert main([command, str(tmp_path)]) == 2
+        shown = capsys.readouterr()
+        assert prefix in shown.out.splitlines()[-1 if command == "verify" else 0]
+        assert shown.err.count("error: ") == (2 if command == "verify" else 3)
+    assert main(["merge", "--input", str(tmp_path), "--output-prefix", str(tmp_path / "all")]) == 2
+    assert "a.idx does not exist" in capsys.readouterr().err
+    assert not list(tmp_path.glob("all*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"text": "1 2"}\n{"text": "3"}\n', "not a side file of megalite"),
+        ('{"tokenizer_sha256": "0", "bin_sha256": "1"}', "of an earlier version"),
+    ],
+)
+def test_a_file_that_is_no_side_file(tmp_path: Path, capsys: Captured, content: str, why: str) -> None:
+    """As all JSON of another program or an earlier version: named once, and then as good as none."""
+    plain = write(tmp_path / "d", MIXED)
+    Path(f"{plain}.json").write_text(content)
+    out = str(tmp_path / "out")
+    for command in (
+        ["verify", plain, "--tokenizer-type", "NullTokenizer", "--vocab-size", "14"],
+        ["inspect", plain],
+        ["merge", "--input", plain, "--output-prefix", out],
+        ["split", "--input", plain, "--output-prefix", out + "s", "--parts", "2"],
+    ):
+        assert main(command) == 0
+        shown = capsys.readouterr()
+        assert shown.err == f"note: {plain}.json is {why}: not used\n"
+        assert "None" not in shown.out
+    assert both(out) == both(plain) and not Path(out + ".json").exists()
+    Path(f"{plain}.bin").write_bytes(b"")
+    assert main(["verify", plain]) == 1
+
+
+def test_names_of_new_datasets(prefix: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(prefix).parent)
+    for command in (["merge"], ["split", "--split", "1,1"]):
+        assert main([*command, "--input", prefix, "--output-prefix", "sub/"]) == 2
+        assert "error: output_prefix sub/ has no name; give one such as sub/" in capsys.readouterr().err
+        assert not Path("sub").exists()
+
+
+def test_the_side_files_vocabulary_holds_too(prefix: str, capsys: Captured) -> None:
+    assert main(["verify", prefix, "--vocab-size", "5000"]) == 0
+    assert "ids up to 13, vocab_size 14;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "merge", "split"])
+def test_help_tells_exit_statuses(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Exit status: 0 " in shown and "143 after SIGTERM" in shown
+    if command in ("verify", "inspect"):
+        assert all(name in shown for name in PATTERNS)
+
+
+def test_index_has_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(data_index, "main", lambda argv: seen.append(argv) or 7)
+    assert main(["index", "--help", "--seq-length", "8"]) == 7
+    assert seen == [["--help", "--seq-length", "8"]]
+
+
+def test_it_needs_no_torch(prefix: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from megalite.cli.data import main; "
+        f"sys.exit(main(['verify', {prefix!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{prefix}: sound")
+
+
+def test_a_negative_id(tmp_path: Path, capsys: Captured) -> None:
+    prefix = write(tmp_path / "d", [[[1, -2]]], code=4)
+    assert struct.unpack("<ii", Path(f"{prefix}.bin").read_bytes()) == (1, -2)
+    assert main(["verify", prefix]) == 1
+    assert "byte 4: token id -2 (document 0, token 1), expected at least 0" in capsys.readouterr().out

@@ -1,0 +1,115 @@
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.train_tokenizer import main
+from megalite.config.data import DataConfig
+from megalite.data.tokenizers.base import Tokenizer
+from megalite.data.tokenizers.build import build_tokenizer
+
+BUILDER = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.py"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's real text, 0.6 MB of it."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", ["build_corpus", "--output", str(path), "--max-megabytes", "0.6"])
+        runpy.run_path(str(BUILDER), run_name="__main__")
+    assert not end.value.code
+    return path
+
+
+def opened(path: Path) -> Tokenizer:
+    tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("sentencepiece-bpe", "own.model"),
+        ("sentencepiece-unigram", "own.model"),
+        ("byte-level-bpe", "own.json"),
+    ],
+)
+def test_real_text(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
+) -> None:
+    prefix = tmp_path / "new" / "own"
+    command = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "900", "--type", kind]
+    assert main([*command, "--max-megabytes", "0.2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("read 200.0 KB of text in ") and "spread evenly over the inputs" in shown[0]
+    assert 1.5 < float(shown[1].split(" bytes per token on ")[0]) < 4
+    assert (
+        shown[2]
+        == f"{prefix.parent / file}: 900 pieces; use it with --tokenizer-model {prefix.parent / file}"
+    )
+    assert [path.name for path in prefix.parent.iterdir()] == [file]
+    tokenizer = opened(prefix.parent / file)
+    for line in corpus.read_text(encoding="utf-8").splitlines()[:40]:
+        text = json.loads(line)["text"]
+        if "<|endoftext|>" not in text:
+            assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+
+
+def test_bad_lines_and_few_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"body": "one two three " * 2000}) + "\nno JSON\n{}\n")
+    command = ["--input", str(path), "--output-prefix", str(tmp_path / "own"), "--json-keys", "body"]
+    assert main([*command, "--vocab-size", "275"]) == 0
+    shown = capsys.readouterr().out
+    assert "read 28.0 KB of text in 1 documents, 2 bad lines left out\n" in shown
+    assert "too few documents to hold some out" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--vocab-size", "0"], "vocab_size 0 is not from 260"),
+        (["--vocab-size", "99999999"], "vocab_size 99999999 is not from 260"),
+        (["--vocab-size", "100000"], "vocab_size 100000 cannot be trained on"),
+        (["--max-megabytes", "0"], "max_megabytes 0.0 is no amount of text; try --max-megabytes 20"),
+        (["--max-megabytes", "nan"], "max_megabytes nan is no amount of text"),
+        (["--pattern", "gpt4"], "sentencepiece-bpe does not read pattern (gpt4); use --type byte-level-bpe"),
+        (["--json-keys", "absent"], "lines left out, the first "),
+        (["--output-prefix", "folder/"], "output_prefix folder/ has no name"),
+        (["--output-prefix", "/proc/own"], "output_prefix /proc/own: no file can be written in /proc ("),
+        (["--input", "absent.jsonl"], "absent.jsonl"),
+    ],
+)
+def test_what_does_not_work(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    command = ["--input", str(corpus), "--output-prefix", str(tmp_path / "own"), *flags]
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and message in shown.err and not shown.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")]
+)
+def test_a_tokenizer_that_is_there_is_kept(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
+) -> None:
+    (tmp_path / file).write_text("old")
+    command = ["--input", str(corpus), "--output-prefix", str(tmp_path / "own"), "--type", kind]
+    assert main(command) == 2
+    assert f"{file} is there already; give another --output-prefix" in capsys.readouterr().err
+    assert (tmp_path / file).read_text() == "old"
+
+
+def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "`" not in shown
+    assert "2048 pieces, made from at most 20 MB of the text" in shown and "Exit status: 0 written" in shown

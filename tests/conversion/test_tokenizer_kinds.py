@@ -1,0 +1,174 @@
+"""Checkpoints of tokenizers that need more than their files, or have none: tiktoken's with a pattern, and bytes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.cli import convert, generate
+from megalite.config.data import DataConfig
+from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.tokenizer_files import (
+    named_tokenizer_files,
+    saved_tokenizer_files,
+    tokenizer_folder_files,
+    tokenizer_of,
+)
+from megalite.conversion.weights import ConversionError
+from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.tokenizers.train import train_sentencepiece
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.data.tokenizers.texts import write_megatron_list, write_tiktoken
+
+pytest.importorskip("tiktoken")
+
+RANKS = {bytes([byte]): byte for byte in range(256)}
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*words: str | Path) -> int:
+    return convert.main([str(word) for word in words])
+
+
+def continued(*words: str | Path) -> int:
+    fixed = ["--prompt", "def", "--max-new-tokens", "3", "--temperature", "0", "--device", "cpu"]
+    return generate.main([*fixed, *map(str, words)])
+
+
+def checkpoint(folder: Path, files: list[Path], **hints: Any) -> Path:
+    weights = MadeUp(folder.parent, {**GPT, "vocab_size": 1300}, tokenizer_files=files)
+    weights.tokenizer_hints = DataConfig(**hints)
+    return write_native(weights, folder, dtype=None, max_file_bytes=10**9, advance=ignore)
+
+
+def of_lines(folder: Path) -> Path:
+    return write_tiktoken(folder / "ours.tiktoken", RANKS)
+
+
+def of_list(folder: Path) -> Path:
+    """Under a name that a vocabulary of GPT-2 has."""
+    return write_megatron_list(folder / "vocab.json", RANKS)
+
+
+@pytest.mark.parametrize(
+    ("write", "pattern", "end"), [(of_lines, "gpt2", 256), (of_list, "cl100k_base", 2), (of_list, "v2", 2)]
+)
+def test_tiktoken(
+    write: Callable[[Path], Path], pattern: str, end: int, tmp_path: Path, capsys: Captured
+) -> None:
+    source = checkpoint(tmp_path / "a", [write(tmp_path)], tiktoken_pattern=pattern)
+    recorded = NativeWeights(source).recorded_tokenizer
+    given = build_tokenizer(
+        DataConfig(tokenizer_model=str(tmp_path / write(tmp_path).name), tiktoken_pattern=pattern), 1300
+    )
+    assert given is not None and recorded == given.fingerprint()
+
+    assert run(source, tmp_path / "hf", "--to", "huggingface") == 2
+    error = capsys.readouterr().err
+    assert "is a tiktoken file, of which transformers makes no tokenizer; leave it out (--without-" in error
+    assert run(source, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
+    said = capsys.readouterr().out
+    assert "tokens of text by tokenizer.model" in said and "verify   passed" in said
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == end
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+    assert run(source, tmp_path / "b", "--to", "native") == 0
+    assert "tokens of text by" in capsys.readouterr().out
+    again = NativeWeights(tmp_path / "b")
+    assert (again.recorded_tokenizer, again.tokenizer_hints.tiktoken_pattern) == (recorded, pattern)
+    assert f"tiktoken_pattern: {pattern}" in (tmp_path / "b" / "config.yaml").read_text()
+    assert continued("--load", tmp_path / "b") == 0
+    assert run(source, tmp_path / "m", "--to", "megatron") == 0
+
+
+def test_a_pattern_is_for_tiktoken_s_files_alone(tmp_path: Path, capsys: Captured) -> None:
+    source = checkpoint(tmp_path / "a", [of_lines(tmp_path)], tiktoken_pattern="gpt2")
+    byte_tokenizer(tmp_path / "other")
+    for given, status in ((tmp_path / "ours.tiktoken", 0), (tmp_path / "other", 2)):
+        assert continued("--load", source, "--tokenizer-model", given) == status
+    assert "is not the tokenizer that " in capsys.readouterr().err
+    flags = ["--to", "native", "--tokenizer-model"]
+    assert run(source, tmp_path / "b", *flags, tmp_path / "ours.tiktoken") == 0
+    assert capsys.readouterr().err == ""
+    assert run(source, tmp_path / "c", *flags, tmp_path / "other") == 0
+    assert "warning: " in capsys.readouterr().err
+    assert NativeWeights(tmp_path / "c").tokenizer_hints == DataConfig()
+
+
+def test_bytes(tmp_path: Path, capsys: Captured) -> None:
+    source = checkpoint(tmp_path / "a", [], tokenizer_type="ByteLevelTokenizer")
+    assert "tokenizer_type: ByteLevelTokenizer" in (source / "config.yaml").read_text()
+    for target, flags in (("hf", []), ("bare", ["--without-tokenizer"])):
+        assert run(source, tmp_path / target, "--to", "huggingface", *flags) == 0
+        said = capsys.readouterr().out
+        assert "tokens of text by ByteLevelTokenizer" in said
+        none = "ByteLevelTokenizer has none; ids are the bytes of the text in UTF-8, and 256 ends a document"
+        assert (f"no tokenizer file goes along: {none}\n" in said) is (target == "hf")
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((tmp_path / target / name).read_text())["eos_token_id"] == 256
+    assert run(source, tmp_path / "b", "--to", "native") == 0
+    tokenizer = tokenizer_of(NativeWeights(tmp_path / "b"))
+    assert tokenizer is not None and tokenizer.name == "ByteLevelTokenizer"
+    assert continued("--load", tmp_path / "b") == 0
+    assert run(source, tmp_path / "c", "--to", "native", "--without-tokenizer") == 0
+    assert tokenizer_of(NativeWeights(tmp_path / "c")) is None
+
+
+def test_numbers_are_no_text(tmp_path: Path, capsys: Captured) -> None:
+    source = checkpoint(tmp_path / "a", [], tokenizer_type="NullTokenizer")
+    assert run(source, tmp_path / "b", "--to", "native") == 0
+    said = capsys.readouterr().out
+    assert "a fixed random draw (NullTokenizer reads no text)" in said
+    assert "NullTokenizer has none; ids stand for no text, and 1299 ends a document" in said
+
+
+def test_a_tokenizer_that_is_gone_is_looked_for_and_told(tmp_path: Path, capsys: Captured) -> None:
+    source = checkpoint(tmp_path / "a", [of_lines(tmp_path)], tiktoken_pattern="gpt2")
+    (source / "tokenizer" / "tokenizer.model").unlink()
+    assert continued("--load", source) == 2
+    recorded = source / "tokenizer" / "tokenizer.model"
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith(
+            f"is not there (recorded as {recorded}, looked in {recorded.parent}); give --tokenizer-model (a file, or the "
+            "folder of vocab.json and merges.txt)"
+        )
+    )
+    assert continued("--load", source, "--tokenizer-model", tmp_path / "ours.tiktoken") == 0
+
+
+def test_the_files_of_a_folder_of_several(tmp_path: Path) -> None:
+    model = train_sentencepiece(["a text " * 50], output_prefix=tmp_path / "tokenizer", vocab_size=270)
+    byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+
+    def names(folder: Path, kind: str | None) -> list[str]:
+        return [path.name for path in tokenizer_folder_files(folder, kind)]
+
+    everything = ["tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"]
+    assert names(tmp_path, None) == names(tmp_path, "HuggingFaceTokenizer") == everything
+    assert names(tmp_path, "SentencePieceTokenizer") == [model.name]
+    assert names(tmp_path, "GPT2BPETokenizer") == ["vocab.json", "merges.txt"]
+    saved = DataConfig(tokenizer_model=str(tmp_path), tokenizer_type="SentencePieceTokenizer")
+    assert saved_tokenizer_files(saved, tmp_path / "run") == [model]
+    (tmp_path / "openai").mkdir()
+    with pytest.raises(ConversionError, match=r"no \.tiktoken file is there"):
+        tokenizer_folder_files(tmp_path / "openai")
+    lines = of_lines(tmp_path / "openai")
+    assert names(tmp_path / "openai", None) == ["ours.tiktoken"]
+    assert named_tokenizer_files([lines]) == {"tokenizer.model": lines}
+    write_tiktoken(tmp_path / "openai" / "b.tiktoken", RANKS)
+    with pytest.raises(ConversionError, match=r"several tokenizers: b\.tiktoken, ours\.tiktoken"):
+        tokenizer_folder_files(tmp_path / "openai")

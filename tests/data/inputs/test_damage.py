@@ -1,0 +1,178 @@
+"""Damaged files: one error that names the file."""
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from megalite.config.errors import ConfigError
+from tests.data.inputs.reading import read_all, write
+
+LINES = b"".join(b'{"text": "%d"}\n' % n for n in range(200))
+TEXTS = [str(n) for n in range(200)]
+
+
+def test_several_members_are_one_content(tmp_path: Path) -> None:
+    parts = [LINES[:501], b"", LINES[501:502], LINES[502:]]
+    pack = zstandard.ZstdCompressor(write_content_size=False).compress
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    contents = {
+        "a.jsonl.gz": b"".join(map(gzip.compress, parts)),
+        "padded.jsonl.gz": b"".join(map(gzip.compress, parts)) + bytes(1000),
+        "a.jsonl.zst": b"".join(map(pack, parts)),
+        "skip.jsonl.zst": skippable + pack(parts[0]) + skippable + b"".join(map(pack, parts[1:])) + skippable,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        assert read_all(tmp_path / name) == (TEXTS, []), name
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_no_truncation_goes_unseen(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl.{suffix}"
+    pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
+    first, second = pack(LINES[:1490]), pack(LINES[1490:])
+    whole = first + second
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        if length == len(first):  # nobody can tell that a second one was meant to follow
+            assert len(read_all(path)[0]) == 100, length
+            continue
+        with pytest.raises(
+            ConfigError, match=rf"a\.jsonl\.{suffix} cannot be read: .*; mend the file or leave it out"
+        ):
+            read_all(path)
+
+
+def test_damaged_content(tmp_path: Path) -> None:
+    packed = gzip.compress(LINES)
+    checked = zstandard.ZstdCompressor(write_checksum=True).compress(LINES)
+    contents = {
+        "text.jsonl.gz": (LINES, "as gzip it is damaged"),
+        "text.jsonl.zst": (LINES, "as zstd it is damaged"),
+        "zeros.jsonl.gz": (bytes(100), "as gzip it is damaged"),
+        "crc.jsonl.gz": (
+            packed[:-8] + b"\0\0\0\0" + packed[-4:],
+            "as gzip it is damaged .incorrect data check",
+        ),
+        "sum.jsonl.zst": (checked[:-4] + b"\0\0\0\0", "as zstd it is damaged .*checksum"),
+        "tail.jsonl.gz": (packed + b"tail", "as gzip it is damaged"),
+        "tail.jsonl.zst": (checked + b"tail", "as zstd it is damaged"),
+        "text.parquet": (LINES, "as parquet it is damaged"),
+        "inner.jsonl.gz": (gzip.compress(packed), "holds gzip data, not lines of JSON; run gzip -dc on it"),
+        "gzip.jsonl": (packed, "holds gzip data, not lines of JSON"),
+        "zstd.jsonl": (checked, "holds zstd data"),
+        "utf16.jsonl": (LINES.decode().encode("utf-16"), "holds UTF-16 text, not lines of JSON; run iconv"),
+    }
+    for name, (content, message) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name} .*{message}"):
+            read_all(tmp_path / name)
+
+
+def test_a_zstd_window_that_takes_too_much_memory(tmp_path: Path) -> None:
+    def packed(window_log: int) -> bytes:
+        parameters = zstandard.ZstdCompressionParameters(
+            window_log=window_log, hash_log=6, chain_log=6, strategy=1
+        )
+        packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
+        return packer.compress(LINES) + packer.flush()
+
+    (tmp_path / "a.jsonl.zst").write_bytes(packed(27))
+    assert read_all(tmp_path / "a.jsonl.zst") == (TEXTS, [])
+    (tmp_path / "a.jsonl.zst").write_bytes(packed(28))
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl\.zst .*a window above 128 MiB; compress it again with zstd --long=27"
+    ):
+        read_all(tmp_path / "a.jsonl.zst")
+
+
+def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl.zst", LINES)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        message = (
+            rf"{name} needs the package {package}, which is not installed: pip install 'megalite\[data\]'"
+        )
+        with pytest.raises(ConfigError, match=message):
+            read_all(tmp_path / name)
+
+
+def mutated(generator: random.Random, content: bytes) -> bytes:
+    """One to three faults: bytes changed, cut out, put in, doubled, or the rest lost."""
+    data = bytearray(content)
+    for _ in range(generator.randrange(1, 4)):
+        at = generator.randrange(len(data) + 1)
+        size = generator.choice([1, 1, 2, 8, 100])
+        kind = generator.randrange(6)
+        if kind == 0:
+            data[at : at + size] = generator.randbytes(len(data[at : at + size]))
+        elif kind == 1:
+            del data[at : at + size]
+        elif kind == 2:
+            data[at:at] = generator.randbytes(size)
+        elif kind == 3:
+            data[at:at] = data[at : at + size]
+        elif kind == 4:
+            data[at:at] = generator.choice(
+                [b"\n", b"\r", b"\0", b'"', b"\\", b"\\ud800", b"[" * 2000, b"9" * 5000]
+            )
+        else:
+            del data[at:]
+    return bytes(data) or b"\n"
+
+
+def originals(folder: Path) -> dict[str, bytes]:
+    generator = random.Random(2)
+    documents = [{"text": f"{n} é\n" * generator.randrange(1, 9), "id": n} for n in range(40)]
+    lines = "\n".join(
+        json.dumps(document, ensure_ascii=n % 2 > 0) for n, document in enumerate(documents)
+    ).encode()
+    table = pyarrow.table({"text": [document["text"] for document in documents], "id": range(40)})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=15, compression="zstd")
+    return {
+        "a.jsonl": lines,
+        "a.txt": lines,
+        "a.jsonl.gz": gzip.compress(lines[:999]) + gzip.compress(lines[999:]),
+        "a.jsonl.zst": zstandard.ZstdCompressor(write_checksum=True).compress(lines) * 2,
+        "a.parquet": (folder / "a.parquet").read_bytes(),
+    }
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(5))
+def test_no_damage_is_more_than_one_clear_error(tmp_path: Path, seed: int) -> None:
+    """300 mutated files for each seed: bad lines or a ConfigError with the name of the file, and nothing else."""
+    generator = random.Random(seed)
+    outcomes = set()
+    for name, content in originals(tmp_path).items():
+        path = tmp_path / name
+        good = None
+        for _ in range(60):
+            path.write_bytes(content)
+            good = good or read_all(path)[0]
+            changed = mutated(generator, content)
+            path.write_bytes(changed)
+            try:
+                texts, bad = read_all(path)
+            except ConfigError as error:
+                assert str(path) in str(error) and "\n" not in str(error)
+                outcomes.add("error")
+                continue
+            outcomes.add("bad" if bad else "good")
+            if name == "a.jsonl":
+                # What was left alone is still there: lines that are whole in the damaged file.
+                whole = {
+                    json.loads(line)["text"] for line in set(changed.split(b"\n")) & set(content.split(b"\n"))
+                }
+                assert whole <= set(texts)
+    assert outcomes == {"error", "bad", "good"}

@@ -1,0 +1,1 @@
+"""Tests of preprocessing: what it writes, and what it leaves when it is stopped."""

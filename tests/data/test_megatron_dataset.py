@@ -1,0 +1,141 @@
+"""Megatron-LM's order. The digests were made by megatron-core 0.16.1 (numpy 2.4), with its own dataset builder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, blend_sizes
+from megalite.data.megatron_order import MegatronPlan
+from tests.data.megatron_cases import Case, our_digests
+from tests.data.token_files import distinct_documents, write_by_layout
+
+CASES = json.loads((Path(__file__).parent / "megatron_digests.json").read_text())
+LENGTHS = [5, 1, 17, 3, 40, 2, 2, 9, 30, 8]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_the_arrays_are_megatrons(case: Case, tmp_path: Path) -> None:
+    assert our_digests(case, tmp_path) == case["digests"]
+
+
+def test_the_cases_are_of_all_kinds() -> None:
+    blends = [case for case in CASES if len(case["files"]) > 1]
+    assert any(case["weights"] for case in blends) and not all(case["weights"] for case in blends)
+    assert any(case["weights"] and len(case["files"]) == 1 for case in CASES)
+    assert any(case["split"] is None for case in CASES) and any(case["split"] for case in CASES)
+
+
+def make(folder: Path, num_samples: int | None, *, cache: IndexCache | None = None) -> MegatronDataset:
+    if not (folder / "d.idx").exists():
+        write_by_layout(folder / "d", distinct_documents(LENGTHS))
+    return MegatronDataset(
+        IndexedDataset(folder / "d"),
+        documents=range(10),
+        num_samples=num_samples,
+        seq_length=8,
+        seed=1234,
+        name="train",
+        cache=cache,
+    )
+
+
+def test_sample_index_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make(tmp_path, 100).arrays
+    for block in (1, 3, 7):
+        monkeypatch.setattr("megalite.data.megatron_order._BLOCK", block)
+        for name, array in make(tmp_path, 100).arrays.items():
+            assert np.array_equal(array, whole[name]), (block, name)
+
+
+def test_samples_are_stretches_of_the_shuffled_documents(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 40)
+    assert dataset.plan.epochs == 3 and len(dataset) == (3 * 117 - 1) // 8
+    arrays = dataset.arrays
+    stream = np.concatenate([dataset.indexed[int(i)] for i in arrays["document_index"]])
+    for k in range(len(dataset)):
+        start = 8 * int(arrays["shuffle_index"][k])
+        assert np.array_equal(dataset.sample(k), stream[start : start + 9])
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "plan"),
+    [
+        (None, MegatronPlan(1, 14, None)),
+        (14, MegatronPlan(1, 14, None)),
+        (15, MegatronPlan(2, 29, 14)),  # 1 of 14 samples from the last epoch: shuffled apart
+        (24, MegatronPlan(2, 29, 14)),  # 10 < int(0.8 * 14) = 11
+        (25, MegatronPlan(2, 29, None)),
+        (29, MegatronPlan(2, 29, None)),
+    ],
+)
+def test_epochs_and_the_rule_of_80_percent(num_samples: int | None, plan: MegatronPlan) -> None:
+    assert MegatronPlan.of(num_tokens=117, num_samples=num_samples, seq_length=8) == plan
+
+
+def test_exactly_80_percent() -> None:
+    for num_samples, apart in ((179, 100), (180, None)):
+        plan = MegatronPlan.of(num_tokens=801, num_samples=num_samples, seq_length=8)
+        assert plan == MegatronPlan(2, 200, apart)
+
+
+def test_a_sample_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 14)
+    dataset.prepare(0, 14)
+    with pytest.raises(ConfigError, match="made for 14 of them, and sample 14 is asked for"):
+        dataset.sample(14)
+    with pytest.raises(ConfigError, match="sample 14 is asked for"):
+        dataset.prepare(0, 15)
+    with pytest.raises(IndexError):
+        dataset.sample(-1)
+
+
+def test_a_split_without_tokens_and_seeds_out_of_range(tmp_path: Path) -> None:
+    indexed = make(tmp_path, 1).indexed
+    settings = {"num_samples": 5, "seq_length": 8, "name": "train"}
+    with pytest.raises(ConfigError, match="train split holds 0 tokens in 0 documents"):
+        MegatronDataset(indexed, documents=range(3, 3), seed=1, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="seed 4294967296 is outside the range"):
+        MegatronDataset(indexed, documents=range(3), seed=1 << 32, **settings)  # type: ignore[arg-type]
+
+
+def test_a_blend_reads_what_its_index_says(tmp_path: Path) -> None:
+    size, wanted = blend_sizes([0.3, 0.7], 40)
+    assert (size, wanted) == (40, [13, 29])  # ceil(12 * 1.005), ceil(28 * 1.005)
+    parts = [make(tmp_path, count) for count in wanted]
+    blend = MegatronBlend(parts, [0.3, 0.7], size=size, name="train")
+    blend.prepare(0, size)
+    index = blend.arrays["dataset_index"]
+    assert (index.dtype, np.bincount(index).tolist()) == (np.int16, [12, 28])
+    seen = [0, 0]
+    for k in range(size):
+        assert np.array_equal(blend.sample(k), parts[index[k]].sample(seen[index[k]]))
+        seen[index[k]] += 1
+    with pytest.raises(ConfigError, match="sample 40 is asked for"):
+        blend.prepare(0, 41)
+    with pytest.raises(ConfigError, match="sample 40 is asked for"):
+        blend.sample(40)
+    short = MegatronBlend([make(tmp_path, None), parts[1]], [0.9, 0.1], size=size, name="train")
+    with pytest.raises(ConfigError, match="made for 14 of them, and sample 35 is asked for"):
+        short.prepare(0, size)
+
+
+def test_large_indices_are_kept(tmp_path: Path) -> None:
+    def cache() -> IndexCache:
+        return IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
+
+    def blend(kept: IndexCache | None) -> MegatronBlend:
+        parts = [make(tmp_path, count, cache=kept) for count in (13, 29)]
+        return MegatronBlend(parts, [0.3, 0.7], size=40, name="train", cache=kept)
+
+    blend(cache()).prepare(0, 40)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    # Both parts, of 14 and 29 samples, and the choice.
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    plain, kept = blend(None), blend(cache())
+    assert all(np.array_equal(plain.sample(k), kept.sample(k)) for k in range(40))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before

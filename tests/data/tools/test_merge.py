@@ -1,0 +1,230 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.preprocess import main as preprocess_main
+from megalite.config.errors import ConfigError
+from megalite.data.side_file import read_side_file
+from megalite.data.tools import copying, documents, index_file
+from megalite.data.tools.merge import merge
+from megalite.data.tools.verify import verify
+from tests.data.tools.layout import LETTERS, MIXED, both, pack, write, write_with_side_file
+
+OTHER = [[], [[20], [21, 22]], [[]]]
+TOKENIZER = {"kind": "NullTokenizer", "sha256": "1" * 64, "vocab_size": 100, "eod": 99}
+
+
+def preprocess(output: Path, *inputs: Path) -> str:
+    """Texts of numbers to tokens; returns the prefix."""
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod", "--workers", "1"]
+    command = ["--input", *map(str, inputs), "--output-prefix", str(output), *flags]
+    assert preprocess_main(command) == 0
+    return f"{output}_text_document"
+
+
+@pytest.mark.parametrize("code", LETTERS)
+def test_sequences_and_documents_stay_as_they_are(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks end within a dataset."""
+    monkeypatch.setattr(index_file, "BLOCK", 3)
+    monkeypatch.setattr(copying, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(documents, "BLOCK", 2)
+    inputs = [MIXED, [], OTHER, [[]], MIXED]
+    prefixes = [write(tmp_path / f"d{i}", content, code=code) for i, content in enumerate(inputs)]
+    read: list[int] = []
+    written = merge(prefixes, str(tmp_path / "new" / "all"), on_bytes=read.append)
+    together = [document for content in inputs for document in content]
+    assert both(written.prefix) == pack(together, code=code)
+    assert (written.documents, written.sequences, written.tokens) == (16, 19, 29)
+    assert sum(read) == len(both(written.prefix)[0])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["all.bin", "all.idx"]
+
+
+def test_it_is_what_preprocessing_all_inputs_gives(tmp_path: Path) -> None:
+    texts = [["1 2 3", "4", "oops", "7 8"], ["5 6", "", "98 97 1 1 1"], ["2 2 2"]]
+    paths = []
+    for name, lines in zip("abc", texts, strict=True):
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    together = preprocess(tmp_path / "together", *paths)
+    parts = [preprocess(tmp_path / path.stem, path) for path in paths]
+    merged = merge(parts, str(tmp_path / "merged")).prefix
+    assert both(merged) == both(together)
+    assert read_side_file(merged) == read_side_file(together)
+    assert verify(merged).hashed
+
+
+def test_wider_tokens(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", [[[70000]]], code=4)
+    output = str(tmp_path / "all")
+    with pytest.raises(ConfigError, match=r"a holds uint16 tokens, .*b int32; give --dtype int32"):
+        merge([a, b], output)
+    merge([a, b], output, dtype="int32")
+    assert both(output) == pack([*MIXED, [[70000]]], code=4)
+    merge([a], str(tmp_path / "narrow"), dtype="uint8")
+    assert both(tmp_path / "narrow") == pack(MIXED, code=1)
+    with pytest.raises(ConfigError, match=r"b\.bin: token id 70000 does not fit uint16 \(0 to 65535\)"):
+        merge([a, b], str(tmp_path / "no"), dtype="uint16")
+    assert not list(tmp_path.glob("no*"))
+
+
+def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    b = write_with_side_file(tmp_path / "b", MIXED, tokenizer=TOKENIZER | {"sha256": "2" * 64})
+    with pytest.raises(
+        ConfigError, match=r"a was made with NullTokenizer 1{12}, .*b with NullTokenizer 2{12}"
+    ):
+        merge([a, write(tmp_path / "c", MIXED), b], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
+    facts = {"tokenizer": TOKENIZER, "key": "text"}
+    histogram = {"most_common": [{"id": 1, "count": 1, "text": "one"}]}
+    a = write_with_side_file(
+        tmp_path / "a", [[[1, 99]]], append_eod=True, bad_lines={"x": 1}, token_histogram=histogram, **facts
+    )
+    b = write_with_side_file(tmp_path / "b", [[[2, 1]]], append_eod=False, **facts)
+    side = read_side_file(merge([a, b], str(tmp_path / "ab")).prefix)
+    assert side is not None
+    assert (side["documents"], side["tokens"], side["key"], side["tokenizer"]) == (2, 4, "text", TOKENIZER)
+    assert not {"append_eod", "bad_lines", "inputs"} & set(side)
+    assert side["token_histogram"]["most_common"][:2] == [
+        {"id": 1, "count": 2, "text": "one"},
+        {"id": 2, "count": 1, "text": ""},
+    ]
+    assert verify(str(tmp_path / "ab")).fault is None
+    # A part without a side file: nobody knows whose ids these are.
+    written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
+    assert not written.files and not (tmp_path / "ac.json").exists()
+    assert written.no_side_file == (
+        f"no side file: {tmp_path}/c has none; that the tokenizers agree was not checked"
+    )
+
+
+def test_why_there_is_no_side_file(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    nameless = write_with_side_file(tmp_path / "n", MIXED)
+    plain = write(tmp_path / "p", MIXED)
+    foreign = write(tmp_path / "f", MIXED)
+    Path(f"{foreign}.json").write_text('{"text": "x"}\n' * 2)
+
+    def why(*prefixes: str) -> str | None:
+        written = merge(prefixes, str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"))
+        assert (
+            bool(written.files) == (written.no_side_file is None) == Path(f"{written.prefix}.json").exists()
+        )
+        return written.no_side_file
+
+    unchecked = "; that the tokenizers agree was not checked"
+    assert why(a) is None
+    assert why(plain) == f"no side file: {plain} has none"
+    assert why(a, foreign) == f"no side file: {foreign} has none{unchecked}"
+    assert why(nameless, a) == f"no side file: {nameless} has one that names no vocab_size{unchecked}"
+
+
+@pytest.mark.parametrize("at", [".bin", ".idx", ".json", "side file", "folder"])
+def test_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fails on the way from the last byte to the last name."""
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    before = sorted(tmp_path.iterdir())
+    replace = Path.replace
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    def replace_or_fail(self: Path, target: str) -> Path:
+        return fail() if target.endswith(at) else replace(self, target)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Path, "replace", replace_or_fail)
+    if at in ("side file", "folder"):
+        monkeypatch.setattr(copying, "write_durably" if at == "side file" else "sync_folder", fail)
+    with pytest.raises(OSError, match="disk full"):
+        merge([a], str(tmp_path / "all"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("suffix", "offset"), [(".bin", 2), (".idx", 34 + 12 * 8 + 8)])
+def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> None:
+    """Another id, or another border of a document, would get a sha256 of its own in the new side file."""
+    a = write_with_side_file(tmp_path / "a", MIXED)
+    merge([a], str(tmp_path / "wide"), dtype="int32")
+    data = bytearray(Path(a + suffix).read_bytes())
+    data[offset] ^= 2
+    Path(a + suffix).write_bytes(data)
+    for dtype in (None, "int32"):
+        with pytest.raises(
+            ConfigError, match=rf"a\{suffix}: sha256 is .* as in its side file: it is damaged"
+        ):
+            merge([a], str(tmp_path / "all"), dtype=dtype)
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has written datasets of that name before ours has anything."""
+    a = write(tmp_path / "a", MIXED)
+
+    def fail(*arguments: object, **settings: object) -> None:
+        write(tmp_path / "all", OTHER)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(copying, "IndexFile", fail)
+    with pytest.raises(OSError, match="disk full"):
+        merge([a], str(tmp_path / "all"))
+    assert both(tmp_path / "all") == pack(OTHER)
+
+
+def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", MIXED)
+    for output in (f"{tmp_path}/sub/", ""):
+        with pytest.raises(ConfigError, match="has no name; give one such as"):
+            merge([a], output)
+    (tmp_path / "file").write_text("")
+    for folder in ("/proc", tmp_path / "file"):
+        with pytest.raises(
+            ConfigError,
+            match=f"output_prefix {folder}/o: no file can be written in {folder} .*; give a prefix in a",
+        ):
+            merge([a], f"{folder}/o")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_damaged_inputs(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", [[[100]]], tokenizer=TOKENIZER)
+    with pytest.raises(ConfigError, match=r"a\.bin: token id 100, expected 0 to 99"):
+        merge([a], str(tmp_path / "all"))
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"a\.bin: truncated"):
+        merge([a], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "free_bytes", lambda folder: 100)
+    with pytest.raises(ConfigError, match=r"100 bytes free, \d+ are needed for .*all"):
+        merge([write(tmp_path / "a", MIXED)], str(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("changed", [OTHER, [*MIXED[:-1], [[10]]]])
+def test_a_dataset_that_changes_meanwhile(
+    tmp_path: Path, changed: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", MIXED)
+    monkeypatch.setattr(copying, "free_bytes", lambda folder: write(tmp_path / "b", changed) and None)
+    with pytest.raises(ConfigError, match="b changed while it was read"):
+        merge([a, b], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_more_datasets_than_open_files(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    prefixes = [write(tmp_path / f"d{i:03d}", [[[i]]]) for i in range(60)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
+    try:
+        merge(prefixes, str(tmp_path / "all"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert both(tmp_path / "all") == pack([[[i]] for i in range(60)])

@@ -1,0 +1,128 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.sources import build_datasets
+from megalite.training.indices import Need, leads_node, prepare_indices
+from tests.data.token_files import write_by_layout
+from tests.support.ranks import RankContext, run_ranks
+
+RANKS, PER_NODE = 4, 2
+SAMPLES = 60
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    write_by_layout(tmp_path / "d", [[i % 10] * (5 + i) for i in range(40)])
+    return tmp_path / "d"
+
+
+def prepared(context: RankContext, prefix: str, folders: list[str], empty: bool = False) -> dict:
+    """Two nodes of two ranks; each rank has its cache folder. Ranks 0, 2 and 3 open the data."""
+    world = context.topology(dp=RANKS).world
+    device = context.topology(dp=RANKS).device
+    leads = leads_node(world, device, node=f"node{context.rank // PER_NODE}")
+    notes: list[str] = []
+    source, needs, built, samples = None, [], [], []
+    if context.rank != 1:
+        source = build_datasets(
+            DataConfig(data_path=[prefix], split="1", data_cache_path=folders[context.rank] or None),
+            seq_length=16,
+            seed=1,
+            vocab_size=10,
+            splits=("train",),
+            log=notes.append,
+            small_bytes=0,
+        ).train
+        assert isinstance(source, GPTDataset) and source.cache is not None
+        needs = [Need(source, 0, SAMPLES)]
+    try:
+        lines = prepare_indices(needs, notes, world=world, device=device, leads=leads)
+    except ConfigError as error:
+        return {"error": str(error)}
+    if isinstance(source, GPTDataset) and source.cache is not None:
+        built = [kept.built for kept in source.cache.kept]
+        if empty:
+            shutil.rmtree(folders[context.rank], ignore_errors=True)
+        samples = [source.sample(k).tolist() for k in range(SAMPLES)]
+    return {"leads": leads, "built": built, "lines": lines, "samples": samples}
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def run(tokens: Path, folders: list[Path | None], empty: bool = False) -> list[dict]:
+    texts = ["" if folder is None else str(folder) for folder in folders]
+    return run_ranks(RANKS, prepared, str(tokens), texts, empty)
+
+
+def test_a_shared_folder_is_built_in_once(tokens: Path, tmp_path: Path) -> None:
+    found = run(tokens, [tmp_path / "c"] * RANKS)
+    assert [one["leads"] for one in found] == [True, False, True, False]
+    # 40 documents of 980 tokens are 61 samples of 16: one epoch. Node 1 sees what rank 0 has made.
+    assert [one["built"] for one in found] == [[True], [], [False], []]
+    assert len(entries(tmp_path / "c")) == 1
+    assert found[0]["samples"] == found[2]["samples"] == found[3]["samples"]
+    assert all(one["lines"] == [] for one in found)
+
+
+def test_each_node_builds_in_a_folder_of_its_own(tokens: Path, tmp_path: Path) -> None:
+    folders: list[Path | None] = [tmp_path / f"node{rank // PER_NODE}" for rank in range(RANKS)]
+    found = run(tokens, folders)
+    assert [one["built"] for one in found] == [[True], [], [True], []]
+    assert entries(tmp_path / "node0") == entries(tmp_path / "node1")
+    assert found[0]["samples"] == found[3]["samples"]
+
+
+def test_a_folder_that_is_emptied_meanwhile(tokens: Path, tmp_path: Path) -> None:
+    found = run(tokens, [tmp_path / "c"] * RANKS, empty=True)
+    again = run(tokens, [tmp_path / "other"] * RANKS)
+    assert [one["samples"] for one in found] == [one["samples"] for one in again]
+
+
+def test_a_default_folder_that_cannot_be_written_is_said_once(tokens: Path) -> None:
+    (tokens.parent / "cache").write_text("in the way")
+    found = run(tokens, [None] * RANKS)
+    assert [one["built"] for one in found] == [[]] * RANKS
+    for one in found:
+        (line,) = one["lines"]
+        assert f"cannot write to {tokens.parent / 'cache'}" in line and "made in the memory" in line
+    assert found[0]["samples"] == found[2]["samples"]
+
+
+def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """Also if one node alone has the fault."""
+    (tmp_path / "file").write_text("in the way")
+    for folders in ([tmp_path / "file"] * RANKS, [*[tmp_path / "c"] * 2, *[tmp_path / "file"] * 2]):
+        errors = {one["error"] for one in run(tokens, list(folders))}
+        assert len(errors) == 1 and f"data_cache_path {tmp_path / 'file'}: File exists" in errors.pop()
+
+
+def lone(context: RankContext, prefix: str, folder: str) -> list[int]:
+    """How many indices there are before the first step of a run of five epochs, and at each epoch after it."""
+    topology = context.topology()
+    data = DataConfig(data_path=[prefix], split="1", data_cache_path=folder)
+    source = build_datasets(
+        data, seq_length=16, seed=1, vocab_size=10, splits=("train",), small_bytes=0
+    ).train
+    assert isinstance(source, GPTDataset)
+    needs = [Need(source, 0, 5 * source.samples_per_epoch)]
+    prepare_indices(needs, [], world=topology.world, device=topology.device, leads=True)
+    counts = [len(entries(Path(folder)))]
+    for epoch in range(5):
+        source.sample(epoch * source.samples_per_epoch)
+        if source.behind is not None:
+            source.behind.join()
+        counts.append(len(entries(Path(folder))))
+    return counts
+
+
+def test_two_epochs_are_made_before_the_first_step(tokens: Path, tmp_path: Path) -> None:
+    assert run_ranks(1, lone, str(tokens), str(tmp_path / "c")) == [[2, 2, 3, 4, 5, 5]]

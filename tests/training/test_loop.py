@@ -1,0 +1,281 @@
+"""The run around its steps: what it evaluates when, and that its batches are read ahead."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.data.loader import BatchLoader, Microbatch
+from megalite.training.evaluation import read_batches
+from megalite.training.loop import _Run, train
+from tests.data.token_files import write_by_layout
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import TINY, build, tiny_config
+
+
+class Broken:
+    """A dataset that cannot be read."""
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+    def sample(self, k: int) -> np.ndarray:
+        raise self.fault
+
+    def packing(self, k: int) -> None:
+        return None
+
+
+FOUR_STEPS = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "split": "8,1,1", "eod_mask_loss": False}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    generator = np.random.default_rng(5)
+    documents = [
+        generator.integers(1, 90, size=length).tolist() for length in generator.integers(2, 60, size=400)
+    ]
+    write_by_layout(tmp_path / "d", documents)
+    return str(tmp_path / "d")
+
+
+def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
+    """Train on this process; the lines of the log."""
+    torch.set_num_threads(1)
+    settings = {**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes}
+    lines: list[str] = []
+    train(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append)
+    return lines
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if record["kind"] == kind]
+
+
+def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) -> None:
+    lines = run(prefix, tmp_path / "run")
+    assert [record["step"] for record in records(tmp_path / "run", "valid")] == [0, 2, 4]
+    (test,) = records(tmp_path / "run", "test")
+    assert test["step"] == 4 and test["test_loss"] > 0
+    assert lines[-1].startswith(f"step 4/4 | test loss {test['test_loss']:.4f} | test perplexity ")
+    # A run that is only interrupted has not come to its end.
+    lines = run(prefix, tmp_path / "half", exit_interval=3)
+    assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
+
+
+def test_every_step_says_how_long_it_waited_for_data(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = BatchLoader.load
+
+    def waits(self: BatchLoader, first: int, size: int) -> list[Microbatch]:
+        batches = load(self, first, size)
+        self.waited = 0.125 * (first + size)
+        return batches
+
+    monkeypatch.setattr(BatchLoader, "load", waits)
+    lines = run(prefix, tmp_path / "run", log_interval=2, eval_interval=None)
+    waited = [record["data_wait_ms"] for record in records(tmp_path / "run", "train")]
+    assert waited == [1000.0, 2000.0, 3000.0, 4000.0]
+    assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == [
+        "1500.0 ms",
+        "3500.0 ms",
+    ]
+
+
+def test_whatever_comes_next_is_read_while_a_step_computes(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read in the foreground, from the first batch on, across evaluations and saves."""
+    unprepared: list[tuple[int, int]] = []
+    load = BatchLoader.load
+
+    def checked(self: BatchLoader, first: int, size: int) -> list[Microbatch]:
+        if self._ahead is None or self._ahead.key != (first, size):
+            unprepared.append((first, size))
+        return load(self, first, size)
+
+    monkeypatch.setattr(BatchLoader, "load", checked)
+    run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8])
+    assert unprepared == []
+    assert len(records(tmp_path / "run", "train")) == 4
+
+
+def reader(dataset: Any) -> BatchLoader:
+    return BatchLoader(
+        dataset,
+        seq_length=16,
+        eod_token=None,
+        eod_mask_loss=False,
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=1,
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [ConfigError("d.bin: document 3 is damaged"), OSError(5, "Input/output error", "d.bin")]
+)
+def test_who_cannot_read_is_said_with_what(fault: Exception) -> None:
+    topology = RankContext(0).topology()
+    loader = reader(Broken(fault))
+    loader.prefetch(0, 2)
+    with pytest.raises(ConfigError, match=r"^rank 0: .*d\.bin"):
+        read_batches(loader, 0, 2, topology=topology)
+    assert read_batches(None, 0, 2, topology=topology) == ([], 0.0)
+
+
+def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:
+    run_ranks(2, second_rank_waits, prefix, str(tmp_path))
+    assert [record["data_wait_ms"] for record in records(tmp_path, "train")] == [2500.0] * 4
+
+
+def second_rank_waits(context: RankContext, prefix: str, folder: str) -> None:
+    load = BatchLoader.load
+
+    def waits(self: BatchLoader, first: int, size: int) -> list[Microbatch]:
+        batches = load(self, first, size)
+        self.waited = 2.5 * context.rank
+        return batches
+
+    config = tiny_config(2, **{**FOUR_STEPS, "eval_interval": None}, dp=2, data_path=[prefix], run_dir=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchLoader, "load", waits)
+        _Run(build(context, config), None, silent).go()
+
+
+BAD_SAMPLE = 9
+"""Of the second step; of rank 1 where there are two data-parallel ones."""
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_a_bad_token_in_mid_run_is_one_error_on_all_ranks(layout: dict[str, int], tmp_path: Path) -> None:
+    tokens = np.random.default_rng(3).integers(1, 90, size=4000).tolist()
+    write_by_layout(tmp_path / "d", [tokens])
+    first, second = run_ranks(2, meets_bad_token, layout, str(tmp_path / "d"), str(tmp_path / "saved"))
+    assert first == second
+    kind, message, step = first
+    assert (kind, step) == ("ConfigError", 1)
+    assert message.startswith(
+        f"rank {int('dp' in layout)}: {tmp_path}/d.bin: document 0 holds token id 60000"
+    )
+    # The save that was under way is whole.
+    assert (tmp_path / "saved" / "latest").read_text().split()[0].endswith("1")
+
+
+def meets_bad_token(
+    context: RankContext, layout: dict[str, int], prefix: str, saved: str
+) -> tuple[str, str, int]:
+    """(type, message, step) of the error that ends a run whose file is spoiled after it was opened."""
+    changes = {"eval_interval": None, "split": "1", "save": saved, "save_interval": 1, "async_save": True}
+    config = tiny_config(2, **{**FOUR_STEPS, **changes}, **layout, data_path=[prefix])
+    run = _Run(build(context, config), None, silent)
+    assert run.loaders.train is not None
+    tokens = np.fromfile(f"{prefix}.bin", "<u2")
+    (place,) = (
+        at for at in range(0, 3980, 16) if (tokens[at : at + 17] == run.loaders.train.dataset.sample(9)).all()
+    )
+    world = run.replica.topology.world
+    world.gather_json(None, run.replica.topology.device)
+    if context.rank == 0:
+        with Path(f"{prefix}.bin").open("r+b") as file:
+            file.seek(2 * (place + 8))
+            file.write((60000).to_bytes(2, "little"))
+    world.gather_json(None, run.replica.topology.device)
+    with pytest.raises(ConfigError) as error:
+        run.go()
+    return type(error.value).__name__, str(error.value), run.progress.step
+
+
+def test_an_evaluation_that_one_rank_cannot_read_is_one_error(prefix: str) -> None:
+    first, second = run_ranks(2, cannot_evaluate, prefix)
+    assert first == second == ("ConfigError", "rank 1: [Errno 5] Input/output error: 'd.bin'")
+
+
+def cannot_evaluate(context: RankContext, prefix: str) -> tuple[str, str]:
+    config = tiny_config(2, **FOUR_STEPS, dp=2, data_path=[prefix])
+    run = _Run(build(context, config), None, silent)
+    if context.rank == 1:
+        assert run.loaders.valid is not None
+        run.loaders.valid.dataset = Broken(OSError(5, "Input/output error", "d.bin"))
+    with pytest.raises(ConfigError) as error:
+        run.go()
+    return type(error.value).__name__, str(error.value)
+
+
+def test_another_order_of_samples_is_said(prefix: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "run" / "checkpoints")
+    run(prefix, tmp_path / "run", save_interval=2, exit_interval=2, eval_interval=None)
+    said = "the order of samples is another from here on: seed 1234 -> 99"
+    for changes, lines in (({}, []), ({"seed": 99}, [said]), ({"seed": 99, "finetune": True}, [])):
+        log = run(prefix, tmp_path / "more", load=saved, eval_interval=None, **changes)
+        assert [line for line in log if "from here on" in line] == lines
+
+
+def test_a_test_loss_that_was_missed_is_made_up_for_once(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Exception):
+        """The end of the process."""
+
+    def killed(self: _Run) -> None:
+        raise Killed
+
+    words = {"save_interval": 2, "load": str(tmp_path / "run" / "checkpoints"), "fresh_if_missing": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_evaluate_test", killed)
+        with pytest.raises(Killed):
+            run(prefix, tmp_path / "run", **words)
+    assert not records(tmp_path / "run", "test")
+    for _ in range(2):
+        lines = run(prefix, tmp_path / "run", **words)
+        assert lines[-2] == "the checkpoint is at step 4 of 4: nothing to do"
+        assert lines[-1].startswith("step 4/4 | test loss ")
+        assert [record["step"] for record in records(tmp_path / "run", "test")] == [4]
+    lines = run(prefix, tmp_path / "run", **{**words, "train_iters": 3})
+    assert "the checkpoint is at step 4 of 3: nothing to do" in lines
+
+
+def test_a_packed_run_goes_on_as_if_it_had_not_stopped(prefix: str, tmp_path: Path) -> None:
+    packed = {"packing": "best-fit", "save_interval": 3, "clip_grad": 0.5}
+    lines = run(prefix, tmp_path / "whole", **packed)
+    assert any("of their positions predict nothing" in line for line in lines)
+    run(prefix, tmp_path / "parts", **packed, exit_interval=3)
+    run(prefix, tmp_path / "parts", **packed, load=str(tmp_path / "parts" / "checkpoints"))
+    for kind, name in (
+        ("train", "loss"),
+        ("train", "grad_norm"),
+        ("valid", "valid_loss"),
+        ("test", "test_loss"),
+    ):
+        last = [records(tmp_path / folder, kind)[-1] for folder in ("whole", "parts")]
+        assert last[0]["step"] == last[1]["step"] == 4
+        assert last[0][name] == last[1][name]
+
+
+def test_ranks_without_data_take_part_in_the_test_evaluation(prefix: str) -> None:
+    one = logged(RankContext(0), 1, prefix)
+    first, *rest = run_ranks(4, logged, 4, prefix)
+    assert (
+        [line for line in first if "test loss" in line] == [line for line in one if "test loss" in line] != []
+    )
+    assert rest == [[], [], []]
+
+
+def logged(context: RankContext, world: int, prefix: str) -> list[str]:
+    """The log of this rank of a pipeline over all ranks."""
+    lines: list[str] = []
+    config = tiny_config(world, **FOUR_STEPS, pp=world, data_path=[prefix])
+    _Run(build(context, config), None, lines.append if context.rank == 0 else silent).go()
+    return lines
+
+
+def silent(line: str) -> None:
+    """Ranks other than 0."""

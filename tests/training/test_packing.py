@@ -1,0 +1,108 @@
+"""Packed documents see only themselves, and no layout changes what that gives."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loader import BatchLoader
+from megalite.data.packed_dataset import PackedDataset
+from megalite.optimizers.schedules import Schedules
+from megalite.parity.compare import require_same
+from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory
+from megalite.training.replica import Replica
+from megalite.training.step import Stepper
+from tests.data.token_files import write_by_layout
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, build, tiny_config, whole
+
+STEPS = 2
+BEST_FIT: dict[str, Any] = {"packing": "best-fit"}
+Z1 = {"dp_strategy": "distributed-optimizer"}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2-z1": {"dp": 2, **Z1},
+    "cp2-p2p": {"cp": 2, **LLAMA},
+    "tp2-sp-pp2": {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch_size": 2},
+    "dp2-pp2-cp2-a2a": {"dp": 2, "pp": 2, "cp": 2, "cp_comm_type": "a2a", **Z1, **LLAMA},
+    "window-cp2-dp2": {"cp": 2, "dp": 2, "micro_batch_size": 2, "sliding_window": 5, **LLAMA},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_gives_the_numbers_of_one_rank(name: str) -> None:
+    settings = BEST_FIT | LAYOUTS[name]
+    world = 1
+    for axis in ("tp", "pp", "cp", "dp"):
+        world *= settings.get(axis, 1)
+    config = tiny_config(world, **settings)
+    ours = whole(run_ranks(world, rank_trajectory, config, STEPS))
+    require_same(ours, one_rank_trajectory(config, STEPS), 1e-9)
+
+
+def replica_of(seq_length: int, settings: dict[str, Any], *, batch: int = 1) -> Replica:
+    fixed = {"max_position_embeddings": 32, "micro_batch_size": batch, "global_batch_size": batch, **BEST_FIT}
+    replica = build(RankContext(0), tiny_config(1, seq_length=seq_length, **fixed, **settings))
+    for stage in replica.stages.values():
+        stage.eval()
+    return replica
+
+
+def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Of each position: [b, s]."""
+    (stage,) = replica.stages.values()
+    with torch.no_grad():
+        result = stage(tokens, stage.context(tuple(range(len(tokens))), **more), labels=labels)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rope"])
+def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: dict[str, Any]) -> None:
+    """In fp64, to 1e-12: what is packed beside a document, and where, has no part in its losses."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [
+        torch.randint(1, 93, (length,), generator=generator).tolist()
+        for length in (3, 9, 17, 2, 6, 7, 4, 12, 5, 16)
+    ]
+    write_by_layout(tmp_path / "d", documents)
+    dataset = PackedDataset(
+        IndexedDataset(tmp_path / "d"), documents=range(10), seq_length=16, seed=3, name="train", pad_token=0
+    )
+    count = dataset.samples_per_epoch
+    replica = replica_of(16, model, batch=count)
+    loader = BatchLoader(
+        dataset,
+        seq_length=16,
+        eod_token=None,
+        eod_mask_loss=True,
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=count,
+        find_documents=replica.finds_documents,
+        packed=replica.packs_documents,
+    )
+    (batch,) = loader.load(0, count)
+    starts = batch.document_starts
+    assert starts is not None and max(map(len, starts)) > 2
+    together = losses(
+        replica, batch.tokens, batch.labels, attention_documents=starts, position_documents=starts
+    )
+    packed = (together * batch.loss_mask).sum().item()
+    alone = 0.0
+    for document in documents:
+        tokens = torch.tensor([document])
+        alone += losses(replica_of(len(document) - 1, model), tokens[:, :-1], tokens[:, 1:]).sum().item()
+    assert batch.loss_mask.sum() == sum(len(document) - 1 for document in documents)
+    assert packed == pytest.approx(alone, rel=1e-12)
+    mean = Stepper(replica, Schedules(replica.config)).evaluate([batch], first_sample=0, batch_size=count)
+    assert mean == pytest.approx(alone / batch.loss_mask.sum().item(), rel=1e-12)
+    # And it would not be so if documents saw each other, or if positions ran on.
+    for context in ({"position_documents": starts}, {"attention_documents": starts}):
+        other = (losses(replica, batch.tokens, batch.labels, **context) * batch.loss_mask).sum().item()
+        if context.keys() == {"attention_documents"} and model is LLAMA:
+            assert other == pytest.approx(alone, rel=1e-12)  # rotations tell distances alone
+        else:
+            assert abs(other - alone) > 1e-6

@@ -1,0 +1,155 @@
+"""Which splits a run reads, on which ranks, and what it says about them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megalite.training.setup as setup
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.packed_dataset import PackedDataset
+from megalite.data.side_file import encode_side_file
+from megalite.data.tokenizers.build import build_tokenizer
+from megalite.training.setup import Loaders, open_data
+from tests.data.token_files import write_by_layout
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import build, tiny_config
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """1000 documents of 4 tokens: 31 validate, and the one that tests is shorter than a sample."""
+    write_by_layout(tmp_path / "d", [[1 + i % 90] * 4 for i in range(1000)])
+    return str(tmp_path / "d")
+
+
+def opened(context: RankContext, world: int, **settings: Any) -> Loaders:
+    return open_data(build(context, tiny_config(world, eod_mask_loss=False, **settings)), None)
+
+
+def alone(**settings: Any) -> Loaders:
+    return opened(RankContext(0), 1, **settings)
+
+
+def test_a_run_without_evaluation_reads_the_training_split_alone(prefix: str) -> None:
+    loaders = alone(data_path=[prefix])
+    assert loaders.train is not None
+    assert (loaders.valid, loaders.test, loaders.notes) == (None, None, ())
+
+
+def test_the_test_split_is_opened_where_there_is_one(prefix: str) -> None:
+    loaders = alone(data_path=[prefix], split="8,1,1", eval_interval=5)
+    assert loaders.train and loaders.valid and loaders.test
+    assert loaders.test.dataset.documents == range(900, 1000)  # type: ignore[attr-defined]
+    loaders = alone(train_data_path=[prefix], valid_data_path=[prefix], eval_interval=5)
+    assert loaders.valid and loaders.test is None
+    settings = {"train_data_path": [prefix], "valid_data_path": [prefix], "test_data_path": [prefix]}
+    assert alone(**settings, eval_interval=5).test
+    assert alone(data_path=[prefix], split="9,1,0", eval_interval=5).test is None
+    assert alone(mock_data=True, eval_interval=5).test is None
+
+
+def test_a_short_test_split_that_nobody_asked_for_is_said_and_left_out(prefix: str) -> None:
+    loaders = alone(data_path=[prefix], eval_interval=5)
+    assert loaders.train and loaders.valid and loaders.test is None
+    (note,) = loaders.notes
+    assert note.startswith("no test loss at the end of the run: ") and "the test split holds 4 tokens" in note
+    with pytest.raises(ConfigError, match="the test split holds 4 tokens"):
+        alone(data_path=[prefix], split="969,30,1", eval_interval=5)
+    with pytest.raises(ConfigError, match="the valid split holds 4 tokens"):
+        alone(data_path=[prefix], split="999,1,0", eval_interval=5)
+
+
+def test_packing_is_described_by_file(prefix: str, tmp_path: Path) -> None:
+    write_by_layout(tmp_path / "e", [[1] * 17] * 3)
+    loaders = alone(data_path=["1", prefix, "1", str(tmp_path / "e")], split="1", packing="best-fit")
+    assert loaders.notes == (
+        # 4 documents of 4 tokens in 17, 12 of 16 positions predict
+        f"{prefix}: 1000 documents are packed into 250 samples an epoch; 25.00 % of their positions predict nothing",
+        f"{tmp_path}/e: 3 documents are packed into 3 samples an epoch; 0.00 % of their positions predict nothing",
+    )
+    assert loaders.train is not None and loaders.train.packed and loaders.train.find_documents
+    (batch, *_) = loaders.train.load(0, 8)
+    assert batch.document_starts in (((0, 4, 8, 12, 15),), ((0,),))
+
+
+def test_padding_is_the_end_of_document_where_it_is_known(prefix: str) -> None:
+    def pad(**settings: Any) -> int:
+        config = tiny_config(1, data_path=[prefix], split="1", packing="best-fit", **settings)
+        loaders = open_data(build(RankContext(0), config), build_tokenizer(config.data, 93))
+        assert loaders.train is not None and isinstance(loaders.train.dataset, PackedDataset)
+        return loaders.train.dataset.pad_token
+
+    assert pad() == 0
+    assert pad(tokenizer_type="NullTokenizer") == 92
+
+
+def test_stages_between_the_first_and_the_last_open_no_file(prefix: str) -> None:
+    settings = {"data_path": [prefix], "split": "1"}
+    counts = run_ranks(4, opens, settings)
+    assert counts == [(1, True), (0, False), (0, False), (1, True)]
+    # Each of them hides documents from each other.
+    assert run_ranks(4, opens, {**settings, "packing": "best-fit"}) == [(1, True)] * 4
+
+
+def opens(context: RankContext, settings: dict[str, Any]) -> tuple[int, bool]:
+    """Token files that this rank opens, and whether it has a loader."""
+    paths: list[str] = []
+    make = IndexedDataset.__init__
+
+    def noted(self: IndexedDataset, path: Any, *more: Any, **named: Any) -> None:
+        paths.append(str(path))
+        make(self, path, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexedDataset, "__init__", noted)
+        loaders = opened(context, 4, pp=4, **settings)
+    return len(paths), loaders.train is not None
+
+
+def test_a_fault_of_one_rank_is_everybody_s(prefix: str) -> None:
+    found = run_ranks(4, fault, {"data_path": [prefix + "x"]})
+    assert len(set(found)) == 1 and "neither" in found[0]
+
+
+def test_a_damaged_file_is_everybody_s_fault(prefix: str) -> None:
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
+    found = run_ranks(3, fault, {"data_path": [prefix], "num_layers": 3}, 3)
+    assert len(set(found)) == 1 and "truncated: 7998 bytes, expected 8000" in found[0]
+
+
+def test_a_disk_that_does_not_answer_is_no_traceback(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*settings: Any, **named: Any) -> None:
+        raise OSError(5, "Input/output error", "d.idx")
+
+    monkeypatch.setattr(setup, "open_run_datasets", fails)
+    with pytest.raises(ConfigError, match=r"^cannot read d\.idx: Input/output error$"):
+        alone(data_path=[prefix])
+
+
+def fault(context: RankContext, settings: dict[str, Any], world: int = 4) -> str:
+    """What opening the data raises."""
+    with pytest.raises(ConfigError) as error:
+        opened(context, world, pp=world, **settings)
+    return str(error.value)
+
+
+def test_another_tokenizer_than_that_of_the_data_is_refused_on_every_rank(prefix: str) -> None:
+    """Also on the stages between, which open no file."""
+    facts = {"documents": 1000, "tokens": 4000, "dtype": "uint16"}
+    made_with = {"kind": "ByteLevelTokenizer", "sha256": "0" * 64}
+    Path(f"{prefix}.json").write_bytes(encode_side_file({**facts, "tokenizer": made_with}))
+    found = run_ranks(4, refusal, {"data_path": [prefix], "tokenizer_type": "NullTokenizer"})
+    assert len(set(found)) == 1
+    assert found[0].startswith(
+        f"{prefix}.bin was made with another tokenizer: ByteLevelTokenizer (sha256 000000000000...)"
+    )
+
+
+def refusal(context: RankContext, settings: dict[str, Any]) -> str:
+    """What opening the data with the tokenizer of the settings raises."""
+    config = tiny_config(4, pp=4, **settings)
+    with pytest.raises(ConfigError) as error:
+        open_data(build(context, config), build_tokenizer(config.data, 93))
+    return str(error.value)
