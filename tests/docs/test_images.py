@@ -1,4 +1,4 @@
-"""The pictures of docs/parallelism.md: the files are what the script draws, it draws what the code does, legibly."""
+"""The pictures of docs/parallelism.md and docs/data.md: the files are what the script draws, it draws what the code does, legibly."""
 
 import importlib
 import re
@@ -7,11 +7,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.packed_dataset import PackedDataset
 from megalite.pipeline.ir.generators.interleaved import interleaved
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sharding import ShardSpec
@@ -111,6 +115,11 @@ class _OtherSpec:
     split = staticmethod(_cut_along_the_last)
 
 
+class _OtherSeed(PackedDataset):
+    def __init__(self, indexed: IndexedDataset, **settings: Any) -> None:
+        super().__init__(indexed, **{**settings, "seed": 1})
+
+
 CHANGES: list[tuple[str, str, Any]] = [
     ("ranks", "LAYOUT", ParallelLayout(tp=2, cp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")),
     ("tensor", "ShardSpec", _OtherSpec),
@@ -120,6 +129,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("experts", "GRIDS", ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=2)),
     ("pipeline", "interleaved", lambda pp, vpp, microbatches: interleaved(pp, vpp, microbatches, 8)),
     ("data", "bucket_layers", lambda: [[5, 4, 3], [2, 1, 0]]),
+    ("token_file", "IndexedDatasetWriter", lambda prefix, dtype: IndexedDatasetWriter(prefix, np.int32)),
+    ("samples", "PackedDataset", _OtherSeed),
 ]
 """Per drawing, something that the package says, and what it could say instead."""
 

@@ -1,0 +1,127 @@
+"""Indices, samples, opening and verifying of one large token file, beside plain copies and reads of its tokens."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.megatron_dataset import MegatronDataset
+from megalite.data.tools.verify import verify
+
+SEQ_LENGTH = 2048
+SAMPLES = 20_000
+VOCABULARY = 50_257
+_BLOCK = 1 << 16
+
+
+def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
+    """A file of random ids in documents of exponentially distributed lengths."""
+    random = np.random.default_rng(0)
+    mean = tokens / documents
+    lengths = 1 + random.exponential(mean - 1, documents).astype(np.int64)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for first in range(0, documents, _BLOCK):
+            block = lengths[first : first + _BLOCK]
+            writer.add_documents(
+                random.integers(0, VOCABULARY, int(block.sum()), dtype=np.uint16), block.tolist()
+            )
+
+
+def index_row(prefix: Path, order: str) -> dict[str, Any]:
+    """Seconds from an open file to the first sample, in a process of its own, and the memory that it adds at its peak."""
+    command = [sys.executable, __file__, str(prefix), order]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
+def _index(prefix: Path, order: str) -> dict[str, Any]:
+    indexed = IndexedDataset(prefix)
+    settings: dict[str, Any] = {
+        "documents": range(len(indexed)),
+        "seq_length": SEQ_LENGTH,
+        "seed": 1234,
+        "name": "train",
+    }
+    before = _peak()
+    start = time.perf_counter()
+    if order == "megatron":
+        samples = indexed.num_tokens // SEQ_LENGTH
+        MegatronDataset(indexed, num_samples=samples, **settings).sample(0)
+    else:
+        GPTDataset(indexed, **settings).sample(0)
+    return {"seconds": time.perf_counter() - start, "memory MB": (_peak() - before) / 1e6}
+
+
+def _peak() -> int:
+    """Bytes that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def samples_row(prefix: Path) -> dict[str, float]:
+    """Samples a second in shuffled order, with every id compared with the vocabulary, and of copying as many tokens from
+    as many random places."""
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(
+        indexed,
+        documents=range(len(indexed)),
+        seq_length=SEQ_LENGTH,
+        seed=1234,
+        name="train",
+        vocab_size=VOCABULARY,
+    )
+    dataset.sample(0)  # the index
+    starts = np.random.default_rng(1).integers(0, indexed.num_tokens - SEQ_LENGTH - 1, SAMPLES).tolist()
+    tokens = indexed.tokens
+    seconds = {}
+    for name in ("warm", "ours", "bare"):  # the first brings the file into memory
+        start = time.perf_counter()
+        if name == "ours":
+            for k in range(SAMPLES):
+                dataset.sample(k)
+        else:
+            for first in starts:
+                tokens[first : first + SEQ_LENGTH + 1].astype(np.int64)
+        seconds[name] = time.perf_counter() - start
+    return {
+        "samples/s": SAMPLES / seconds["ours"],
+        "tokens/s": SAMPLES * SEQ_LENGTH / seconds["ours"],
+        "bare copies/s": SAMPLES / seconds["bare"],
+        "of bare": seconds["bare"] / seconds["ours"],
+    }
+
+
+def open_row(prefix: Path) -> dict[str, float]:
+    """Opening (the index whole, the tokens not at all), verifying every token, and reading both files and no more."""
+    size = sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
+    index = Path(f"{prefix}.idx").stat().st_size
+    start = time.perf_counter()
+    for suffix in (".bin", ".idx"):
+        with Path(f"{prefix}{suffix}").open("rb", buffering=0) as file:
+            buffer = bytearray(1 << 20)
+            while file.readinto(buffer):
+                pass
+    read = time.perf_counter()
+    IndexedDataset(prefix)
+    opened = time.perf_counter()
+    found = verify(str(prefix), vocab_size=VOCABULARY)
+    verified = time.perf_counter()
+    assert found.fault is None, found
+    return {
+        "open seconds": opened - read,
+        "open GB/s of index": index / (opened - read) / 1e9,
+        "verify GB/s": size / (verified - opened) / 1e9,
+        "read GB/s": size / (read - start) / 1e9,
+        "verify of read": (read - start) / (verified - opened),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_index(Path(sys.argv[1]), sys.argv[2])))

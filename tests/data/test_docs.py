@@ -1,0 +1,71 @@
+"""The commands of docs/data.md, run one after the other as they stand there, on real text."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main as program
+from megalite.cli import preprocess_flags, train_tokenizer
+from megalite.config.describe import settings
+from megalite.config.files import level_from_text
+from megalite.config.merge import merge
+from megalite.data.indexed_dataset import IndexedDataset
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "data.md"
+TEXT = PAGE.read_text()
+
+
+def test_the_commands_run_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").mkdir()
+    builder = str(REPOSITORY / "examples" / "quickstart" / "build_corpus.py")
+    size = ["--max-megabytes", "1.5"]
+    subprocess.run([sys.executable, builder, "--output", "corpus/a.jsonl", *size], check=True)
+    lines = Path("corpus/a.jsonl").read_text().splitlines(keepends=True)
+    Path("corpus/a.jsonl").write_text("".join(lines[:40]))
+    Path("corpus/b.jsonl").write_text("".join(lines[40:]))
+    found = [command.words for command in commands_in(TEXT, str(PAGE))]
+    assert [words[1:3] for words in found][-4:] == [
+        ["preprocess", "--input"],
+        ["preprocess", "--input"],
+        ["data", "merge"],
+        ["data", "split"],
+    ]
+    for _, *words in found:
+        assert program.main(words) == 0, words
+    shown = capsys.readouterr().out
+    first = json.loads(lines[0])["text"]
+    assert repr(first[:20])[1:-1] in shown, "inspect shows the first document"
+
+    whole, merged = IndexedDataset("whole"), Path("whole.bin").read_bytes()
+    assert len(whole) == len(lines)
+    for suffix in (".bin", ".idx"):
+        assert Path(f"corpus_text_document{suffix}").read_bytes() == Path(f"whole{suffix}").read_bytes()
+    parts = [name for name in ("train", "valid", "test") if Path(f"whole_{name}.idx").exists()]
+    assert "valid" in parts
+    assert b"".join(Path(f"whole_{name}.bin").read_bytes() for name in parts) == merged
+
+
+def test_the_flags_that_the_page_names_exist() -> None:
+    parser = preprocess_flags._parser(argparse.ArgumentParser(add_help=False))
+    parsers = (parser, train_tokenizer._parser())
+    known = {flag for one in parsers for action in one._actions for flag in action.option_strings}
+    known |= {flag for setting in settings().values() for flag in setting.flags}
+    named = set(re.findall(r"`(--[a-z-]+)", TEXT))
+    assert len(named) > 20
+    assert named - known == set()
+
+
+def test_the_yaml_forms_are_one_setting() -> None:
+    forms = [line for line in TEXT.splitlines() if line.startswith("data_path:")]
+    read = [merge([level_from_text(form, "docs/data.md")]).config.data.data_path for form in forms]
+    assert read == [["0.7", "web_text_document", "0.3", "code_text_document"]] * 3
