@@ -1,8 +1,8 @@
 """Every one of twelve layouts goes on from the checkpoint of every other, bit for bit.
 
-Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all twelve, and what it has in
-memory is compared with what the writer had in memory; it also saves what it has taken up, and the two checkpoints are
-compared, read without our own reader.
+Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all twelve, by turns of one model
+in fp32 and of another in fp16 (its own: of both), and what it has in memory is compared with what the writer had in memory;
+in fp16 it also saves what it has taken up, and the two checkpoints are compared, read without our own reader.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,12 @@ def model_of(run: str, source: str) -> Settings:
 
 
 def sources_of(run: str, target: str) -> list[str]:
-    """All; for fp64 one other, so that each layout is the source of one."""
-    return NAMES if run != "fp64" else [NAMES[(NAMES.index(target) + 5) % len(NAMES)]]
+    """Its own and every second one: fp32 has those that fp16 leaves out. For fp64 one other, each that of one target."""
+    number = NAMES.index(target)
+    if run == "fp64":
+        return [NAMES[(number + 5) % len(NAMES)]]
+    turn = 0 if run == "fp32" else 1
+    return [name for other, name in enumerate(NAMES) if name == target or (number + other) % 2 == turn]
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,14 @@ def sources(folder: Path) -> Sources:
             save_file(full, folder / f"{run}-{layout}.safetensors")
             found[run, layout] = ranks[0][run], read_plainly(folder / run / layout / "step-0000002")
     return found
+
+
+def test_every_pair_is_met() -> None:
+    met = {
+        (source, target) for run in ("fp32", "fp16") for target in NAMES for source in sources_of(run, target)
+    }
+    assert len(met) == len(NAMES) ** 2
+    assert {source for target in NAMES for source in sources_of("fp64", target)} == set(NAMES)
 
 
 @pytest.mark.parametrize("target", NAMES)

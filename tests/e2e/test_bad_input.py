@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.train import BAD_INPUT, main
+from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, train
 
 pytestmark = pytest.mark.e2e
@@ -125,19 +126,31 @@ def test_refused(name: str, bad: Files, capsys: pytest.CaptureFixture[str]) -> N
     check_message(errors, case, bad)
 
 
+def run_with(flags: list[str]) -> list[str]:
+    """`RUN`, as far as nothing else is said, and the flags."""
+    given = {word for word in flags if word.startswith("--")}
+    pairs = zip(RUN[::2], RUN[1::2], strict=True)
+    return [*(word for pair in pairs if pair[0] not in given for word in pair), *flags]
+
+
 @pytest.mark.parametrize("name", AT_RUN_TIME)
 def test_refused_on_two_ranks(name: str, bad: Files) -> None:
     case = AT_RUN_TIME[name]
-    flags = case.words(bad)
-    given = {word for word in flags if word.startswith("--")}
-    pairs = zip(RUN[::2], RUN[1::2], strict=True)
-    outcome = train(2, *(word for pair in pairs if pair[0] not in given for word in pair), *flags, seconds=90)
+    outcome = train_forked(2, *run_with(case.words(bad)), seconds=45)  # about 1 s on two idle cores
+    check_message(outcome.errors, case, bad)
+    assert outcome.status == BAD_INPUT  # of both
+    assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
+    assert "step 1/" not in outcome.out
+
+
+def test_refused_by_ranks_of_torchrun(bad: Files) -> None:
+    case = AT_RUN_TIME["truncated .bin"]
+    outcome = train(2, *run_with(case.words(bad)))
     check_message(outcome.errors, case, bad)
     assert outcome.status != 0
     assert f"exitcode  : {BAD_INPUT} " in outcome.err  # of the ranks, in torchrun's own summary
     assert "exitcode  : 1 " not in outcome.err
     assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
-    assert "step 1/" not in outcome.out
     assert outcome.seconds < 45  # about 4 s on two idle cores
 
 
@@ -190,17 +203,14 @@ def test_a_schedule_that_needs_too_much_memory_is_refused(capsys: pytest.Capture
 def test_a_deadlocking_schedule_stops_two_ranks_alike(corpus: Corpus, tmp_path: Path) -> None:
     path = write_schedule(tmp_path, "deadlock", BAD_SCHEDULES["deadlock"][0])
     flags = ["--pp", "2", "--global-batch-size", "2", "--pipeline-schedule-file", str(path)]
-    pairs = zip(RUN[::2], RUN[1::2], strict=True)
-    words = [word for pair in pairs if pair[0] not in flags for word in pair]
-    outcome = train(2, *words, *corpus.flags, *flags, seconds=90)
-    assert f"exitcode  : {BAD_INPUT} " in outcome.err and "exitcode  : 1 " not in outcome.err
+    outcome = train_forked(2, *run_with([*corpus.flags, *flags]), seconds=45)
+    assert outcome.status == BAD_INPUT  # of both
     assert "deadlocks whenever its sends complete" in outcome.err and "step 1/" not in outcome.out
 
 
 def test_a_file_of_ones_own_trains(corpus: Corpus, tmp_path: Path) -> None:
     path = write_schedule(tmp_path, "mine", ["0F0,0F1,0I0,0I1,0W0,0W1", GOOD[1]])
     flags = ["--pp", "2", "--global-batch-size", "2", "--pipeline-schedule-file", str(path)]
-    pairs = zip(RUN[::2], RUN[1::2], strict=True)
-    words = [word for pair in pairs if pair[0] not in flags for word in pair]
-    outcome = train(2, *words, *corpus.flags, *flags, "--pipeline-check-memory", seconds=90).require_success()
+    words = run_with([*corpus.flags, *flags, "--pipeline-check-memory"])
+    outcome = train_forked(2, *words).require_success()
     assert "schedule mine.csv" in outcome.out and "step 2/2" in outcome.out

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import files
 from megalite.config.flags import parse_arguments
+from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, Outcome, losses, records, run, train
 
 pytestmark = pytest.mark.e2e
@@ -50,20 +51,19 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs that all tests below look at."""
+    """The runs that all tests below look at: the first by torchrun, the last by itself, as users start them."""
     folder = tmp_path_factory.mktemp("runs")
     switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
 
-    def go(ranks: int, run_dir: Path, *flags: str) -> Outcome:
+    def words(run_dir: Path, *flags: str) -> list[str | Path]:
         resume = ("--save-interval", "2", "--load", run_dir / "checkpoints", "--fresh-if-missing")
-        words: list[str | Path] = [*SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume, *flags]
-        return train(ranks, *words).require_success()
+        return [*SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume, *flags]
 
-    first_half = go(4, switched, *FIRST, "--exit-interval", str(SWITCH))
+    first_half = train(4, *words(switched, *FIRST, "--exit-interval", str(SWITCH))).require_success()
     shutil.copytree(switched, shrunk)
-    second_half = go(4, switched, *SECOND)
-    go(1, shrunk)
-    go(1, whole)
+    second_half = train_forked(4, *words(switched, *SECOND)).require_success()
+    train_forked(1, *words(shrunk)).require_success()
+    train(1, *words(whole)).require_success()
     return Runs(switched, shrunk, whole, first_half, second_half)
 
 
@@ -184,7 +184,7 @@ def test_log_lines(runs: Runs) -> None:
 def test_finished_run_has_nothing_to_do(runs: Runs, corpus: Corpus) -> None:
     before = (runs.whole / "metrics.jsonl").read_text()
     words = ("--run-dir", runs.whole, "--save-interval", "2", "--load", runs.whole / "checkpoints")
-    again = train(1, *SCHEDULED, *corpus.flags, *words).require_success()
+    again = train_forked(1, *SCHEDULED, *corpus.flags, *words).require_success()
     assert f"step {STEPS} of {STEPS}: nothing to do" in again.out
     assert (runs.whole / "metrics.jsonl").read_text() == before
 

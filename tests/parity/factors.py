@@ -166,12 +166,17 @@ def world_of(settings: Settings) -> int:
 
 
 def refusal(settings: Settings) -> str | None:
-    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for."""
+    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for.
+
+    Where a schedule is searched for, the default one stands for it: a search takes long and always finds one.
+    """
     world = world_of(settings)
     if world > MAX_WORLD:
         return f"world {world}"
     try:
         config = validate(replace(RunConfig(), **{**TINY, **settings}), world, explicit=frozenset(settings))
+        if config.parallel.pipeline_schedule == "auto":
+            config = replace(config, pipeline_schedule=None)
         layout_of(config)
         for count in microbatch_counts(config):
             schedule_of(config, count)

@@ -1,7 +1,8 @@
 """Promise 1: parallelism changes the speed, never the numbers.
 
-In float64 each layout of the matrix trains three steps on samples with uneven documents; losses, gradient norms, every
-gradient of every step, every weight after them and an evaluation must equal the one-rank run's to 1e-9 relative.
+In float64 each layout of the matrix trains two steps (the odd ones three) on samples with uneven documents; losses,
+gradient norms, every gradient of every step, every weight after them and an evaluation must equal the one-rank run's to
+1e-9 relative.
 """
 
 import math
@@ -29,10 +30,13 @@ from tests.support.tiny import tiny_config, whole
 
 AT_LEAST = 200
 
+FEW: Settings = {"num_layers": 2, "micro_batch_size": 2, "global_batch_size": 4}
+"""Of what takes longest: each layer of each of the two microbatches has collectives of eight ranks."""
+
 ODD: dict[str, Settings] = {
-    "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True},
-    "cp8": {**FAMILIES["llama"], "cp": 8},
-    "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a"},
+    "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True, **FEW},
+    "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
+    "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a", **FEW},
     "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18},
     "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer"},
     "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer"},
@@ -100,9 +104,9 @@ LAYOUTS: dict[str, Settings] = dict(
 @pytest.mark.parametrize("name", LAYOUTS, ids=list(LAYOUTS))
 def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
     settings = LAYOUTS[name]
-    world = world_of(settings)
-    ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))
-    require_same(ours, reference(settings), TOLERANCE)
+    world, steps = world_of(settings), STEPS + (name in ODD)
+    ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), steps))
+    require_same(ours, reference(settings, steps), TOLERANCE)
 
 
 SEVERAL_CHUNKS = ("grouped", "looped-bfs", "zb-v", "dualpipe-v")
@@ -144,5 +148,6 @@ def test_the_matrix_is_long_legal_and_has_no_repeats() -> None:
 
 
 def test_the_matrix_is_the_same_every_time() -> None:
+    first = covering_rows(40, drawn=100)
     covering_rows.cache_clear()
-    assert covering_rows(AT_LEAST) == ROWS
+    assert covering_rows(40, drawn=100) == first

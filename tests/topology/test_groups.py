@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import DatasetFault
+from megalite.parity.pool import RankPool
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, RankFailure, run_ranks
 
@@ -75,6 +78,40 @@ def test_agree_raises_the_same_error_on_every_rank() -> None:
     assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
 
 
+def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
+    """(type, message) where rank 1 alone has a fault of some kind, and where both have one."""
+    topology = context.topology(dp=2)
+    faults: list[list[Exception | None]] = [
+        [None, DatasetFault("x.bin is truncated", "x.bin", 8)],
+        [None, CheckpointMissing("no checkpoint")],
+        [None, KeyError("boom")],
+        [DatasetFault("here"), DatasetFault("there")],
+    ]
+    found = []
+    for of_ranks in faults:
+        try:
+            topology.world.agree(of_ranks[topology.rank], topology.device)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_agree_keeps_what_the_user_can_mend_apart_from_the_rest() -> None:
+    first, second = run_ranks(2, kinds_of_faults)
+    assert first == [
+        ("ConfigError", "x.bin is truncated"),
+        ("CheckpointError", "no checkpoint"),
+        ("RuntimeError", "rank 1 failed: KeyError: 'boom'"),
+        ("DatasetFault", "here"),
+    ]
+    assert second == [
+        ("DatasetFault", "x.bin is truncated"),
+        ("CheckpointMissing", "no checkpoint"),
+        ("KeyError", "'boom'"),
+        ("ConfigError", "here"),
+    ]
+
+
 def fail_on_rank_one(context: RankContext) -> None:
     topology = context.topology(dp=2)
     if context.rank == 1:
@@ -82,9 +119,16 @@ def fail_on_rank_one(context: RankContext) -> None:
     topology.world.all_reduce(torch.ones(1))
 
 
-def test_pool_reports_the_failing_rank_and_recovers() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:(.|\n)*boom on purpose"):
-        run_ranks(2, fail_on_rank_one)
+def test_pool_reports_the_failing_rank() -> None:
+    # A pool of its own: the one that other tests share would have to start all its ranks again.
+    with (
+        RankPool(2, strict=True) as pool,
+        pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:(.|\n)*boom on purpose"),
+    ):
+        pool.run(2, fail_on_rank_one)
+
+
+def test_one_rank_finds_a_fault() -> None:
     assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
 
 

@@ -1,0 +1,97 @@
+"""`train_forked`: `megalite train` on some ranks without a launcher, forked from a process that has all of it imported.
+
+To start a Python process with torch takes each rank seconds, far longer than a tiny run. Here one server pays that; its
+forks run the command as a rank of torchrun's would: the same environment, and the store is outside of any rank.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from megalite.cli.train import main
+from tests.e2e.programs import REPOSITORY, Outcome
+
+PRELOAD = ("pytest", "torch._dynamo", "megalite.training.loop", "tests.e2e.forked")
+"""torch._dynamo is imported by the first optimizer."""
+
+STREAMS = ("out", "err")
+
+
+@cache
+def _server() -> ForkServerContext:
+    """One thread in the process that is forked, whatever this one has."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        forkserver.ensure_running()
+    return context
+
+
+def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome:
+    """Train on some ranks, and wait for the end of all of them.
+
+    Returns:
+        The status of all ranks; what they said comes rank after rank.
+
+    Raises:
+        AssertionError: a rank had not ended by itself after `seconds`, or their statuses differ.
+    """
+    store = (
+        dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False) if ranks > 1 else None
+    )
+    variables = {"OMP_NUM_THREADS": "1"}
+    if store is not None:
+        variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    words = [str(flag) for flag in flags]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        processes = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            process = _server().Process(target=_be_rank, args=(words, variables | own, f"{folder}/{rank}"))
+            process.start()
+            processes.append(process)
+        running = {process.sentinel: process for process in processes}
+        while running and (left := started + seconds - time.monotonic()) > 0:
+            for sentinel in wait(list(running), timeout=left):
+                assert isinstance(sentinel, int)
+                running.pop(sentinel).join()
+        for process in running.values():
+            process.kill()
+            process.join()
+        took = time.monotonic() - started
+        out, err = (
+            "".join(Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
+        )
+    left_over = [rank for rank, process in enumerate(processes) if process in running.values()]
+    assert left_over == [], f"ranks {left_over} were still running after {seconds} s\n{out}\n{err}"
+    statuses = [process.exitcode or 0 for process in processes]
+    assert len(set(statuses)) == 1, f"the ranks ended with {statuses}\n{out}\n{err}"
+    return Outcome(statuses[0], out, err, took)
+
+
+def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:
+    """Run the command with what it says in two files."""
+    for number, name in enumerate(STREAMS, start=1):
+        opened = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(variables)
+    os.chdir(REPOSITORY)
+    status = main(list(words))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
