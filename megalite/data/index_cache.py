@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import os
 import secrets
@@ -269,12 +268,11 @@ class IndexCache:
 
 def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
     """Write a .npy file to the disk; its length and checksum."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    header = _npy_header(array)
     content = array.reshape(-1).view(np.uint8).data
-    checksum = zlib.crc32(header.getvalue())
+    checksum = zlib.crc32(header)
     with path.open("xb") as file:
-        file.write(header.getvalue())
+        file.write(header)
         for first in range(0, len(content), CHUNK):
             chunk = content[first : first + CHUNK]
             checksum = zlib.crc32(chunk, checksum)
@@ -282,6 +280,13 @@ def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "crc32": checksum}
+
+
+def _npy_header(array: NDArray[Any]) -> bytes:
+    """Version 1.0 of the format: magic, the length of a Python literal, the literal, padded to a multiple of 64."""
+    text = repr({"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}).encode("ascii")
+    length = -(-(10 + len(text) + 1) // 64) * 64 - 10
+    return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"
 
 
 def _checked(path: Path) -> dict[str, int]:
