@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.data.document_dataset import DocumentDataset
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.random_draws import KeyedPermutation, permutation
-from megalite.data.stretches import StretchReader
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 _BLOCK = 1 << 20
@@ -34,7 +34,7 @@ class _Epoch:
     """Which stretch of the stream the epoch's i-th sample is."""
 
 
-class GPTDataset:
+class GPTDataset(DocumentDataset):
     """An endless sequence of samples over some documents of a token file.
 
     An epoch lays the documents end to end in a random order and cuts this stream into stretches of seq_length
@@ -69,22 +69,20 @@ class GPTDataset:
         vocab_size: int | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        assert 0 <= documents.start <= documents.stop <= len(indexed) and documents.step == 1, documents
-        self.indexed = indexed
-        self.documents = documents
-        self.seq_length = seq_length
-        self.seed = seed
-        self.name = name
+        super().__init__(
+            indexed,
+            documents=documents,
+            seq_length=seq_length,
+            seed=seed,
+            name=name,
+            vocab_size=vocab_size,
+        )
         self.cache = cache
-        self._sizes = indexed.sizes[documents.start : documents.stop]
-        self._reader = StretchReader(indexed, vocab_size)
-        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
-        """Tokens of this split."""
         self.samples_per_epoch = (self.num_tokens - 1) // seq_length
         """Samples before a document is seen again."""
         if self.samples_per_epoch < 1:
             raise ConfigError(
-                f"{indexed.prefix}: the {name} split holds {self.num_tokens} tokens in {len(documents)} documents, "
+                f"{self._holds}, "
                 f"fewer than the {seq_length + 1} of one sample with seq_length {seq_length}; give {name} a larger "
                 f"share of --split or more documents{self._shorter()}"
             )

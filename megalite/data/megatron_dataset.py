@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.data.document_dataset import DocumentDataset
 from megalite.data.gpt_dataset import sizes_digest
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.megatron_blend import fill_greedy
 from megalite.data.megatron_order import MegatronPlan, fill_megatron_arrays
-from megalite.data.stretches import StretchReader
 
 MAX_BLENDED = 32766
 """Datasets in one blend: Megatron numbers them with int16."""
@@ -22,7 +22,7 @@ MAX_BLENDED = 32766
 _SURPLUS = 0.005
 
 
-class MegatronDataset:
+class MegatronDataset(DocumentDataset):
     """Samples over some documents of a token file, in the order of Megatron-LM's GPTDataset with the same arguments.
 
     Documents and samples of all epochs are shuffled together, so sample k depends on num_samples: a longer run, unless it
@@ -54,21 +54,19 @@ class MegatronDataset:
         vocab_size: int | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        assert 0 <= documents.start <= documents.stop <= len(indexed) and documents.step == 1, documents
-        self.indexed = indexed
-        self.documents = documents
-        self.seq_length = seq_length
-        self.seed = seed
-        self.name = name
+        super().__init__(
+            indexed,
+            documents=documents,
+            seq_length=seq_length,
+            seed=seed,
+            name=name,
+            vocab_size=vocab_size,
+        )
         self.cache = cache
-        self._sizes = indexed.sizes[documents.start : documents.stop]
-        self._reader = StretchReader(indexed, vocab_size)
-        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
-        """Tokens of this split."""
         needed = seq_length + 1 if num_samples is None else 1
         if self.num_tokens < needed:
             raise ConfigError(
-                f"{indexed.prefix}: the {name} split holds {self.num_tokens} tokens in {len(documents)} documents, "
+                f"{self._holds}, "
                 f"fewer than the {needed} needed; give {name} a larger share of --split or more documents"
             )
         if not 0 <= seed < 1 << 32:

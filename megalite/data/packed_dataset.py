@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.data.document_dataset import DocumentDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packing import best_fit
 from megalite.data.random_draws import KeyedPermutation, permutation
@@ -36,7 +37,7 @@ class _Epoch:
     """What the epoch's i-th sample is: a full piece, or, counted after those, a bin."""
 
 
-class PackedDataset:
+class PackedDataset(DocumentDataset):
     """An endless sequence of samples, each of whole documents that see only themselves.
 
     A document of L tokens has L - 1 predictions, and all of them are made once an epoch. One with at most seq_length
@@ -74,17 +75,15 @@ class PackedDataset:
         vocab_size: int | None = None,
         pad_token: int = 0,
     ) -> None:
-        assert 0 <= documents.start <= documents.stop <= len(indexed) and documents.step == 1, documents
-        self.indexed = indexed
-        self.documents = documents
-        self.seq_length = seq_length
-        self.seed = seed
-        self.name = name
-        self.vocab_size = vocab_size
+        super().__init__(
+            indexed,
+            documents=documents,
+            seq_length=seq_length,
+            seed=seed,
+            name=name,
+            vocab_size=vocab_size,
+        )
         self.pad_token = pad_token
-        self._sizes = indexed.sizes[documents.start : documents.stop]
-        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
-        """Tokens of this split."""
         predictions = self._predictions()
         self.num_predictions = int(predictions.sum())
         """Labels that count in an epoch: every token of the split that is not the first of its document."""
@@ -100,7 +99,7 @@ class PackedDataset:
         """Samples before a document is seen again."""
         if self.samples_per_epoch < 1:
             raise ConfigError(
-                f"{indexed.prefix}: the {name} split holds {self.num_tokens} tokens in {len(documents)} documents, none "
+                f"{self._holds}, none "
                 f"of which has the two that a prediction needs; give {name} a larger share of --split or more documents"
             )
         self._epochs: tuple[_Epoch, ...] = ()
@@ -120,8 +119,7 @@ class PackedDataset:
         sample = np.full(self.seq_length + 1, self.pad_token, dtype=np.int64)
         position = 0
         for piece in self._pieces(k):
-            tokens = self.indexed.read(piece.sequence, piece.start, piece.length)
-            self._check(tokens, piece.sequence)
+            tokens = self._reader.read(np.array([piece.sequence]), 0, piece.start, piece.length)
             sample[position : position + piece.length] = tokens
             position += piece.length
         return sample
@@ -193,13 +191,3 @@ class PackedDataset:
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)
         return epoch
-
-    def _check(self, tokens: NDArray[np.int64], sequence: int) -> None:
-        if self.vocab_size is None:
-            return
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            bad = int(tokens[(tokens >= self.vocab_size) | (tokens < 0)][0])
-            raise ConfigError(
-                f"{self.indexed.bin_path}: document {sequence} holds token id {bad}, outside vocab_size "
-                f"{self.vocab_size}; set vocab_size to that of the tokenizer that wrote the file"
-            )
