@@ -117,12 +117,7 @@ class IndexCache:
         found = self._open(recipe)
         if found is not None:
             return found
-        temporary = self._begin(recipe)
-        made = recipe.make()
-        if temporary is not None and self._publish(recipe, made, temporary):
-            del made
-            return self._open(recipe) or recipe.make()
-        return made
+        return self._build(recipe)[0] or recipe.make()
 
     def prepare(self, recipe: Recipe) -> Kept | None:
         """Make sure that a large index is on the disk; None for a small one, and where it cannot be kept.
@@ -137,8 +132,7 @@ class IndexCache:
                 return replace(one, built=False)
         built = False
         if self._open(recipe) is None:
-            temporary = self._begin(recipe)
-            if temporary is None or not self._publish(recipe, recipe.make(), temporary):
+            if not self._build(recipe)[1]:
                 return None
             built = True
         self.kept.append(Kept(recipe.name, self.folder / recipe.key, recipe.nbytes, built))
@@ -189,6 +183,25 @@ class IndexCache:
         facts = [(folder / name).stat() for name in (_ENTRY, *(f"{name}.npy" for name in recipe.arrays))]
         return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)
 
+    def _build(self, recipe: Recipe) -> tuple[Arrays, bool]:
+        """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
+        made: Arrays = {}
+        for left in reversed(range(_ATTEMPTS)):
+            temporary = self._begin(recipe)
+            if temporary is None:
+                break
+            made = made or recipe.make()
+            try:
+                if self._publish(recipe, made, temporary) and (found := self._open(recipe)) is not None:
+                    return found, True
+            except FileNotFoundError as error:
+                # Somebody has emptied the folder meanwhile.
+                if not left:
+                    self._complain(error, recipe)
+                continue
+            break
+        return made, False
+
     def _begin(self, recipe: Recipe) -> Path | None:
         """A new folder to build in; None if nothing can be written. Asked before the work is done, not after."""
         temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
@@ -205,7 +218,11 @@ class IndexCache:
         return temporary
 
     def _publish(self, recipe: Recipe, arrays: Arrays, temporary: Path) -> bool:
-        """Write the arrays and give them their name; False if they could not be written."""
+        """Write the arrays and give them their name; False if they could not be written.
+
+        Raises:
+            FileNotFoundError: the folder that they were written in has gone.
+        """
         try:
             files = {name: _write(temporary / f"{name}.npy", array) for name, array in arrays.items()}
             entry = {"about": recipe.about, "files": files}
@@ -217,6 +234,8 @@ class IndexCache:
         except OSError as error:
             if self._open(recipe) is not None:
                 return True
+            if isinstance(error, FileNotFoundError):
+                raise
             self._complain(error, recipe)
             return False
         finally:
