@@ -187,11 +187,11 @@ class IndexCache:
         """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
         made: Arrays = {}
         for left in reversed(range(_ATTEMPTS)):
-            temporary = self._begin(recipe)
-            if temporary is None:
-                break
-            made = made or recipe.make()
             try:
+                temporary = self._begin(recipe)
+                if temporary is None:
+                    break
+                made = made or recipe.make()
                 if self._publish(recipe, made, temporary) and (found := self._open(recipe)) is not None:
                     return found, True
             except FileNotFoundError as error:
@@ -203,7 +203,11 @@ class IndexCache:
         return made, False
 
     def _begin(self, recipe: Recipe) -> Path | None:
-        """A new folder to build in; None if nothing can be written. Asked before the work is done, not after."""
+        """A new folder to build in; None if nothing can be written. Asked before the work is done, not after.
+
+        Raises:
+            FileNotFoundError: the folder was removed under it.
+        """
         temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +216,8 @@ class IndexCache:
             if shutil.disk_usage(temporary).free < recipe.nbytes:
                 temporary.rmdir()
                 raise OSError(errno.ENOSPC, f"no room for {recipe.nbytes / 1e6:.0f} MB")
+        except FileNotFoundError:
+            raise
         except OSError as error:
             self._complain(error, recipe)
             return None
