@@ -170,7 +170,7 @@ LAYER_FAULTS = [
     ("megalite.planner.x", "from megalite.data.loader import BatchLoader"),
     ("megalite.data_parallel.x", "from megalite.tensor_parallel.layers import linear"),
     ("megalite.tensor_parallel.x", "from megalite.data_parallel.buckets import Bucket"),
-    ("megalite.optimizers.x", "from megalite.topology.group import Group"),
+    ("megalite.optimizers.x", "from megalite.kernels.weight_grad import accumulate_weight_grad"),
     ("megalite.models.x", "from megalite.optimizers.adam import AdamW"),
     ("megalite.models.x", "from megalite.data.loader import Microbatch"),
     ("megalite.checkpoint.x", "from megalite.generation.sample import Sampling"),

@@ -144,6 +144,8 @@ def _first_clause(setting: Setting) -> str:
     clause = re.split(r"; |: |\. |\.$", setting.help)[0]
     if setting.choices:
         choices = "|".join(setting.choices)
+        if len(choices) > 78:
+            return f"{clause}: {setting.choices[0]} or another of {len(setting.choices)}"
         return f"{clause}: {choices}" if len(choices) <= 60 else choices
     return clause if len(clause) <= 70 else clause[:66].rsplit(" ", 1)[0] + " ..."
 

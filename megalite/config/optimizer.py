@@ -4,13 +4,18 @@ from dataclasses import dataclass
 
 from megalite.config.option import option
 
+OPTIMIZERS = ("adam", "sgd", "lamb", "muon", "onebit-adam", "onebit-lamb", "zero-one-adam")
+ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
+"""They exchange their own state instead of gradients once they are frozen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedules. Norms and biases are not decayed."""
+    """The optimizer and its schedules. Norms and biases are not decayed."""
 
-    optimizer: str = option("adam", choices=("adam",))
-    """adam is AdamW (decoupled weight decay)."""
+    optimizer: str = option("adam", choices=OPTIMIZERS)
+    """adam is AdamW (decoupled weight decay); onebit-adam, onebit-lamb and zero-one-adam exchange signs of their momentum
+    instead of gradients after a warm-up; muon orthogonalises the update of matrices and leaves the rest to AdamW."""
     lr: float = option(1e-3, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, basic=True)
@@ -53,3 +58,38 @@ class OptimizerConfig:
     """Added to the square root of the second moment."""
     clip_grad: float = option(1.0)
     """Largest global gradient norm; 0 turns clipping off."""
+    sgd_momentum: float = option(0.9)
+    """sgd: momentum."""
+    sgd_nesterov: bool = option(False)
+    """sgd: Nesterov's form of it."""
+    lamb_min_coeff: float = option(0.01)
+    """lamb, onebit-lamb: lowest trust ratio."""
+    lamb_max_coeff: float = option(10.0)
+    """lamb, onebit-lamb: highest trust ratio."""
+    muon_momentum: float = option(0.95)
+    """muon: momentum of matrices (Nesterov)."""
+    muon_steps: int = option(5)
+    """muon: Newton-Schulz iterations."""
+    muon_scale: float = option(0.2)
+    """muon: root mean square of a matrix's update, to fit AdamW's learning rate and weight decay."""
+    freeze_step: int | None = option(None)
+    """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
+    freeze_threshold: float = option(0.96)
+    """1-bit optimizers: the second moment is stable, and the warm-up ends, when its L1 norm has not grown by more than this
+    ratio says over 1/(1-beta2) steps, after the warm-up of the learning rate."""
+    onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
+    """1-bit optimizers: the size that signs stand for is one number a tensor, or one a bucket, as in the papers."""
+    local_step_clipper: int = option(16)
+    """zero-one-adam: most local steps between two exchanges."""
+    local_step_scaler: int = option(32678)
+    """zero-one-adam: steps after which the number of local steps doubles."""
+    variance_update_scaler: int = option(16)
+    """zero-one-adam: updates of the second moment after which the interval between them doubles."""
+    main_params: str = option("fp32", choices=("fp32", "split"))
+    """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack (2 bytes less each)."""
+    exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    """Number format of the first moment."""
+    exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    """Number format of the second moment."""
+    stochastic_rounding: bool = option(False)
+    """Round bf16 moments up or down at random, by how near they are, instead of to the nearest."""

@@ -10,6 +10,13 @@ PIPELINE_SCHEDULES = (
 )
 V_SCHEDULES = ("zb-v", "dualpipe-v")
 """Two virtual stages a rank, down and up again."""
+DP_STRATEGIES = (
+    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
+    *("parameter-server", "sharded-parameter-server", "async-parameter-server"),
+    *("local-sgd", "diloco", "gossip"),
+)
+LOCAL_STRATEGIES = ("local-sgd", "diloco", "gossip")
+"""Each data-parallel rank has weights of its own, at least for some steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +70,9 @@ class ParallelConfig:
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
-    dp_strategy: str = option("all-reduce", choices=("all-reduce", "distributed-optimizer"), basic=True)
-    """Gradients of data-parallel ranks: all-reduce them, or shard optimizer state as ZeRO-1 does."""
+    dp_strategy: str = option("all-reduce", choices=DP_STRATEGIES, basic=True)
+    """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
+    fully-sharded ZeRO-3."""
     ddp_bucket_size: int = option(40_000_000)
     """Parameters in one gradient bucket."""
     overlap_grad_reduce: bool = option(True)

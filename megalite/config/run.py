@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
+from megalite.config.data_parallel import DataParallelConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -17,6 +18,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

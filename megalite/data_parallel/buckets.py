@@ -24,6 +24,7 @@ class BucketKind(NamedTuple):
     partial_over_tp: bool
     tied: bool
     expert: bool
+    orthogonal: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,17 @@ class Bucket:
 
     Args:
         align: both buffers are padded with zeros to a multiple of this, so that they split evenly over dp.
+        holds_grad: the gradients' memory is taken at once; else by `take_memory`.
     """
 
     def __init__(
-        self, kind: BucketKind, parameters: list[ShardedParameter], *, align: int, grad_dtype: torch.dtype
+        self,
+        kind: BucketKind,
+        parameters: list[ShardedParameter],
+        *,
+        align: int,
+        grad_dtype: torch.dtype,
+        holds_grad: bool = True,
     ) -> None:
         self.kind = kind
         self.placed: list[Placed] = []
@@ -61,6 +69,8 @@ class Bucket:
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         for placed in self.placed:
             self._adopt(placed)
+        if not holds_grad:
+            give_memory(self.grad)
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
 
@@ -102,6 +112,21 @@ class Bucket:
                 self._on_full()
 
 
+def take_memory(flat: torch.Tensor) -> None:
+    """Give a bucket's buffer its memory back, with any contents; its views, and what autograd has saved, see it again."""
+    flat.untyped_storage().resize_(flat.nbytes)
+
+
+def give_memory(flat: torch.Tensor) -> None:
+    """Let a bucket's buffer and all its views be without memory, until `take_memory`."""
+    flat.untyped_storage().resize_(0)
+
+
+def has_memory(flat: torch.Tensor) -> bool:
+    """The buffer may be read and written."""
+    return flat.untyped_storage().nbytes() > 0
+
+
 def _move_to_main_grad(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, ShardedParameter)
     grad, parameter.grad = parameter.grad, None
@@ -115,22 +140,28 @@ def make_buckets(
     bucket_size: int,
     align: Callable[[BucketKind], int],
     grad_dtype: torch.dtype,
+    holds_grad: bool = True,
 ) -> list[Bucket]:
     """Buckets of about `bucket_size` elements in reverse order of `parameters`: the order in which gradients come.
 
     Args:
         align: what the size of a bucket of this kind is a multiple of.
+        holds_grad: see `Bucket`.
     """
     open_buckets: dict[BucketKind, list[ShardedParameter]] = {}
     closed: list[tuple[BucketKind, list[ShardedParameter]]] = []
     for parameter in reversed(list(dict.fromkeys(parameters))):
         info = parameter.info
         kind = BucketKind(
-            info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert
+            *(info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert),
+            info.orthogonal,
         )
         members = open_buckets.setdefault(kind, [])
         members.append(parameter)
         if sum(member.numel() for member in members) >= bucket_size:
             closed.append((kind, open_buckets.pop(kind)))
     closed.extend(open_buckets.items())
-    return [Bucket(kind, members, align=align(kind), grad_dtype=grad_dtype) for kind, members in closed]
+    return [
+        Bucket(kind, members, align=align(kind), grad_dtype=grad_dtype, holds_grad=holds_grad)
+        for kind, members in closed
+    ]

@@ -1,11 +1,12 @@
-"""Data parallelism with a distributed optimizer: each rank updates a part of every bucket (ZeRO-1)."""
+"""Data parallelism with a distributed optimizer: each rank updates a part of every bucket (ZeRO-1 and ZeRO-2)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.gradient_shards import GradientShards
 from megalite.data_parallel.strategy import DataParallelStrategy, OptimizerShard
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Work
@@ -17,17 +18,32 @@ class DistributedOptimizer(DataParallelStrategy):
     The gather runs under the next forward: each module waits for its own buckets just before it computes.
     Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. Optimizer state and main
     parameters take 1/d of the memory. For experts d is the expert-dp size.
+
+    Args:
+        shard_gradients: gradients take 1/d of the memory too, but for the buckets that are being filled or sent (ZeRO-2).
+            Then they are on the wire once for each microbatch: m·(d-1)/d of their bytes.
     """
 
     shards_over_dp = True
 
     def __init__(
-        self, stages: Mapping[int, torch.nn.Module], *, overlap_param_gather: bool, **common: Any
+        self,
+        stages: Mapping[int, torch.nn.Module],
+        *,
+        overlap_param_gather: bool,
+        shard_gradients: bool = False,
+        **common: Any,
     ) -> None:
+        # Before the shards are made.
+        self._sharded = GradientShards(overlap=common["options"].overlap) if shard_gradients else None
         super().__init__(stages, **common)
         self._gathering: dict[Bucket, Work] = {}
         shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
         self._overlap_gather = overlap_param_gather and shared
+        self._watch(stages)
+
+    def _watch(self, stages: Mapping[int, torch.nn.Module]) -> None:
+        """Have the modules say when they need their parameters."""
         if self._overlap_gather:
             bucket_of = {
                 placed.parameter: bucket for bucket in self.all_buckets() for placed in bucket.placed
@@ -55,10 +71,56 @@ class DistributedOptimizer(DataParallelStrategy):
         size = bucket.data.numel() // group.size
         return group.rank * size, (group.rank + 1) * size
 
+    def _make_shard(self, bucket: Bucket) -> OptimizerShard:
+        shard, channel = super()._make_shard(bucket), self.channel(bucket)
+        if self._sharded is not None and channel.size > 1:
+            shard.main_param.grad = total = bucket.grad.new_zeros(shard.stop - shard.start)
+            self._sharded.add(bucket, total, channel)
+        return shard
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients."""
+        if self._sharded is None:
+            super().zero_grad()
+            return
+        self._sharded.reset()
+        for bucket in self.all_buckets():
+            if bucket not in self._sharded:
+                bucket.grad.zero_()
+
+    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        """With sharded gradients nothing: each microbatch's are sent as they come."""
+        if self._sharded is None:
+            super().arm(stage, pending)
+
+    def launch(self, stage: int) -> None:
+        """Send what has not been."""
+        if self._sharded is None:
+            super().launch(stage)
+        else:
+            self._sharded.send(self.buckets[stage])
+
+    def finish_gradients(self) -> None:
+        """Return with the sums of the owned ranges complete.
+
+        Sharded gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those last:
+        equal buckets are cut alike, so that the owned ranges lie on one another.
+        """
+        if self._sharded is None:
+            super().finish_gradients()
+            return
+        self._sharded.finish()
+        for shard in self.shards:
+            kind, total = shard.bucket.kind, shard.main_param.grad
+            assert total is not None
+            if kind.partial_over_tp:
+                self.groups.tp.all_reduce(total)
+            if kind.tied and self.groups.embedding is not None:
+                self.groups.embedding.all_reduce(total)
+
     def _reduce(self, bucket: Bucket) -> Work:
         start, stop = self.owned_range(bucket)
-        group = self.groups.replicas(bucket.kind)
-        return group.reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
+        return self.channel(bucket).reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
 
     def publish_parameters(self) -> None:
         """Round the owned part to the model's precision and start gathering all parts, first-needed first."""
@@ -69,8 +131,7 @@ class DistributedOptimizer(DataParallelStrategy):
             own = data[shard.start : shard.stop]
             if shard.is_copy:
                 own.copy_(shard.main_param.data)
-            group = self.groups.replicas(shard.bucket.kind)
-            self._gathering[shard.bucket] = group.all_gather_async(data, own)
+            self._gathering[shard.bucket] = self.channel(shard.bucket).gather_raw_async(data, own)
         if not self._overlap_gather:
             self.wait_for_parameters()
 

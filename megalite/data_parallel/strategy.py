@@ -1,18 +1,30 @@
-"""What every data-parallel strategy shares: buckets, the order of reductions, and the shards that are optimized."""
+"""What every data-parallel strategy shares: buckets, the order of reductions, and the shards that are optimized.
 
+A strategy acts in three spaces. *Gradients*: `arm`, `launch` and `finish_gradients` make of each rank's part what the
+update goes by. *Optimizer states*: `update` steps the optimizer, and may have it average its own state over ranks.
+*Weights*: `update` ends by making the stepped main parameters the model's (`publish_parameters`), and may average them.
+"""
+
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from megalite.data_parallel.background import Background
 from megalite.data_parallel.buckets import Bucket, BucketKind, Placed, make_buckets
+from megalite.data_parallel.norm import norm_squared
+from megalite.data_parallel.split_main import SplitMain, unfolded
+from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.optimizers.base import Optimizer
+from megalite.optimizers.flat import Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group, Work
-
-NORM_ROW = 1 << 14
-"""Elements whose squares are summed in the gradient's own precision."""
 
 ALIGNMENT = 64
 """Elements; shards of buckets start at multiples of this."""
@@ -55,79 +67,150 @@ class StrategyGroups:
     """First and last rank of the pipeline; None in between."""
     expert_dp: Group
     """Ranks that hold the same part of the same experts, whose gradients are of other tokens."""
+    world: Group = field(default_factory=lambda: Group.solo("world"))
+    """All ranks: for what all must decide alike."""
 
     def replicas(self, kind: BucketKind) -> Group:
         """The ranks with the same bucket of this kind and other samples."""
         return self.expert_dp if kind.expert else self.dp
 
 
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What all strategies are told alike."""
+
+    bucket_size: int
+    """Elements."""
+    grad_dtype: torch.dtype
+    overlap: bool
+    """Reduce buckets while the last backward still runs."""
+    wire_dtype: torch.dtype | None = None
+    """None: gradients travel in their own type."""
+    by_rank: bool = False
+    """Sums over ranks are made in the order of ranks."""
+    split_main: bool = False
+    """bf16: between updates main parameters are kept as the 16 bits that the model's lack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """Of the gradient, with the loss scale still in it."""
+
+    shown: float
+    """For the log: the same on every rank."""
+    clipping: float
+    """Of the gradient that this rank's update goes by."""
+
+
 class DataParallelStrategy(ABC):
     """Owns the buckets of this rank's stages. Its life in one step:
 
-    `zero_grad`; during the program `arm` and `launch`, stage by stage; `finish_gradients`; then, after the optimizer
-    has stepped `shards`, `publish_parameters`.
+    `begin_step`; during the program `arm` and `launch`, stage by stage; `finish_gradients`; `norm_terms` and, once they
+    are summed over the world, `norms`; then `update`, unless gradients overflowed.
+
+    Gradients come as this rank's part of the gradient of the mean over the global batch: their sum over the data-parallel
+    ranks is the whole.
     """
 
+    shards_over_dp: bool = False
+    """Each of the ranks with the same bucket updates a part of it of its own."""
+    replicas_agree: bool = True
+    """After each update the ranks with the same bucket have the same weights, to the bit."""
+
     def __init__(
-        self,
-        stages: Mapping[int, torch.nn.Module],
-        *,
-        groups: StrategyGroups,
-        bucket_size: int,
-        grad_dtype: torch.dtype,
-        overlap_grad_reduce: bool,
+        self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
     ) -> None:
-        self.groups = groups
-        self._overlap = overlap_grad_reduce
+        self.groups, self.options = groups, options
         self.buckets: dict[int, list[Bucket]] = {
-            stage: make_buckets(
-                own,
-                bucket_size=bucket_size,
-                align=lambda kind: ALIGNMENT * groups.replicas(kind).size,
-                grad_dtype=grad_dtype,
-            )
-            for stage, own in _own_parameters(stages).items()
+            stage: self._make_buckets(own) for stage, own in _own_parameters(stages).items()
         }
+        device = self.all_buckets()[0].data.device
+        self.wire_counter = WireCounter()
+        self._background = Background(device)
+        self._channels: dict[Group, Channel] = {}
         self._reducing: dict[Bucket, Work] = {}
+        self.notes: list[str] = []
+        """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+        self.step = 0
+        """The step under way, counted from 1."""
+        self.loss_scale = 1.0
+        """What the loss of the step under way is multiplied with; a power of 2, unless the user fixed another."""
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
+        self._split = [self._split_main(shard) for shard in self.shards] if options.split_main else []
+
+    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
+        """Of one stage."""
+        return make_buckets(
+            parameters,
+            bucket_size=self.options.bucket_size,
+            align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
+            grad_dtype=self.options.grad_dtype,
+        )
 
     def all_buckets(self) -> list[Bucket]:
         """Buckets of all stages."""
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
+
+    def channel(self, bucket: Bucket) -> Channel:
+        """The ranks that hold the bucket too."""
+        group = self.groups.replicas(bucket.kind)
+        if group not in self._channels:
+            self._channels[group] = Channel(
+                group,
+                self.wire_counter,
+                self._background,
+                wire_dtype=self.options.wire_dtype,
+                by_rank=self.options.by_rank,
+            )
+        return self._channels[group]
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         start, stop = self.owned_range(bucket)
         values, grad = bucket.data[start:stop], bucket.grad[start:stop]
         main_param = torch.nn.Parameter(values if values.dtype == grad.dtype else values.to(grad.dtype))
         main_param.grad = grad
-        kind, groups = bucket.kind, self.groups
-        first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
-        own_split = kind.split_over_tp or kind.expert or groups.tp.rank == 0
-        counts = first_copy and own_split and (self.shards_over_dp or groups.replicas(kind).rank == 0)
+        counts = self._counts(bucket) and (self.shards_over_dp or self.groups.replicas(bucket.kind).rank == 0)
         return OptimizerShard(bucket, start, stop, main_param, counts)
 
-    shards_over_dp: bool
-    """Each of the ranks with the same bucket updates a part of it of its own."""
+    def _split_main(self, shard: OptimizerShard) -> SplitMain:
+        return SplitMain(shard.main_param, shard.bucket.data[shard.start : shard.stop])
 
-    @abstractmethod
+    def _counts(self, bucket: Bucket) -> bool:
+        """Of the ranks with other parts of the network that hold the bucket's tensors too, this one has them counted."""
+        kind, groups = bucket.kind, self.groups
+        first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
+        return first_copy and (kind.split_over_tp or kind.expert or groups.tp.rank == 0)
+
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """The part of a bucket whose gradient this rank has after reduction and whose parameters it updates."""
+        """The part of a bucket whose gradient this rank has after reduction and whose parameters it updates: all of it,
+        unless `shards_over_dp`."""
+        return 0, bucket.data.numel()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """The optimizer over `shards` has been made; called once, by whoever makes it."""
+
+    # ---- what it does when
+
+    @property
+    def scope(self) -> Group:
+        """The ranks that take the decisions of a step together and go by one gradient: all of them, or one of several
+        groups of equal size."""
+        return self.groups.world
+
+    def phase(self, step: int) -> str:
+        """What is exchanged in a step: a function of the step, the settings and what `counters` holds."""
+        return "gradients"
+
+    def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
+        """Before the first forward of a step: forget the last one's gradients, also those of one that failed half way."""
+        self.step, self.loss_scale = step, loss_scale
+        self.zero_grad()
+
+    # ---- gradients
 
     @abstractmethod
     def _reduce(self, bucket: Bucket) -> Work:
         """Start summing the bucket's gradients over the ranks that hold it too."""
-
-    @abstractmethod
-    def publish_parameters(self) -> None:
-        """Make the stepped main parameters the model's, on every rank."""
-
-    @abstractmethod
-    def wait_for_parameters(self) -> None:
-        """Return when the model's parameters may be read outside a forward."""
-
-    @abstractmethod
-    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """From all replicas' `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients, also those of a step that failed half way."""
@@ -145,7 +228,7 @@ class DataParallelStrategy(ABC):
             pending: the parameters whose gradients are still to come, each as often as it will report; buckets without
                 any are complete and start now. None: a whole backward comes.
         """
-        if self._overlap:
+        if self.options.overlap:
             counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:
                 if not _waits_for_others(bucket):
@@ -178,6 +261,15 @@ class DataParallelStrategy(ABC):
             work.wait()
         self._reducing.clear()
 
+    def norm_terms(self) -> torch.Tensor:
+        """fp64 numbers [k] of this rank, k the same on all; their sums over the world are given to `norms`."""
+        return self.local_norm_squared().view(1)
+
+    def norms(self, sums: Sequence[float]) -> Norms:
+        """The norms that the sums of `norm_terms` tell; NaN or infinite where a gradient is."""
+        norm = math.sqrt(sums[0]) if sums[0] >= 0.0 else math.nan
+        return Norms(shown=norm, clipping=norm)
+
     def local_norm_squared(self) -> torch.Tensor:
         """This rank's part of Σg² over the whole model, fp64; the sum over the world is the whole.
 
@@ -187,8 +279,95 @@ class DataParallelStrategy(ABC):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for shard in self.shards:
             if shard.counts_in_norm:
-                total += _norm_squared(shard.main_param.grad)
+                total += norm_squared(shard.main_param.grad)
         return total
+
+    # ---- optimizer states and weights
+
+    def update(self, optimizer: Optimizer, update: Update) -> None:
+        """Step the main parameters and make them the model's. Not called where gradients overflowed: then nothing at all
+        may have changed by the step."""
+        self._scale_gradients(update.factor)
+        with self.main_in_memory():
+            optimizer.step(update)
+            self.publish_parameters()
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for shard in self.shards:
+                assert shard.main_param.grad is not None
+                shard.main_param.grad.mul_(factor)
+
+    def publish_parameters(self) -> None:
+        """Make the stepped main parameters the model's, on every rank: here, round them to its precision."""
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.bucket.data[shard.start : shard.stop].copy_(shard.main_param.data)
+
+    def wait_for_parameters(self) -> None:
+        """Return when the model's parameters may be read outside a forward."""
+
+    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
+        """From all replicas' `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
+        return values
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the buckets' `data` is the model that is evaluated and saved, and main parameters are in memory. Where
+        replicas have weights of their own it is their mean; their own come back at the end. Every rank enters it."""
+        self.wait_for_parameters()
+        return self.main_in_memory()
+
+    def main_in_memory(self) -> AbstractContextManager[None]:
+        """Inside, main parameters are in memory, and what is written into them stays. When it ends the model's must be
+        theirs, rounded."""
+        return unfolded(self._split)
+
+    def role(self, group: Group, index: int) -> str:
+        """What rank `index` of a group with the same buckets is in it, for messages."""
+        return "a replica"
+
+    # ---- what is saved, counted and reported
+
+    @property
+    def optimizer_placement(self) -> Placement:
+        """Whose the optimizer's states of a shard are."""
+        return Placement.SHARDED if self.shards_over_dp else Placement.REPLICATED
+
+    def weights(self, shard: OptimizerShard) -> FlatState:
+        """The model's weights of a shard's bucket, as this rank holds them."""
+        bucket = shard.bucket
+        return FlatState(
+            name="weight", bucket=bucket, start=0, values=bucket.data, placement=Placement.REPLICATED
+        )
+
+    def states(self) -> list[FlatState]:
+        """What the strategy itself remembers from step to step and element by element, as live views."""
+        return []
+
+    def tensor_states(self) -> list[TensorState]:
+        """What it remembers of whole tensors."""
+        return []
+
+    def counters(self) -> dict[str, Any]:
+        """Further numbers that a checkpoint keeps: the same on every rank, and plain JSON."""
+        return {}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take up saved `counters`; those of another strategy are passed over."""
+
+    def loaded(self) -> None:
+        """All states and counters have been taken up from a checkpoint; what follows from them is to be made again."""
+
+    def wire(self) -> float:
+        """Payload bytes that this rank has sent for data parallelism since the last call."""
+        return self.wire_counter.take()
+
+    def finish(self) -> None:
+        """The last step is done; every rank calls it: return when no other rank needs this one."""
+
+    def close(self) -> None:
+        """The run ends: release threads and peers."""
+        self._background.close()
 
 
 def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[ShardedParameter]]:
@@ -200,14 +379,6 @@ def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[Sha
         seen.update(own)
         found[stage] = own
     return found
-
-
-def _norm_squared(grad: torch.Tensor | None) -> torch.Tensor:
-    assert grad is not None
-    # Rows small enough that fp32's pairwise sum keeps its digits, their total in fp64.
-    whole = grad.numel() // NORM_ROW * NORM_ROW
-    rows = torch.linalg.vector_norm(grad[:whole].view(-1, NORM_ROW), dim=1).double().square().sum()
-    return rows + torch.linalg.vector_norm(grad[whole:]).double().square()
 
 
 def _waits_for_others(bucket: Bucket) -> bool:

@@ -38,6 +38,11 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
+def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
+    """It maps hidden states to hidden states: all matrices but those of embedding and head. What Muon orthogonalises."""
+    return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")
+
+
 def _matrix(
     name: str, shape: tuple[int, ...], shard_dim: int | None, init: Init = "normal", expert: bool = False
 ) -> ParameterShape:

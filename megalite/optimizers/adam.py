@@ -1,29 +1,26 @@
 """AdamW over flat shards: torch's fused kernel, one tensor a bucket."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optimizers.base import Exchange, Optimizer
+from megalite.optimizers.flat import FlatParameter, Update
 
 STATES = ("exp_avg", "exp_avg_sq")
 """Names of the state tensors, each of the shape of its parameter."""
 
 
-class AdamW:
-    """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of.
+class AdamW(Optimizer):
+    """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of."""
 
-    Args:
-        decayed, undecayed: flat main parameters whose `.grad` is set.
-    """
-
-    def __init__(
-        self,
-        decayed: Iterable[torch.nn.Parameter],
-        undecayed: Iterable[torch.nn.Parameter],
-        config: OptimizerConfig,
-    ) -> None:
-        groups = [{"params": list(decayed), "decay": True}, {"params": list(undecayed), "decay": False}]
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
+        self.parameters, self.notes = parameters, []
+        groups = [
+            {"params": [flat.param for flat in parameters if flat.decay == decay], "decay": decay}
+            for decay in (True, False)
+        ]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
@@ -40,20 +37,20 @@ class AdamW:
                 }
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float) -> None:
+    def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Update all parameters from their gradients."""
         for group in self._adam.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+            group["lr"] = update.lr
+            group["weight_decay"] = update.weight_decay if group["decay"] else 0.0
         self._adam.step()
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state tensors of one parameter, by name; writing into them changes the state."""
+        """The two moments."""
         return {name: self._adam.state[parameter][name] for name in STATES}
 
     @property
     def updates(self) -> int:
-        """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
+        """Updates made so far."""
         group = self._adam.param_groups[0]
         return int(self._adam.state[group["params"][0]]["step"].item())
 

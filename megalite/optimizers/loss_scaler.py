@@ -10,6 +10,9 @@ class LossScaler:
     (of those that overflow; good ones in between do not reset the count before a whole window) and doubles after
     `loss_scale_window` good ones, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same
     scale without asking.
+
+    Learning rate and weight decay wait for a step that overflowed, as in Megatron-LM: `skipped_steps` and
+    `skipped_samples` say how far they are behind the run.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -22,12 +25,15 @@ class LossScaler:
         self._hysteresis = config.hysteresis
         self._good_steps = 0
         self._overflows_left = config.hysteresis
+        self.skipped_steps = self.skipped_samples = 0
 
-    def update(self, *, overflow: bool) -> None:
-        """Take note of one step."""
+    def update(self, *, overflow: bool, samples: int = 0) -> None:
+        """Take note of one step, over so many samples."""
         if not self.dynamic:
             return
         if overflow:
+            self.skipped_steps += 1
+            self.skipped_samples += samples
             self._good_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:
@@ -41,9 +47,12 @@ class LossScaler:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps: nothing of a scale that does not move."""
+        skipped: dict[str, float] = {}
+        if self.skipped_steps:
+            skipped = {"skipped_steps": self.skipped_steps, "skipped_samples": self.skipped_samples}
         if not self.dynamic:
-            return {}
-        return {
+            return skipped
+        return skipped | {
             "scale": self.scale,
             "good_steps": self._good_steps,
             "overflows_left": self._overflows_left,
@@ -54,7 +63,9 @@ class LossScaler:
 
         After a run without a dynamic scale (fp32, say) there is nothing to take up: the initial scale stands.
         """
-        if self.dynamic and state:
+        self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.skipped_samples = int(state.get("skipped_samples", 0))
+        if self.dynamic and "scale" in state:
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])
             self._overflows_left = int(state["overflows_left"])

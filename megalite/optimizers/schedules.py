@@ -50,6 +50,11 @@ class Schedules:
     def _position(self, progress: Progress) -> int:
         return progress.samples if self._by_samples else progress.step
 
+    @property
+    def warmup(self) -> int:
+        """Length of the learning rate's warm-up, in what the run's length is in."""
+        return self._warmup
+
     def lr(self, progress: Progress) -> float:
         """Learning rate of the step that ends at `progress`."""
         c, x = self._config, self._position(progress)

@@ -13,17 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape, stage_shapes
 from megalite.planner.activations import ELEMENT_BYTES
-from megalite.planner.memory import local_size
+from megalite.planner.data_parallel import Volume, gradient_volumes, norm_terms
 from megalite.planner.pipeline import placement_of, plan_stages
-from megalite.planner.stages import StagePlan, shares_embedding
-
-Volume = tuple[str, str, int]
-"""Group, operation, bytes."""
-
-ALIGNMENT = 64
-"""A gradient bucket is padded to this many elements for each rank that shares it."""
+from megalite.planner.stages import StagePlan
 
 
 def wire_factor(operation: str, size: int) -> float:
@@ -51,11 +44,11 @@ def step_volumes(
     for plan in mine:
         for group, operation, size in _microbatch(config, plan, stages):
             found[group, operation] += num_microbatches * size
-        for group, operation, size in _gradients(config, plan, stages):
+        for group, operation, size in gradient_volumes(config, plan, stages, num_microbatches):
             found[group, operation] += size
     model = config.model
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
-    found["world", "all-reduce"] += 8 * (2 + terms)
+    found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
         found["dp-cp", "all-reduce"] += 8  # unmasked tokens of the batch
     sizes = group_sizes(config)
@@ -271,58 +264,3 @@ def _recomputed(sizes: _Sizes, layers: range) -> Iterable[Volume]:
 
 def _without_exit(volumes: list[Volume]) -> list[Volume]:
     return volumes[:-1] if volumes and volumes[-1][0] == "tp" else volumes
-
-
-def _gradients(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterable[Volume]:
-    """Sums of one stage's gradients, once a step, and the parameters that a distributed optimizer sends round."""
-    sizes, groups = _Sizes(config), group_sizes(config)
-    tied_apart = config.model.tie_embeddings and len(stages) > 1
-    shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
-    if tied_apart and plan.has_head and shares_embedding(stages):
-        shapes = [
-            shape for shape in shapes if shape.name != "embedding.word.weight"
-        ]  # it is the first stage's
-    kinds: dict[tuple[bool, ...], list[ParameterShape]] = {}
-    buckets: list[tuple[bool, bool, bool, int]] = []  # partial over tp, tied, expert, elements
-
-    def close(kind: tuple[bool, ...]) -> None:
-        dp = groups["expert-dp" if kind[3] else "dp-cp"]
-        elements = sum(local_size(shape, config) for shape in kinds.pop(kind))
-        unit = ALIGNMENT * dp
-        buckets.append((kind[2], kind[4], kind[3], -(-elements // unit) * unit))
-
-    for shape in reversed(shapes):
-        tied = tied_apart and shape.name == "embedding.word.weight"
-        kind: tuple[bool, ...] = (
-            shape.decay,
-            shape.shard_dim is not None,
-            _is_partial(shape, config),
-            shape.expert,
-            tied,
-        )
-        members = kinds.setdefault(kind, [])
-        members.append(shape)
-        if sum(local_size(member, config) for member in members) >= config.parallel.ddp_bucket_size:
-            close(kind)
-    for left in list(kinds):
-        close(left)
-    for partial, tied, expert, elements in buckets:
-        group = "expert-dp" if expert else "dp-cp"
-        if partial:
-            yield "tp", "all-reduce", elements * sizes.w
-        if tied:
-            yield "embedding", "all-reduce", elements * sizes.w
-        if config.parallel.dp_strategy == "distributed-optimizer":
-            yield group, "reduce-scatter", elements * sizes.w
-            yield group, "all-gather", elements * sizes.e
-        else:
-            yield group, "all-reduce", elements * sizes.w
-
-
-def _is_partial(shape: ParameterShape, config: RunConfig) -> bool:
-    """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
-    always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    if shape.name.endswith(always):
-        return config.parallel.tp > 1
-    in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))
-    return config.parallel.sequence_parallel and in_sequence_region

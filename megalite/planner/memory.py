@@ -4,16 +4,18 @@ What fragments, kernels' workspaces and communication buffers take comes on top 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
-from megalite.planner.activations import ELEMENT_BYTES, recompute_workspace_bytes
+from megalite.planner.activations import recompute_workspace_bytes
+from megalite.planner.sharing import local_size
 from megalite.planner.sizes import stage_sizes
 from megalite.planner.stages import StagePlan, shapes_of_rank
+from megalite.planner.states import element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +45,6 @@ class RankMemory:
         )
 
 
-def local_size(shape: ParameterShape, config: RunConfig) -> int:
-    """Elements of a parameter on one rank."""
-    p = config.parallel
-    if shape.expert:
-        return shape.size // (p.ep * p.expert_tp)
-    return shape.size if shape.shard_dim is None else shape.size // p.tp
-
-
-def state_bytes_per_parameter(precision: str) -> tuple[int, int, int]:
-    """(parameter, gradient, optimizer) bytes an element, nothing sharded.
-
-    bf16 and fp16: 2 + 4 (fp32 gradients) + 12 (fp32 main parameter and two moments) = 18; fp32: 4 + 4 + 8; fp64: twice
-    that.
-    """
-    element = ELEMENT_BYTES[precision]
-    return (2, 4, 12) if element == 2 else (element, element, 2 * element)
-
-
 def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
     """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages and workspace not counted."""
     sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0, workspace=None)
@@ -73,7 +57,7 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size), which
-    gives the usual 6 + 12/dp bytes a parameter in bf16.
+    gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's.
 
     Args:
         config: validated, vocabulary known.
@@ -82,18 +66,21 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
     """
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
-    shapes = shapes_of_rank(config, list(stages))
-    dense = sum(local_size(shape, config) for shape in shapes if not shape.expert)
-    expert = sum(local_size(shape, config) for shape in shapes if shape.expert)
-    parameter, gradient, optimizer = state_bytes_per_parameter(config.training.precision)
-    sharded = p.dp_strategy == "distributed-optimizer"
-    dense_parts = p.dp * p.cp if sharded else 1
-    expert_parts = p.tp * p.cp * p.dp // (p.expert_tp * p.ep) if sharded else 1
+    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    parameters = 0
+    parameter = gradient = optimizer = 0.0
+    for shape in shapes_of_rank(config, list(stages)):
+        count = local_size(shape, config)
+        each = element_bytes(config, shape, expert if shape.expert else dense)
+        parameters += count
+        parameter += each.parameter * count
+        gradient += each.gradient * count
+        optimizer += each.optimizer * count
     return RankMemory(
-        parameters=dense + expert,
-        parameter_bytes=parameter * (dense + expert),
-        gradient_bytes=gradient * (dense + expert),
-        optimizer_bytes=-(-optimizer * dense // dense_parts) + -(-optimizer * expert // expert_parts),
+        parameters=parameters,
+        parameter_bytes=math.ceil(parameter),
+        gradient_bytes=math.ceil(gradient),
+        optimizer_bytes=math.ceil(optimizer),
         activation_bytes=activation_bytes,
         workspace_bytes=max(recompute_workspace_bytes(config, plan) for plan in stages),
     )

@@ -29,6 +29,8 @@ class ParameterInfo:
     """The word embedding where two stages hold a copy: sum the gradients over the embedding group."""
     uses: int = 1
     """Gradient contributions of one microbatch: 2 where one parameter is both embedding and head."""
+    orthogonal: bool = False
+    """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
 
 
 class ShardedParameter(torch.nn.Parameter):
@@ -39,9 +41,22 @@ class ShardedParameter(torch.nn.Parameter):
     """
 
     info: ParameterInfo
-    main_grad: torch.Tensor | None
+    grad_wanted: Callable[[], None] | None = None
+    """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None
     tape: WeightTape | None
+    _main_grad: torch.Tensor | None = None
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """See the class."""
+        if self.grad_wanted is not None:
+            self.grad_wanted()
+        return self._main_grad
+
+    @main_grad.setter
+    def main_grad(self, buffer: torch.Tensor | None) -> None:
+        self._main_grad = buffer
 
     def report(self) -> None:
         """A contribution is in `main_grad`."""

@@ -164,6 +164,13 @@ class Group:
             return
         dist.all_to_all_single(output, tensor, group=self.process_group)
 
+    def all_to_all_equal_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`all_to_all_equal` under way; neither may be touched before `wait()`."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return DONE
+        return dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True)
+
     def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
 

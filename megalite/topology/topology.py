@@ -22,7 +22,7 @@ ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""
 
 MADE_KINDS = (
-    *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp"),
+    *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
     *("ep", "expert-tp", "expert-dp", "embedding", "position-embedding"),
 )
 """The kinds that become fields of a Topology, in the order in which they are made."""
@@ -30,6 +30,10 @@ MADE_KINDS = (
 PRIVATE_KINDS = ("cp", "ep")
 """Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
 would queue behind the gradient reductions that run under it."""
+
+GRADIENT_KINDS = ("dp-cp", "expert-dp")
+"""Kinds that gradients are summed over. On gloo a thread beside the program's exchanges some of them, in no fixed order
+with what layers exchange (expert-dp can have tp's ranks): they share process groups with one another alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +80,9 @@ class Launch:
 class Topology:
     """Where this rank stands and the groups it is in.
 
-    `model` spans tp and pp (one replica of the network); `embedding` is None where this rank is neither first nor
-    last in its pipeline. `edges` maps (sender, receiver), as pipeline ranks, to the pair's own group, in which the
-    sender has index 0.
+    `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
+    `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
+    pipeline ranks, to the pair's own group, in which the sender has index 0.
     """
 
     layout: ParallelLayout
@@ -93,6 +97,7 @@ class Topology:
     dp_cp: Group
     model: Group
     tp_cp: Group
+    tp_dp_cp: Group
     ep: Group
     expert_tp: Group
     expert_dp: Group
@@ -116,7 +121,7 @@ class Topology:
         As torch names process groups by a counter, every rank makes all of them in one order, also those that it
         is not in (those cost a few microseconds). Groups over the same ranks share a process group where their
         collectives are ordered by the program; pipeline edges have their own, since there order is per channel, and
-        so have `PRIVATE_KINDS`.
+        so have `PRIVATE_KINDS` and, on gloo, `GRADIENT_KINDS`.
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
@@ -129,7 +134,8 @@ class Topology:
         def group(kind: str, rank_lists: RankLists, *, private: bool = False) -> Group | None:
             mine = None
             for ranks in rank_lists:
-                key = (kind if private else "shared", ranks)
+                shared = "gradients" if kind in GRADIENT_KINDS and backend == "gloo" else "shared"
+                key = (kind if private else shared, ranks)
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 if rank in ranks:
@@ -175,6 +181,39 @@ def background_group(world: Group) -> Group:
     timeout = datetime.timedelta(days=1)
     made = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
     return dataclasses.replace(world, name="background", process_group=made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerGroups:
+    """gloo groups of an asynchronous parameter server, on dp rank 0 of each (tp, pp) coordinate; each for one thread."""
+
+    pairs: tuple[Group, ...]
+    """Server and worker, in this order: on a server one for each other worker, by dp rank; on a worker its own."""
+    servers: Group | None
+    """On a server: those of all coordinates."""
+
+
+def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups:
+    """Make the groups of an asynchronous parameter server.
+
+    Args:
+        timeout_minutes: for workers. A server waits for as long as a worker may compute or a disk take; one that dies ends
+            the wait at once.
+
+    Collectives: makes process groups; every rank calls it at the same time.
+    """
+    patient, rank = datetime.timedelta(days=1), topology.rank
+    pairs: list[Group] = []
+    for server, *workers in topology.layout.groups("dp"):
+        for worker in workers:
+            timeout = datetime.timedelta(minutes=timeout_minutes) if rank == worker else patient
+            made = dist.new_group([server, worker], timeout=timeout, backend="gloo")
+            if rank in (server, worker):
+                pairs.append(Group("server", (server, worker), int(rank == worker), made))
+    ranks = tuple(group[0] for group in topology.layout.groups("dp"))
+    made = dist.new_group(list(ranks), timeout=patient, backend="gloo") if len(ranks) > 1 else None
+    servers = Group("servers", ranks, ranks.index(rank), made) if rank in ranks else None
+    return ServerGroups(pairs=tuple(pairs), servers=servers)
 
 
 def check_backend(backend: str, device: torch.device) -> None:

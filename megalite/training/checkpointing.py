@@ -4,22 +4,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing, optimizer_key, weight_key
-from megalite.checkpoint.safetensors_file import TORCH_DTYPES
-from megalite.checkpoint.tiling import flat_boxes, volume
+from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.config.run import RunConfig
-from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.models.gpt import GPTStage
 from megalite.optimizers.schedules import Progress
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.sharding import ShardSpec
 from megalite.training.data_changes import data_changes
+from megalite.training.load_states import load_parameter, load_states
 from megalite.training.replica import Replica
 
 
@@ -89,19 +84,21 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         raise CheckpointError(
             f"{checkpoint.path} holds weights alone, no optimizer state to go on from; add --finetune"
         )
-    error = None
+    error, notes = None, list[str]()
     try:
-        for shard in replica.strategy.shards:
-            _load_shard(replica, shard, checkpoint, with_optimizer=not finetune)
+        load_states(replica, checkpoint, with_optimizer=not finetune, log=notes.append)
     except CheckpointError as found:
         error = found
     topology.world.agree(error, topology.device)
     log(f"loaded {checkpoint.path} (written by {_describe(checkpoint.manifest.layout)})")
     if finetune:
+        replica.strategy.loaded()
         return Progress(0, 0)
-    for change in data_changes(checkpoint.manifest.config, config):
-        log(change)
-    return _take_counters(replica, checkpoint)
+    for line in (*notes, *data_changes(checkpoint.manifest.config, config)):
+        log(line)
+    progress = _take_counters(replica, checkpoint)
+    replica.strategy.loaded()
+    return progress
 
 
 def _take_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
@@ -111,67 +108,15 @@ def _take_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
             raise ValueError(f"step is {counters['step']} in a checkpoint of step {checkpoint.manifest.step}")
         replica.optimizer.set_updates(int(counters["optimizer_updates"]))
         replica.scaler.load_state(counters["loss_scaler"])
+        # Checkpoints from before there were such counters have none.
+        replica.optimizer.load_counters(counters.get("optimizer", {}))
+        replica.strategy.load_counters(counters.get("strategy", {}))
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: its counters are not those of a training run ({type(error).__name__}: {error}); "
             "--finetune takes the weights alone"
         ) from None
-
-
-def _load_shard(
-    replica: Replica, shard: OptimizerShard, checkpoint: Checkpoint, *, with_optimizer: bool
-) -> None:
-    for placed in shard.bucket.placed:
-        load_parameter(placed.parameter, checkpoint)
-    targets = {"main_param": shard.main_param.data} if shard.is_copy else {}
-    if with_optimizer:
-        targets |= replica.optimizer.state(shard.main_param)
-    for placed in placed_in(shard):
-        for state, target in targets.items():
-            key = _main_key(placed.parameter, checkpoint)
-            if state != "main_param":
-                key = optimizer_key(state, placed.parameter.info.spec.name)
-            start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
-            _read_flat(
-                checkpoint,
-                key,
-                placed.parameter.info.spec,
-                start - placed.start,
-                target[start - shard.start : stop - shard.start],
-            )
-
-
-def _read_flat(checkpoint: Checkpoint, key: str, spec: ShardSpec, start: int, target: torch.Tensor) -> None:
-    """The elements of the flattened local slice from `start` on, as many as `target` takes."""
-    position = 0
-    for box in flat_boxes(spec.shape, start, start + target.numel()):
-        bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
-        size = volume(box)
-        shape = tuple(stop - first for first, stop in box)
-        checkpoint.read_into(target[position : position + size].view(shape), key, bounds)
-        position += size
-
-
-def _main_key(parameter: ShardedParameter, checkpoint: Checkpoint) -> str:
-    """Where the most precise values of a parameter are."""
-    name = parameter.info.spec.name
-    main = optimizer_key("main_param", name)
-    return main if checkpoint.has(main) else weight_key(name)
-
-
-def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
-    """Read this rank's slice of one parameter, rounded to the parameter's type."""
-    spec = parameter.info.spec
-    key = weight_key(spec.name)
-    stored = tuple(checkpoint.entry(key).global_shape)
-    if stored != tuple(spec.global_shape):
-        raise CheckpointError(
-            f"{checkpoint.path}: {key} is {list(stored)} there, {list(spec.global_shape)} here"
-        )
-    if TORCH_DTYPES[checkpoint.entry(key).dtype] != parameter.dtype:
-        key = _main_key(parameter, checkpoint)
-    checkpoint.read_into(parameter.data, key, spec.slice)
 
 
 def load_weights(stage: GPTStage, checkpoint: Checkpoint) -> None:

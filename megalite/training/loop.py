@@ -12,6 +12,8 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.tokenizers.base import Tokenizer
+from megalite.data_parallel.lost_peers import raise_if_peer_lost
+from megalite.data_parallel.replica_check import check_replicas
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
@@ -102,6 +104,8 @@ class _Run:
         self.log = log
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
+        self._apart = replica.strategy.scope.size < replica.topology.world.size
+        """Ranks take steps without waiting for all others."""
         self.loaders: Loaders = open_data(replica, tokenizer)
         self.progress = self._resume()
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
@@ -221,15 +225,21 @@ class _Run:
         """Step to the end of the run."""
         try:
             self._go()
+            self.replica.strategy.finish()
+            self._log_notes()
         except (ConfigError, NonFiniteError) as error:
             if not isinstance(error, RankError):  # every rank is here: what is being saved was sound
                 self._settle()
+            raise
+        except RuntimeError as error:
+            raise_if_peer_lost(error, self.replica.strategy, self.replica.topology.device)
             raise
         finally:
             for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
                 if loader is not None:
                     loader.close()
             self.reporter.close()
+            self.replica.strategy.close()
             if self._lock is not None:
                 os.close(self._lock)
 
@@ -253,9 +263,12 @@ class _Run:
         while self.progress.step < self.total:
             self._step()
             step = self.progress.step
-            self.saver.poll()
-            while self.loaders.index_notes:
-                self.log(self.loaders.index_notes.pop(0))
+            if not self._apart:  # else the next save, where ranks meet, hears of the last one
+                self.saver.poll()
+            self._log_notes()
+            every = config.data_parallel.check_replicas_interval
+            if every and step % every == 0 and self.replica.strategy.replicas_agree:
+                check_replicas(self.replica.strategy, step=step, world=self.replica.topology.world)
             if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
@@ -268,6 +281,15 @@ class _Run:
         if self.progress.step == self.total:
             self._evaluate_test()
 
+    def _log_notes(self) -> None:
+        for notes in (
+            self.loaders.index_notes,
+            self.replica.strategy.notes,
+            self.replica.optimizer.notes,
+        ):
+            while notes:
+                self.log(notes.pop(0))
+
     def _standing(self) -> str:
         """Where the checkpoint is in the run as it was asked for: it may be beyond it."""
         training, (step, samples) = self.config.training, (self.progress.step, self.progress.samples)
@@ -276,10 +298,22 @@ class _Run:
         return f"step {step}, {samples} samples of {training.train_samples}"
 
     def _step(self) -> None:
+        try:
+            self._take_step()
+        except (ConfigError, NonFiniteError) as error:
+            if self._apart and not isinstance(error, RankError):  # other ranks know nothing of it
+                raise RankError(str(error)) from error
+            raise
+
+    def _take_step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
         after = Progress(before.step + 1, before.samples + size)
         microbatches, waited = read_batches(
-            self.loaders.train, before.samples, size, topology=self.replica.topology
+            self.loaders.train,
+            before.samples,
+            size,
+            topology=self.replica.topology,
+            scope=self.replica.strategy.scope,
         )
         # While the step computes, what comes after it is read.
         self._prepare(after)

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
-from megalite.data_parallel.all_reduce import AllReduce
-from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.strategy import DataParallelStrategy, StrategyGroups
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.optimizers.adam import AdamW
+from megalite.optimizers.base import Optimizer
 from megalite.optimizers.loss_scaler import LossScaler
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.planner.stages import StagePlan
 from megalite.tensor_parallel.parameter import ParameterFactory, attach_tape
 from megalite.tensor_parallel.weight_tape import WeightTape
 from megalite.topology.topology import Topology
+from megalite.training.optimizer import build_optimizer
 from megalite.training.precision import Precision
 from megalite.training.programs import Programs
+from megalite.training.strategy import build_strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class Replica:
     tapes: dict[int, WeightTape]
     """Of each stage here: where a split backward leaves its weight gradients."""
     strategy: DataParallelStrategy
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler
 
     def schedule_of(self, batch_size: int) -> Schedule:
@@ -115,27 +115,6 @@ def build_stages(
     return stages
 
 
-def _build_strategy(
-    config: RunConfig, stages: dict[int, GPTStage], topology: Topology, precision: Precision
-) -> DataParallelStrategy:
-    parallel = config.parallel
-    common = {
-        "groups": StrategyGroups(
-            dp=topology.dp_cp,
-            expert_dp=topology.expert_dp,
-            tp=topology.tp,
-            embedding=topology.embedding,
-        ),
-        "bucket_size": parallel.ddp_bucket_size,
-        "grad_dtype": precision.main,
-        "overlap_grad_reduce": parallel.overlap_grad_reduce,
-    }
-    if parallel.dp_strategy == "distributed-optimizer":
-        overlap = parallel.overlap_param_gather
-        return DistributedOptimizer(stages, overlap_param_gather=overlap, **common)
-    return AllReduce(stages, **common)  # type: ignore[arg-type]
-
-
 def build_replica(config: RunConfig, topology: Topology, programs: Programs | None = None) -> Replica:
     """Everything of this rank for a validated config whose vocab_size is set.
 
@@ -152,12 +131,8 @@ def build_replica(config: RunConfig, topology: Topology, programs: Programs | No
     tapes = {stage: WeightTape() for stage in stages}
     for stage, module in stages.items():
         attach_tape(module, tapes[stage])
-    strategy = _build_strategy(config, stages, topology, precision)
-    optimizer = AdamW(
-        (shard.main_param for shard in strategy.shards if shard.decay),
-        (shard.main_param for shard in strategy.shards if not shard.decay),
-        config.optimizer,
-    )
+    strategy = build_strategy(config, stages, topology, precision)
+    optimizer = build_optimizer(config, strategy, topology)
     return Replica(
         config=config,
         topology=topology,

@@ -88,6 +88,8 @@ class Reporter:
             "batch_size": batch_size,
             "memory_bytes": peak_memory_bytes(self._device),
             "data_wait_ms": 1e3 * data_wait_seconds,
+            "dp_phase": result.phase,
+            "dp_wire_bytes": result.wire_bytes,
             **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
         }
         if bubble_fraction is not None:

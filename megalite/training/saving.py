@@ -38,13 +38,12 @@ def save(
     Raises:
         CheckpointError: the same on every rank.
     """
-    replica.strategy.wait_for_parameters()
-    saved = state_tensors(replica)
-    write = _Write(replica, folder, progress, tokenizer=tokenizer, make_folder=make_folder, log=log)
     topology = replica.topology
-    return write(
-        [entry for entry, _ in saved], [tensor for _, tensor in saved], topology.world, topology.device
-    )
+    with replica.strategy.consensus():
+        saved = state_tensors(replica)
+        write = _Write(replica, folder, progress, tokenizer=tokenizer, make_folder=make_folder, log=log)
+        plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
+        return write(plan, tensors, topology.world, topology.device)
 
 
 class SaveError(CheckpointError):
@@ -73,6 +72,8 @@ class _Write:
                 "consumed_samples": progress.samples,
                 "optimizer_updates": replica.optimizer.updates,
                 "loss_scaler": replica.scaler.state(),
+                "optimizer": replica.optimizer.counters(),
+                "strategy": replica.strategy.counters(),
             },
             "config": asdict(replica.config),
             "layout": asdict(replica.topology.layout),
@@ -137,9 +138,10 @@ class Saver:
         """
         if self.folder is None:
             return
-        saved = state_tensors(self._replica)
-        if self._config.async_save:
-            self._reserve([tensor for _, tensor in saved])
+        with self._replica.strategy.consensus():
+            saved = state_tensors(self._replica)
+            if self._config.async_save:
+                self._reserve([tensor for _, tensor in saved])
         needed = sum(self._world.gather_json(planned_bytes([entry for entry, _ in saved]), self._device))
         free = self._world.broadcast_json(free_bytes(self.folder), self._device)
         if free is None:
@@ -185,23 +187,23 @@ class Saver:
             return
         self.wait()
         started = time.monotonic()
-        self._replica.strategy.wait_for_parameters()
-        saved = state_tensors(self._replica)
-        plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
-        write = _Write(
-            self._replica,
-            self.folder,
-            progress,
-            tokenizer=self._tokenizer,
-            make_folder=False,
-            log=self._log,
-        )
         self.saved_at = progress.step
         group, cpu = self._background, torch.device("cpu")
-        if not self._config.async_save:
-            self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
-            return
-        copies = self._memory.copy(tensors)
+        with self._replica.strategy.consensus():
+            saved = state_tensors(self._replica)
+            plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
+            write = _Write(
+                self._replica,
+                self.folder,
+                progress,
+                tokenizer=self._tokenizer,
+                make_folder=False,
+                log=self._log,
+            )
+            if not self._config.async_save:
+                self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
+                return
+            copies = self._memory.copy(tensors)
         work = BackgroundSave(lambda: write(plan, copies, group, cpu))
         self._under_way = (progress.step, started, work)
 

@@ -1,14 +1,16 @@
 """What of a replica is saved, and which rank writes which part of it: every element once, over all ranks."""
 
+import math
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
-from megalite.data_parallel.buckets import Placed
-from megalite.data_parallel.strategy import OptimizerShard
-from megalite.optimizers.adam import STATES
+from megalite.data_parallel.buckets import Bucket, Placed
+from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.topology.sharding import ShardSpec, Slice
 from megalite.training.replica import Replica
 
@@ -18,44 +20,109 @@ SPLIT_ELEMENTS = 1 << 18
 Saved = tuple[SavedTensor, torch.Tensor]
 
 
-def state_tensors(replica: Replica) -> list[Saved]:
-    """The weights and optimizer states that this rank writes, as views of the live ones: no copies, no collectives."""
-    found: list[Saved] = []
+def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
+    """The states of the optimizer, and main parameters where they are apart from the model's."""
+    strategy = replica.strategy
+    placement = strategy.optimizer_placement
+    states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
+    states |= replica.optimizer.state(shard.main_param)
+    return [
+        FlatState(name=name, bucket=shard.bucket, start=shard.start, values=values, placement=placement)
+        for name, values in states.items()
+    ]
+
+
+def tensor_states(replica: Replica) -> list[TensorState]:
+    """What the optimizer and the strategy remember of whole tensors."""
+    found = replica.strategy.tensor_states()
+    held = replica.optimizer.tensor_state()
     for shard in replica.strategy.shards:
-        found += _weights(replica, shard)
-        states = {"main_param": shard.main_param.data} if shard.is_copy else {}
-        states |= {name: replica.optimizer.state(shard.main_param)[name] for name in STATES}
-        for state, values in states.items():
-            found += _shard_state(replica, shard, state, values)
+        for placed in placed_in(shard):
+            own = placed.parameter.info.spec.name
+            found += [
+                TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
+                for (state, name), values in held.items()
+                if name == own
+            ]
     return found
 
 
-def _weights(replica: Replica, shard: OptimizerShard) -> Iterator[Saved]:
-    """Every replica holds all of a bucket's weights; they share out the writing."""
-    for index, placed in enumerate(shard.bucket.placed):
-        if _is_first_copy(replica, placed):
-            spec = _share(replica, shard, index, placed)
-            if spec is not None:
-                saved = SavedTensor(key_group="weight", spec=spec, dtype=shard.bucket.data.dtype)
-                yield saved, _part(placed, spec, shard.bucket.data)
+def state_tensors(replica: Replica) -> list[Saved]:
+    """What this rank writes, as views of the live tensors: no copies, no collectives. Inside the strategy's `consensus`."""
+    found: list[Saved] = []
+    for shard in replica.strategy.shards:
+        found += _saved(replica, shard, replica.strategy.weights(shard), "weight")
+        for state in flat_states(replica, shard):
+            found += _saved(replica, shard, state, "optimizer")
+    shard_of = {shard.bucket: shard for shard in replica.strategy.shards}
+    for state in replica.strategy.states():
+        found += _saved(replica, shard_of[state.bucket], state, "optimizer")
+    for whole in tensor_states(replica):
+        if _writes(replica, shard_of[whole.bucket], whole):
+            spec = tensor_spec(whole)
+            saved = SavedTensor(key_group="optimizer", state=whole.name, spec=spec, dtype=whole.values.dtype)
+            found.append((saved, whole.values.view(spec.shape)))
+    return found
 
 
-def _shard_state(
-    replica: Replica, shard: OptimizerShard, state: str, values: torch.Tensor
+def _saved(
+    replica: Replica, shard: OptimizerShard, state: FlatState, group: Literal["weight", "optimizer"]
 ) -> Iterator[Saved]:
-    """One state of the optimizer: of a rank's own range if each has one, else shared out like the weights."""
-    for index, placed in enumerate(shard.bucket.placed):
+    name = "" if group == "weight" else state.name
+    for index, placed in enumerate(state.bucket.placed):
         if not _is_first_copy(replica, placed):
             continue
-        if replica.strategy.shards_over_dp:
-            for spec, flat in _owned_boxes(shard, placed, values):
-                saved = SavedTensor(key_group="optimizer", state=state, spec=spec, dtype=values.dtype)
-                yield saved, flat.view(spec.shape)
+        parts: list[tuple[ShardSpec, torch.Tensor]] = []
+        if state.placement is Placement.SHARDED:
+            parts += _owned_boxes(placed, state)
+        elif state.placement is Placement.PRIVATE:
+            group_of = replica.strategy.groups.replicas(state.bucket.kind)
+            spec = private_spec(placed.parameter.info.spec, group_of.rank, group_of.size)
+            parts.append((spec, state.values[placed.start : placed.stop]))
         else:
-            shared = _share(replica, shard, index, placed)
-            if shared is not None:
-                saved = SavedTensor(key_group="optimizer", state=state, spec=shared, dtype=values.dtype)
-                yield saved, _part(placed, shared, values)
+            share = _share(replica, state.bucket, index, placed)
+            if share is not None:
+                parts.append((share, _part(placed, share, state.values)))
+        for spec, values in parts:
+            saved = SavedTensor(key_group=group, state=name, spec=spec, dtype=values.dtype)
+            yield saved, values.reshape(spec.shape)
+
+
+def private_spec(spec: ShardSpec, replica: int, replicas: int) -> ShardSpec:
+    """One replica's own values, in a tensor with a leading dimension over replicas."""
+    return ShardSpec(
+        name=spec.name,
+        global_shape=(replicas, *spec.global_shape),
+        slice=((replica, replica + 1), *spec.slice),
+    )
+
+
+def tensor_spec(state: TensorState) -> ShardSpec:
+    """Where the state of a whole tensor is kept; of slices, under a leading dimension over them."""
+    spec, shape = state.placed.parameter.info.spec, tuple(state.values.shape) or (1,)
+    if not state.per_slice:
+        return ShardSpec.whole(spec.name, shape)
+    index = count = 0
+    for size, (start, stop) in zip(spec.global_shape, spec.slice, strict=True):
+        each = size // max(stop - start, 1)
+        index, count = index * each + start // max(stop - start, 1), max(count, 1) * each
+    return ShardSpec(
+        name=spec.name,
+        global_shape=(count, *shape),
+        slice=((index, index + 1), *((0, size) for size in shape)),
+    )
+
+
+def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool:
+    """Of the ranks that have the same, this one writes it."""
+    placed, info = state.placed, state.placed.parameter.info
+    if not _is_first_copy(replica, placed):
+        return False
+    if not state.per_slice and any(start for start, _ in info.spec.slice):
+        return False
+    if replica.strategy.shards_over_dp:
+        return shard.start <= placed.start < shard.stop
+    return replica.strategy.groups.replicas(state.bucket.kind).rank == 0
 
 
 def _is_first_copy(replica: Replica, placed: Placed) -> bool:
@@ -66,15 +133,15 @@ def _is_first_copy(replica: Replica, placed: Placed) -> bool:
     return not (info.tied and topology.embedding is not None and topology.embedding.rank != 0)
 
 
-def _share(replica: Replica, shard: OptimizerShard, index: int, placed: Placed) -> ShardSpec | None:
+def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
     """The part of a parameter that this one of its replicas writes; None: nothing."""
     spec = placed.parameter.info.spec
-    group = replica.strategy.groups.replicas(shard.bucket.kind)
+    group = replica.strategy.groups.replicas(bucket.kind)
     writers, writer = group.size, group.rank
     shape = spec.shape
     # A rank may hold fewer experts than there are writers: then their rows are shared out.
     dim = next((dim for dim, size in enumerate(shape) if size >= writers), None)
-    if placed.parameter.numel() < SPLIT_ELEMENTS or dim is None:
+    if math.prod(shape) < SPLIT_ELEMENTS or dim is None:
         return spec if index % writers == writer else None
     return _cut(spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
 
@@ -94,18 +161,16 @@ def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
     return flat[placed.start : placed.stop].view(whole.shape)[index]
 
 
-def _owned_boxes(
-    shard: OptimizerShard, placed: Placed, values: torch.Tensor
-) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
-    """This rank's range of a parameter, which may begin and end inside a row, as slices with their values."""
+def _owned_boxes(placed: Placed, state: FlatState) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
+    """A range of a parameter, which may begin and end inside a row, as slices with their values."""
     spec = placed.parameter.info.spec
-    start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
-    position = start - shard.start
+    start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
+    if start >= stop:
+        return
+    position = start - state.start
     for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
         bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
         size = volume(box)
-        yield (
-            ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds),
-            values[position : position + size],
-        )
+        part = ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
+        yield part, state.values[position : position + size]
         position += size

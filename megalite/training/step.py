@@ -8,8 +8,10 @@ import torch
 
 from megalite.data.loader import Microbatch, sample_ids
 from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.optimizers.flat import Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
+from megalite.topology.group import Group
 from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
 from megalite.training.replica import Replica
 
@@ -20,10 +22,10 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did; the same on every rank."""
+    """What one step did; the same on every rank of the strategy's `scope`."""
 
     loss: float
-    """Cross-entropy: mean over all unmasked tokens of the global batch."""
+    """Cross-entropy: mean over all unmasked tokens of the global batch, or of the scope's share of it."""
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float
@@ -33,6 +35,10 @@ class StepResult:
     """fp16 overflow: no parameter changed."""
     auxiliary: dict[str, float]
     """Terms that layers added to the objective, each with its coefficient, by name; not part of `loss`."""
+    phase: str
+    """What the data-parallel strategy exchanged."""
+    wire_bytes: float
+    """What this rank has sent for data parallelism, without headers; of this rank alone."""
 
 
 class Stepper:
@@ -48,6 +54,8 @@ class Stepper:
         self._schedules = schedules
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._forward: ForwardStep = self._no_batch
+        self._shares = replica.topology.world.size // replica.strategy.scope.size
+        """Groups of ranks that each go by their own share of the batch; 1: all go by the whole."""
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
@@ -68,17 +76,18 @@ class Stepper:
             batch_size: samples of the global batch.
 
         Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over
-        the world for loss and norm, by which every rank takes the same decisions.
+        the world for loss and norm, by which every rank takes the same decisions; where the strategy's `scope` is less
+        than the world, the first is none and the other is over the scope.
 
         Raises:
-            NonFiniteError: on every rank, before any parameter changed.
+            NonFiniteError: on every rank of the scope, before any parameter changed.
         """
         replica = self._replica
         after = Progress(before.step + 1, before.samples + batch_size)
         for stage in replica.stages.values():
             stage.train()
         scale = replica.scaler.scale
-        replica.strategy.zero_grad()
+        replica.strategy.begin_step(after.step, loss_scale=scale)
         auxiliary = auxiliary_losses(
             batch_size=batch_size,
             seq_length=replica.config.training.seq_length,
@@ -89,9 +98,13 @@ class Stepper:
         replica.strategy.finish_gradients()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
-        loss, squared, *added = self._totals(losses, replica.strategy.local_norm_squared(), *terms)
-        loss, norm = loss / scale, math.sqrt(squared) / scale if squared >= 0.0 else math.nan
-        lr = self._schedules.lr(after)
+        parts = replica.strategy.norm_terms()
+        loss, *sums = self._totals(replica.strategy.scope, losses, *parts, *terms)
+        loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
+        norms = replica.strategy.norms(sums[: len(parts)])
+        norm, clipping = norms.shown / scale, norms.clipping / scale
+        scheduled = self._scheduled(after)
+        lr = self._schedules.lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
         overflow = replica.scaler.dynamic and not finite
         if not finite and not overflow and replica.config.training.check_for_nan_in_loss_and_grad:
@@ -101,10 +114,14 @@ class Stepper:
                 f"(samples {before.samples} to {after.samples - 1})"
             )
         if not overflow:
-            self._scale_gradients(norm, scale)
-            replica.optimizer.step(lr=lr, weight_decay=self._schedules.weight_decay(after))
-            replica.strategy.publish_parameters()
-        replica.scaler.update(overflow=overflow)
+            update = Update(
+                step=after.step,
+                lr=lr,
+                weight_decay=self._schedules.weight_decay(scheduled),
+                factor=self._factor(clipping, scale),
+            )
+            replica.strategy.update(replica.optimizer, update)
+        replica.scaler.update(overflow=overflow, samples=batch_size)
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -112,6 +129,8 @@ class Stepper:
             loss_scale=scale,
             skipped=overflow,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
+            phase=replica.strategy.phase(after.step),
+            wire_bytes=replica.strategy.wire(),
         )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
@@ -119,7 +138,7 @@ class Stepper:
         for stage in self._replica.stages.values():
             stage.eval()
         losses = self._run(microbatches, first_sample, batch_size, scale=1.0, auxiliary=None)
-        return self._totals(losses)[0]
+        return self._totals(self._replica.topology.world, losses)[0]
 
     def _run(
         self,
@@ -136,7 +155,12 @@ class Stepper:
         device = topology.device
         denominator = None
         if self._head_here:
-            denominator = token_denominator(microbatches, dp=topology.dp_cp, device=device)
+            alone = auxiliary is not None and self._shares > 1
+            dp = Group.solo("dp") if alone else topology.dp_cp
+            denominator = token_denominator(microbatches, dp=dp, device=device)
+            if alone:
+                # A share is a batch of its own, and one of several parts of the step.
+                denominator *= self._shares
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
             module = replica.stages[stage]
@@ -191,8 +215,8 @@ class Stepper:
             )
         return self._executors[key]
 
-    def _totals(self, losses: list[torch.Tensor], *parts: torch.Tensor | None) -> list[float]:
-        """Sums over the world, in one all-reduce: of the losses, each counted once, and of each further number."""
+    def _totals(self, over: Group, losses: list[torch.Tensor], *parts: torch.Tensor | None) -> list[float]:
+        """Sums over a group, in one all-reduce: of the losses, each counted once, and of each further number."""
         topology = self._replica.topology
         totals = torch.zeros(1 + len(parts), dtype=torch.float64, device=topology.device)
         if self._head_here and topology.tp.rank == 0:
@@ -200,16 +224,18 @@ class Stepper:
         for index, part in enumerate(parts, start=1):
             if part is not None:
                 totals[index] = part
-        topology.world.all_reduce(totals)
+        over.all_reduce(totals)
         return totals.tolist()
 
-    def _scale_gradients(self, norm: float, scale: float) -> None:
-        """Undo the loss scale and clip, in one pass or none."""
+    def _scheduled(self, after: Progress) -> Progress:
+        """Where learning rate and weight decay are: they wait for steps that were skipped."""
+        scaler = self._replica.scaler
+        return Progress(after.step - scaler.skipped_steps, after.samples - scaler.skipped_samples)
+
+    def _factor(self, norm: float, scale: float) -> float:
+        """What undoes the loss scale and clips."""
         clip = self._replica.config.optimizer.clip_grad
         factor = 1.0 / scale
         if clip > 0.0 and norm > clip:
             factor *= clip / (norm + 1e-6)
-        if factor != 1.0:
-            for shard in self._replica.strategy.shards:
-                assert shard.main_param.grad is not None
-                shard.main_param.grad.mul_(factor)
+        return factor

@@ -5,7 +5,9 @@ from megalite.config.run import RunConfig
 
 
 def test_each_setting_is_described() -> None:
-    assert list(sections()) == ["model", "parallel", "optimizer", "data", "training", "checkpoint", "logging"]
+    assert list(sections()) == [
+        *("model", "parallel", "data_parallel", "optimizer", "data", "training", "checkpoint", "logging")
+    ]
     for setting in settings().values():
         assert setting.help.endswith("."), setting.name
         assert setting.flags[0] == "--" + setting.name.replace("_", "-")

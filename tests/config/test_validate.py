@@ -19,8 +19,9 @@ from megalite.models.recompute import Recompute
 from tests.config.illegal_layouts import LAYOUTS
 from tests.config.illegal_models import MODELS
 from tests.config.illegal_runs import RUNS
+from tests.config.illegal_strategies import STRATEGIES
 
-RULES = [*LAYOUTS, *MODELS, *RUNS]
+RULES = [*LAYOUTS, *MODELS, *RUNS, *STRATEGIES]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.buckets import Bucket, make_buckets
-from megalite.data_parallel.strategy import StrategyGroups
+from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import DONE, Group, Work
 
@@ -46,9 +46,7 @@ class Armed:
                 embedding=None,
                 expert_dp=Group.solo("expert-dp"),
             ),
-            bucket_size=1,
-            grad_dtype=torch.float32,
-            overlap_grad_reduce=overlap,
+            options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=overlap),
         )
         self.strategy._reduce = self._reduce  # type: ignore[method-assign]
 

@@ -8,7 +8,7 @@ import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, StrategyGroups
+from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
@@ -58,8 +58,8 @@ class Stage(torch.nn.Module):
 def strategy_of(kind: type[DataParallelStrategy], dp: Group, expert_dp: Group) -> DataParallelStrategy:
     groups = StrategyGroups(dp=dp, tp=group("tp", 2, 1), embedding=None, expert_dp=expert_dp)
     more = {"overlap_param_gather": False} if kind is DistributedOptimizer else {}
-    common: dict[str, Any] = {"bucket_size": 10**6, "grad_dtype": torch.float32, "overlap_grad_reduce": True}
-    return kind({0: Stage(group("ep", 2, 0))}, groups=groups, **common, **more)
+    options = StrategyOptions(bucket_size=10**6, grad_dtype=torch.float32, overlap=True)
+    return kind({0: Stage(group("ep", 2, 0))}, groups=groups, options=options, **more)
 
 
 def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.strategy import ALIGNMENT, StrategyGroups, placed_in
+from megalite.data_parallel.strategy import ALIGNMENT, StrategyGroups, StrategyOptions, placed_in
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from tests.support.ranks import RankContext, run_ranks
@@ -137,9 +137,7 @@ def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torc
     made = DistributedOptimizer(
         {0: model[:2], 1: model[2:]},
         groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")),
-        bucket_size=1,
-        grad_dtype=torch.float32,
-        overlap_grad_reduce=True,
+        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True),
         overlap_param_gather=overlap,
     )
     EVENTS.clear()

@@ -14,6 +14,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +30,7 @@ STREAMS = ("out", "err")
 
 
 @cache
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """One thread in the process that is forked, whatever this one has."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
@@ -50,19 +51,11 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     store = (
         dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False) if ranks > 1 else None
     )
-    variables = {"OMP_NUM_THREADS": "1"}
-    if store is not None:
-        variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    port = None if store is None else store.port
     words = [str(flag) for flag in flags]
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        processes = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            process = _server().Process(target=_be_rank, args=(words, variables | own, f"{folder}/{rank}"))
-            process.start()
-            processes.append(process)
+        processes = [fork_rank(rank, ranks, port, words, Path(folder, str(rank))) for rank in range(ranks)]
         running = {process.sentinel: process for process in processes}
         while running and (left := started + seconds - time.monotonic()) > 0:
             for sentinel in wait(list(running), timeout=left):
@@ -80,6 +73,23 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     statuses = [process.exitcode or 0 for process in processes]
     assert len(set(statuses)) == 1, f"the ranks ended with {statuses}\n{out}\n{err}"
     return Outcome(statuses[0], out, err, took)
+
+
+def fork_rank(rank: int, ranks: int, port: int | None, words: Sequence[str], log: Path) -> BaseProcess:
+    """One rank of a run, under way.
+
+    Args:
+        port: of the store; None for one rank.
+        log: what it says goes to `<log>.out` and `<log>.err`.
+    """
+    variables = {"OMP_NUM_THREADS": "1"}
+    if port is not None:
+        variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log)))
+    process.start()
+    return process
 
 
 def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:

@@ -4,6 +4,7 @@ import torch
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.adam import STATES, AdamW
+from megalite.optimizers.flat import FlatParameter, Update
 
 CONFIG = OptimizerConfig(lr=1e-2, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4)
 SIZES = (5, 7, 3)
@@ -20,17 +21,21 @@ def shards() -> list[torch.nn.Parameter]:
     return made
 
 
+def adam_of(decayed: torch.nn.Parameter, undecayed: torch.nn.Parameter) -> AdamW:
+    return AdamW([FlatParameter(decayed, True, ()), FlatParameter(undecayed, False, ())], CONFIG)
+
+
 def advance(adam: AdamW, decayed: torch.nn.Parameter, undecayed: torch.nn.Parameter, steps: range) -> None:
     for step in steps:
         for offset, shard in ((0, decayed), (50, undecayed)):
             assert shard.grad is not None
             shard.grad.copy_(flat(100 + offset + step))
-        adam.step(lr=CONFIG.lr * (1 + step), weight_decay=0.1 + 0.01 * step)
+        adam.step(Update(step=1, lr=CONFIG.lr * (1 + step), weight_decay=0.1 + 0.01 * step))
 
 
 def test_updates_are_those_of_torch_parameter_by_parameter() -> None:
     decayed, undecayed = shards()
-    adam = AdamW([decayed], [undecayed], CONFIG)
+    adam = adam_of(decayed, undecayed)
     advance(adam, decayed, undecayed, range(4))
 
     small = [[torch.nn.Parameter(part.clone()) for part in flat(seed).split(SIZES)] for seed in (0, 1)]
@@ -54,11 +59,11 @@ def test_updates_are_those_of_torch_parameter_by_parameter() -> None:
 def test_first_update_by_hand() -> None:
     """From zero moments Adam moves by lr·g/(|g| + eps), after decaying the weight by lr·wd."""
     decayed, undecayed = shards()
-    adam = AdamW([decayed], [undecayed], CONFIG)
+    adam = adam_of(decayed, undecayed)
     for shard in (decayed, undecayed):
         assert shard.grad is not None
         shard.grad.fill_(-2.0)
-    adam.step(lr=0.5, weight_decay=0.1)
+    adam.step(Update(step=1, lr=0.5, weight_decay=0.1))
     move = 0.5 * 2.0 / (2.0 + 1e-4)
     torch.testing.assert_close(decayed.data, flat(0) * (1 - 0.05) + move, rtol=1e-12, atol=0)
     torch.testing.assert_close(undecayed.data, flat(1) + move, rtol=1e-12, atol=0)
@@ -66,7 +71,7 @@ def test_first_update_by_hand() -> None:
 
 def test_state_moves_to_another_optimizer() -> None:
     first, second = shards(), shards()
-    one, other = AdamW([first[0]], [first[1]], CONFIG), AdamW([second[0]], [second[1]], CONFIG)
+    one, other = adam_of(*first), adam_of(*second)
     advance(one, first[0], first[1], range(3))
     for source, target in zip(first, second, strict=True):
         target.data.copy_(source.data)
@@ -81,7 +86,7 @@ def test_state_moves_to_another_optimizer() -> None:
 
 def test_state_is_there_from_the_start() -> None:
     decayed = shards()[0]
-    adam = AdamW([decayed], [], CONFIG)
+    adam = AdamW([FlatParameter(decayed, True, ())], CONFIG)
     assert adam.updates == 0
     assert set(adam.state(decayed)) == set(STATES)
     assert all(not tensor.any() and tensor.shape == decayed.shape for tensor in adam.state(decayed).values())

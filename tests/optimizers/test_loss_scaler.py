@@ -79,3 +79,27 @@ def test_a_state_of_a_run_without_scaling_changes_nothing() -> None:
     one = scaler()
     one.load_state(LossScaler(TrainingConfig(precision="fp32")).state())
     assert scales(one, "xx") == [1024, 512]
+
+
+def test_skipped_steps_are_counted_and_kept() -> None:
+    """Learning rates wait for them, also after a resume, and in a run that goes on without a scale."""
+    one = scaler()
+    for event in "oxxo":
+        one.update(overflow=event == "x", samples=8)
+    assert (one.skipped_steps, one.skipped_samples) == (2, 16)
+    plain = LossScaler(TrainingConfig(precision="bf16"))
+    plain.load_state(one.state())
+    again = scaler()
+    again.load_state(plain.state())
+    for other in (plain, again):
+        assert (other.skipped_steps, other.skipped_samples) == (2, 16)
+    assert again.scale == 1024.0, "a run without a scale has none to hand on"
+    fresh = scaler()
+    scales(fresh, "oo")
+    assert "skipped_steps" not in fresh.state()
+
+
+def test_an_older_state_has_no_count() -> None:
+    one = scaler()
+    one.load_state({"scale": 8.0, "good_steps": 1, "overflows_left": 2})
+    assert (one.scale, one.skipped_steps, one.skipped_samples) == (8.0, 0, 0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
-from megalite.data_parallel.strategy import StrategyGroups
+from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
 from megalite.pipeline.executor import Executor, Tracer
 from megalite.pipeline.ir.schedule import Program
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -43,9 +43,8 @@ def data(microbatch: int) -> torch.Tensor:
 def strategy_of(stages: dict[int, Stage], dp: Group) -> AllReduce:
     """Buckets so small that each stage has several."""
     groups = StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp"))
-    return AllReduce(
-        stages, groups=groups, bucket_size=200, grad_dtype=torch.float32, overlap_grad_reduce=True
-    )
+    options = StrategyOptions(bucket_size=200, grad_dtype=torch.float32, overlap=True)
+    return AllReduce(stages, groups=groups, options=options)
 
 
 def gradients(stages: dict[int, Stage]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "packed sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "packing": "best-fit"},
     "dp2": {"dp": 2, "ddp_bucket_size": 3000},
     "dp4 zero-1 bf16": {"dp": 4, **Z1, "precision": "bf16"},
+    "dp4 fused, bf16 wire": {
+        "dp": 4,
+        "dp_strategy": "fused-all-reduce",
+        "precision": "bf16",
+        "wire_dtype": "bf16",
+        "fusion_threshold_mb": 0.01,
+    },
+    "dp2 tp2 by rank": {"dp": 2, "tp": 2, "reduction_order": "rank"},
+    "dp2 zero-2": {"dp": 2, **Z1, "shard_gradients": True},
+    "dp4 sharded server": {
+        "dp": 4,
+        "dp_strategy": "sharded-parameter-server",
+        "precision": "fp32",
+        "server_chunk_mb": 0.004,
+    },
     "tp2": {"tp": 2, "hidden_dropout": 0.1},
     "tp4 sp": {"tp": 4, **SP},
     "tp2 sp full recompute": {"tp": 2, **SP, **LLAMA, "recompute_granularity": "full"},
@@ -93,6 +108,45 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
         total_expected.update(formula)
     # Rows of experts come as the tokens have chosen; over all ranks together their number is known.
     assert total == total_expected
+
+
+LOSSY: dict[str, dict[str, Any]] = {
+    "onebit": {"grad_compression": "onebit"},
+    "uint8": {"grad_compression": "uint8"},
+    "topk": {"grad_compression": "topk", "topk_density": 0.1},
+    "powersgd": {"grad_compression": "powersgd"},
+    "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": 1},
+    "local-sgd": {"dp_strategy": "local-sgd", "sync_interval": 4},
+    "diloco": {"dp_strategy": "diloco", "sync_interval": 4, "sync_fragments": 2},
+    "gossip": {"dp_strategy": "gossip"},
+    "fully-sharded": {"dp_strategy": "fully-sharded"},
+}
+
+
+def bytes_sent(context: RankContext, settings: dict[str, Any]) -> float:
+    """Mean over four steps, after two."""
+    runner = Runner(build(context, tiny_config(4, dp=4, precision="fp32", hidden_size=64, **settings)))
+    for _ in range(2):
+        runner.step()
+    runner.replica.strategy.wire()
+    sent = sum(runner.step().wire_bytes for _ in range(4)) / 4
+    runner.replica.strategy.close()
+    return sent
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_bytes_of_what_changes_with_time_or_loses(name: str) -> None:
+    """Within 10 %: scales of signs and integers, and what is still whole from the unit before, are not planned."""
+    settings = LOSSY[name]
+    config = tiny_config(4, dp=4, precision="fp32", hidden_size=64, **settings)
+    volumes, sizes = step_volumes(config, 0, 2), group_sizes(config)
+    planned = sum(
+        size * wire_factor(operation, sizes[group])
+        for (group, operation), size in volumes.items()
+        if group == "dp-cp" and (operation != "all-reduce" or size > 8)
+    )
+    for sent in run_ranks(4, bytes_sent, settings):
+        assert sent == pytest.approx(planned, rel=0.1)
 
 
 def test_dropped_tokens_are_not_sent() -> None:

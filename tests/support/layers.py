@@ -35,13 +35,18 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )
 """Packages and modules by row; the longest name that fits a module is its place. Row 1 holds no torch."""
 
-SIBLINGS = {("megalite.data_parallel", "megalite.tensor_parallel.parameter")}
-"""Imports within a row, from one package into another: buckets are made of the parameters defined there."""
+SIBLINGS = {
+    ("megalite.data_parallel", "megalite.tensor_parallel.parameter"),
+    ("megalite.data_parallel", "megalite.optimizers.base"),
+    ("megalite.data_parallel", "megalite.optimizers.flat"),
+}
+"""Imports within a row, from one package into another: buckets are made of the parameters defined there, and a strategy
+steps an optimizer of which it knows the interface."""
 
 ONLY = {
     "megalite.config": {"megalite.config"},
     "megalite.kernels": {"megalite.kernels"},
-    "megalite.optimizers": {"megalite.optimizers", "megalite.config"},
+    "megalite.optimizers": {"megalite.optimizers", "megalite.config", "megalite.topology"},
     "megalite.models": {
         *("megalite.models", "megalite.config", "megalite.kernels"),
         *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.topology"),

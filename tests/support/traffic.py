@@ -17,6 +17,7 @@ COUNTED = {
     "reduce_scatter_async": ("reduce-scatter", 1),
     "all_to_all": ("all-to-all", 1),
     "all_to_all_equal": ("all-to-all", 1),
+    "all_to_all_equal_async": ("all-to-all", 1),
     "rotate_async": ("send", 0),
     "send_async": ("send", 0),
 }

@@ -128,8 +128,8 @@ def test_who_cannot_read_is_said_with_what(fault: Exception) -> None:
     loader = reader(Broken(fault))
     loader.prefetch(0, 2)
     with pytest.raises(ConfigError, match=r"^rank 0: .*d\.bin"):
-        read_batches(loader, 0, 2, topology=topology)
-    assert read_batches(None, 0, 2, topology=topology) == ([], 0.0)
+        read_batches(loader, 0, 2, topology=topology, scope=topology.world)
+    assert read_batches(None, 0, 2, topology=topology, scope=topology.world) == ([], 0.0)
 
 
 def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.topology.group import Group
 from megalite.training.step import NonFiniteError, Stepper
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import (
@@ -140,8 +141,10 @@ def nan_in_the_loss(context: RankContext) -> list[str]:
     runner = Runner(build(context, tiny_config(2, pp=2)))
     totals = Stepper._totals
 
-    def with_nan(stepper: Stepper, losses: list[torch.Tensor], squared: torch.Tensor) -> tuple[float, float]:
-        return totals(stepper, [loss * float("nan") for loss in losses], squared)
+    def with_nan(
+        stepper: Stepper, over: Group, losses: list[torch.Tensor], squared: torch.Tensor
+    ) -> list[float]:
+        return totals(stepper, over, [loss * float("nan") for loss in losses], squared)
 
     messages = []
     with pytest.MonkeyPatch.context() as patch:

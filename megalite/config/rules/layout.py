@@ -43,15 +43,6 @@ def check_layout(config: RunConfig, explicit: frozenset[str]) -> None:
         raise ConfigError(
             "sequence_parallel has no effect with tp 1; use tp 2 or more, or --no-sequence-parallel"
         )
-    if (
-        p.dp_strategy != "distributed-optimizer"
-        and p.overlap_param_gather
-        and "overlap_param_gather" in explicit
-    ):
-        raise ConfigError(
-            f"overlap_param_gather has no effect with dp_strategy {p.dp_strategy}; use --dp-strategy "
-            f"distributed-optimizer or remove it"
-        )
     if config.training.device == "cpu" and p.distributed_backend == "nccl":
         raise ConfigError("distributed_backend nccl cannot run on device cpu; use gloo or auto")
     if p.cp == 1:

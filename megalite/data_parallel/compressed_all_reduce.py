@@ -1,0 +1,114 @@
+"""Data parallelism by a lossy all-reduce with error feedback."""
+
+from collections.abc import Mapping
+
+import torch
+
+from megalite.config.data_parallel import DataParallelConfig
+from megalite.data_parallel.all_reduce import AllReduce
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.compression.build import build_codec
+from megalite.data_parallel.compression.codec import Codec
+from megalite.data_parallel.states import FlatState, TensorState
+from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.topology.group import DONE, Work
+
+
+class CompressedAllReduce(AllReduce):
+    """All-reduce in which, after the first steps, buckets of weight matrices become lossy means (1-bit, 8-bit, top-k,
+    low rank) behind the backward that fills them.
+
+    A rank's estimate of the gradient is n times its part; `codec.mean` makes of all estimates, and of what earlier steps
+    still owe, the gradient that every rank goes by. Its norm, by which it is clipped, is that of what comes out. Errors
+    are in the gradient's own unit: without the loss scale, and for as many samples however many ranks there are.
+
+    Biases and the weights of norms, under 1 % of the bytes, travel whole. What tp ranks or the ends of a pipeline hold
+    copies of has buckets of its own, which hold the same bits on each of them, so their results cannot drift apart.
+
+    With fp16 an overflow must leave errors as they are: there, all ranks first agree that no gradient has overflowed,
+    and nothing compressed overlaps the backward.
+
+    Wire: see the codecs; with `wire_dtype` for what travels whole.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, torch.nn.Module],
+        *,
+        groups: StrategyGroups,
+        options: StrategyOptions,
+        settings: DataParallelConfig,
+    ) -> None:
+        super().__init__(stages, groups=groups, options=options)
+        self._warmup = settings.compression_warmup_steps
+        self._codecs: dict[Bucket, Codec] = {
+            bucket: build_codec(settings.grad_compression, bucket, self.channel(bucket), settings)
+            for bucket in self.all_buckets()
+            if bucket.kind.decay and self.channel(bucket).size > 1
+        }
+        self._may_overflow = self.all_buckets()[0].data.dtype == torch.float16
+        self._full: list[Bucket] = []
+        """Waiting for all ranks to agree that nothing has overflowed."""
+
+    def phase(self, step: int) -> str:
+        """`gradients` during warm-up, then `compressed`."""
+        return "gradients" if step <= self._warmup else "compressed"
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients, also those of a step that failed half way."""
+        super().zero_grad()
+        self._full.clear()
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        channel = self.channel(bucket)
+        if channel.size == 1 or self.phase(self.step) == "gradients":
+            return super()._reduce(bucket)
+        if bucket not in self._codecs:
+            return self._reduce_whole(bucket)
+        if self._may_overflow:
+            self._full.append(bucket)
+            return DONE
+        return channel.in_background(lambda: self._compress(bucket))
+
+    def _reduce_whole(self, bucket: Bucket) -> Work:
+        """An all-reduce among means: two threads must not use one group, so it takes its turn on theirs."""
+        channel = self.channel(bucket)
+        if self.options.by_rank or self.options.wire_dtype not in (None, bucket.grad.dtype):
+            return channel.all_reduce_async(bucket.grad)  # goes there by itself
+        return channel.in_background(lambda: channel.all_reduce_async(bucket.grad).wait())
+
+    def _compress(self, bucket: Bucket) -> None:
+        bucket.grad.mul_(self.channel(bucket).size / self.loss_scale)
+        self._codecs[bucket].mean(bucket.grad)
+        if self.loss_scale != 1.0:
+            bucket.grad.mul_(self.loss_scale)
+
+    def finish_gradients(self) -> None:
+        """Return with all gradients complete. With fp16 one small all-reduce over the world, and then the means."""
+        super().finish_gradients()
+        if not self._may_overflow or self.phase(self.step) == "gradients":
+            return
+        finite = self._all_finite()
+        for bucket in self._full:
+            if finite:
+                self._compress(bucket)
+            else:
+                # An overflow may be on one rank alone; every rank's norm has to tell of it.
+                bucket.grad.fill_(torch.nan)
+        self._full.clear()
+
+    def _all_finite(self) -> bool:
+        """On every rank of the world. Infinities and NaN make a sum infinite or NaN."""
+        sums = torch.stack([bucket.grad.sum() for bucket in self.all_buckets()])
+        overflow = sums.isfinite().logical_not_().any().float()
+        self.groups.world.all_reduce(overflow, op="max")
+        return not overflow.item()
+
+    def states(self) -> list[FlatState]:
+        """And the codecs' errors."""
+        return super().states() + [state for codec in self._codecs.values() for state in codec.states()]
+
+    def tensor_states(self) -> list[TensorState]:
+        """And what codecs remember of tensors."""
+        codecs = self._codecs.values()
+        return super().tensor_states() + [state for codec in codecs for state in codec.tensor_states()]

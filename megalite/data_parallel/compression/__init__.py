@@ -1,0 +1,1 @@
+"""Lossy means over ranks, with error feedback."""

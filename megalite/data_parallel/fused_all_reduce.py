@@ -1,0 +1,195 @@
+"""Data parallelism by all-reduce of whatever gradients are ready, fused to pieces of a good size."""
+
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megalite.config.data_parallel import DataParallelConfig
+from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, Norms
+from megalite.data_parallel.wire import Several
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.group import Work
+
+Range = tuple[int, int]
+
+
+class FusedAllReduce(DataParallelStrategy):
+    """A queue of ready gradients with tensor fusion, as in Horovod (arXiv 1802.05799).
+
+    A stage's parameters of one kind share one flat buffer, in the order in which the backward comes to them. In the last
+    backward each parameter is noted as its gradient becomes final; as soon as ready ones that lie side by side make up
+    `fusion_threshold_mb`, that slice of the buffer is all-reduced: nothing is copied to be fused. What is left goes when
+    the backward ends.
+
+    Horovod's ranks run a graph in an order of their own, so they negotiate, every millisecond, what is ready on all of
+    them. Here what is fused depends on nothing but the order in which gradients come, which the program fixes: the same
+    schedule, layers and tape on each rank with the same buckets, and no timer. So nothing is negotiated. Each rank
+    folds the slices that it reduces into a number that travels with the norm; where the ranks of a group have different
+    ones the step fails before any weight changes (slices of different lengths fail in the collective itself).
+
+    Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, torch.nn.Module], *, settings: DataParallelConfig, **common: Any
+    ) -> None:
+        super().__init__(stages, **common)
+        nbytes = settings.fusion_threshold_mb * 1e6
+        wire = self.options.wire_dtype or self.options.grad_dtype
+        self._queues = {
+            bucket: ReadyQueue(
+                bucket,
+                threshold=nbytes / wire.itemsize,
+                align=ALIGNMENT * self.groups.replicas(bucket.kind).size,
+            )
+            for bucket in self.all_buckets()
+        }
+        self._pieces: dict[Bucket, list[Work]] = {}
+        self._order: dict[bool, int] = {}
+        """For experts and for the rest, whose groups differ: the slices reduced in this step, as a checksum."""
+        for bucket in self.all_buckets():
+            for index, placed in enumerate(bucket.placed):
+                placed.parameter.grad_ready = lambda bucket=bucket, index=index: self._note(bucket, index)
+
+    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
+        """One of each kind."""
+        return make_buckets(
+            parameters,
+            bucket_size=sys.maxsize,
+            align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
+            grad_dtype=self.options.grad_dtype,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients, also those of a step that failed half way."""
+        for pieces in self._pieces.values():
+            Several(pieces).wait()
+        self._pieces.clear()
+        self._order.clear()
+        for queue in self._queues.values():
+            queue.clear()
+        super().zero_grad()
+
+    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        """The stage's last gradients come next: queue those that are final."""
+        if not self.options.overlap:
+            return
+        counts = None if pending is None else Counter(pending)
+        for bucket in self.buckets[stage]:
+            if not (bucket.kind.partial_over_tp or bucket.kind.tied):
+                for piece in self._queues[bucket].arm(counts):
+                    self._start_piece(bucket, piece)
+
+    def _note(self, bucket: Bucket, index: int) -> None:
+        """A contribution to a parameter's gradient is in."""
+        for piece in self._queues[bucket].note(index):
+            self._start_piece(bucket, piece)
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        """What has not been started yet; returns the work of all pieces."""
+        for piece in self._queues[bucket].rest():
+            self._start_piece(bucket, piece)
+        return Several(self._pieces.pop(bucket, []))
+
+    def _start_piece(self, bucket: Bucket, piece: Range) -> None:
+        start, stop = piece
+        work = self.channel(bucket).all_reduce_async(bucket.grad[start:stop])
+        self._pieces.setdefault(bucket, []).append(work)
+        name = bucket.placed[0].parameter.info.spec.name
+        expert = bucket.kind.expert
+        self._order[expert] = zlib.crc32(f"{name} {start} {stop}".encode(), self._order.get(expert, 0))
+
+    def norm_terms(self) -> torch.Tensor:
+        """And a number whose sum is 0 if the ranks of each group have reduced the same slices in the same order: the
+        first rank of d adds (d-1) times its checksum, the others take theirs away."""
+        balance = 0
+        for expert, checksum in self._order.items():
+            group = self.groups.expert_dp if expert else self.groups.dp
+            balance += checksum * (group.size - 1 if group.rank == 0 else -1)
+        terms = super().norm_terms()
+        return torch.cat([terms, terms.new_tensor([balance])])
+
+    def norms(self, sums: Sequence[float]) -> Norms:
+        """The norms.
+
+        Raises:
+            RuntimeError: on every rank, before any parameter changed: ranks have reduced different slices.
+        """
+        *terms, balance = sums
+        if balance != 0.0:
+            raise RuntimeError(
+                f"step {self.step}: gradients became ready in different orders on ranks that hold the same parameters, so "
+                "what was added up is not their gradient; use --dp-strategy all-reduce, and please report the model and "
+                "the schedule"
+            )
+        return super().norms(terms)
+
+
+class ReadyQueue:
+    """The gradients of one bucket that are final and not yet on their way, as ranges that do not touch.
+
+    Args:
+        threshold: elements; ready neighbours that are at least as many are given out.
+        align: of the ends of what is given out; ready elements beyond them stay.
+    """
+
+    def __init__(self, bucket: Bucket, *, threshold: float, align: int) -> None:
+        self._threshold, self._align = max(threshold, 1.0), align
+        self._size = bucket.grad.numel()
+        self._parameters = [placed.parameter for placed in bucket.placed]
+        ranges = [(placed.start, placed.stop) for placed in bucket.placed]
+        # The padding comes with the last one.
+        self._ranges = [*ranges[:-1], (ranges[-1][0], self._size)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Count nothing, until armed."""
+        self._awaited = [0] * len(self._parameters)
+        self._ready: list[Range] = []
+        self._given: list[Range] = []
+
+    def arm(self, pending: Counter[torch.nn.Parameter] | None) -> list[Range]:
+        """From now on count; returns what can go at once.
+
+        Args:
+            pending: how many contributions are still to come of each parameter; those of one whole backward by default.
+        """
+        self._awaited = [
+            parameter.info.uses if pending is None else pending[parameter] for parameter in self._parameters
+        ]
+        final = [index for index, count in enumerate(self._awaited) if count == 0]
+        return [piece for index in final for piece in self._add(index)]
+
+    def note(self, index: int) -> list[Range]:
+        """A contribution to parameter `index` is in; returns what can go now."""
+        if self._awaited[index] == 0:
+            return []
+        self._awaited[index] -= 1
+        return self._add(index) if self._awaited[index] == 0 else []
+
+    def _add(self, index: int) -> list[Range]:
+        start, stop = self._ranges[index]
+        for piece in [piece for piece in self._ready if stop == piece[0] or piece[1] == start]:
+            self._ready.remove(piece)
+            start, stop = min(start, piece[0]), max(stop, piece[1])
+        first = -(-start // self._align) * self._align
+        last = stop // self._align * self._align
+        if last - first < self._threshold:
+            self._ready.append((start, stop))
+            return []
+        self._ready += [(a, b) for a, b in ((start, first), (last, stop)) if a < b]
+        self._given.append((first, last))
+        return [(first, last)]
+
+    def rest(self) -> list[Range]:
+        """All that has not been given out; nothing after that."""
+        ends = [0, *(end for piece in sorted(self._given) for end in piece), self._size]
+        left = [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
+        self._given = [(0, self._size)]
+        self._awaited = [0] * len(self._parameters)
+        return left

@@ -1,0 +1,165 @@
+"""Collectives of data parallelism with the number format of the wire, and a count of the bytes that they send."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+
+from megalite.data_parallel.background import Background
+from megalite.topology.group import DONE, Group, Work
+
+
+@dataclass
+class WireCounter:
+    """Payload bytes that this rank has sent: what its algorithms put on the wire, without headers.
+
+    A ring all-reduce of B bytes over n ranks counts 2·(n-1)/n·B on each, a gather or exchange (n-1)/n, a message B.
+    """
+
+    sent: float = 0.0
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False)
+
+    def add(self, nbytes: float) -> None:
+        """Take note of bytes that a collective under way will send; from any thread."""
+        with self._lock:
+            self.sent += nbytes
+
+    def take(self) -> float:
+        """The bytes since the last call."""
+        with self._lock:
+            sent, self.sent = self.sent, 0.0
+            return sent
+
+
+@dataclass
+class Several:
+    """Works that started together, and the tensors that must stay alive until all are done."""
+
+    works: Sequence[Work]
+    kept: Sequence[torch.Tensor] = ()
+
+    def wait(self) -> Any:
+        """Wait for each."""
+        for work in self.works:
+            work.wait()
+        self.works, self.kept = (), ()
+
+
+def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
+    """`output` [m] becomes the sum over ranks of `parts` [size, m], by rank and in the precision of `output`."""
+    if parts.dtype == output.dtype:
+        torch.sum(parts, dim=0, out=output)
+        return
+    output.copy_(parts[0])
+    for part in parts[1:]:
+        output.add_(part)
+
+
+class Channel:
+    """The ranks that share a bucket, seen through a wire format.
+
+    Args:
+        group: their group.
+        counter: gets the bytes.
+        background: runs the local sums of collectives that have two parts.
+        wire_dtype: of values that are summed or gathered; None leaves them as they are.
+        by_rank: sums are made in the order of ranks, on every backend.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        counter: WireCounter,
+        background: Background,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        by_rank: bool = False,
+    ) -> None:
+        self.group = group
+        self.size, self.rank = group.size, group.rank
+        self._counter, self._background = counter, background
+        self.wire_dtype = wire_dtype
+        self._by_rank = by_rank
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Work:
+        """In place: the sum over ranks. Flat; its size is a multiple of the number of ranks.
+
+        With a narrow wire, or by rank: an exchange of parts, a local sum in full precision in rank order, and a gather
+        of the rounded sums: as many bytes as a ring, and every rank gets the same bits.
+        """
+        if self.size == 1:
+            return DONE
+        if self.wire_dtype in (None, tensor.dtype) and not self._by_rank:
+            self._counter.add(2 * (self.size - 1) / self.size * tensor.nbytes)
+            return self.group.all_reduce_async(tensor)
+        return self._background.run(lambda: self._sum_and_gather(tensor))
+
+    def _sum_and_gather(self, tensor: torch.Tensor) -> None:
+        assert tensor.numel() % self.size == 0, (tensor.numel(), self.size)
+        part = tensor.new_empty(tensor.numel() // self.size)
+        self._sum_parts(part, tensor)
+        sent = self.rounded(part)
+        if sent.dtype == tensor.dtype:
+            self.gather_raw(tensor, sent)
+            return
+        whole = torch.empty(tensor.numel(), dtype=sent.dtype, device=sent.device)
+        self.gather_raw(whole, sent)
+        tensor.copy_(whole)
+
+    def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` becomes this rank's part of the sum of `tensor` over ranks; it may be its place inside `tensor`."""
+        if self.size == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return DONE
+        if self.wire_dtype in (None, tensor.dtype) and not self._by_rank:
+            self._counter.add((self.size - 1) / self.size * tensor.nbytes)
+            return self.group.reduce_scatter_async(output, tensor)
+        return self._background.run(lambda: self._sum_parts(output, tensor))
+
+    def _sum_parts(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        add_in_order(output, self.exchange_raw(self.rounded(tensor)).view(self.size, -1))
+
+    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Values as they are sent; the tensor itself where it has that type already."""
+        return tensor if self.wire_dtype is None else tensor.to(self.wire_dtype)
+
+    def exchange_raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Part i of `tensor` goes to rank i, as it is; returns the parts of all ranks for this one, in rank order."""
+        received, work = self.exchange_raw_async(tensor)
+        work.wait()
+        return received
+
+    def exchange_raw_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """`exchange_raw` under way: neither `tensor` may be written nor what is returned read before `wait()`."""
+        if self.size == 1:
+            return tensor, DONE
+        received = torch.empty_like(tensor)
+        self._counter.add((self.size - 1) / self.size * tensor.nbytes)
+        parts, sent = received.view(self.size, -1), tensor.view(self.size, -1)
+        return received, Several([self.group.all_to_all_equal_async(parts, sent)], [sent])
+
+    def gather_raw(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """`output` becomes the parts of all ranks, as they are, in rank order."""
+        self.gather_raw_async(output, part).wait()
+
+    def gather_raw_async(self, output: torch.Tensor, part: torch.Tensor) -> Work:
+        """`gather_raw` under way; `part` may be this rank's place inside `output`."""
+        if self.size > 1:
+            self._counter.add((self.size - 1) * part.nbytes)
+        return self.group.all_gather_async(output, part)
+
+    def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
+        """A message to the rank with index `to`."""
+        self._counter.add(tensor.nbytes)
+        return self.group.send_async(tensor, to=to)
+
+    def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
+        """A message from the rank with index `source`, into `tensor`."""
+        return self.group.receive_async(tensor, source=source)
+
+    def in_background(self, work: Callable[[], None]) -> Work:
+        """Run something that uses this channel behind the computation, in order with what else does."""
+        return self._background.run(work)

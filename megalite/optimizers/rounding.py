@@ -1,0 +1,98 @@
+"""Stochastic rounding to bf16, with random bits that belong to the element of the model and not to its place.
+
+An element between two bf16 numbers goes to the upper one with the probability of its distance from the lower one, so that
+its expectation is what it was. The bits are a hash of the seed, the step, the tensor's name and the element's index in
+the whole tensor: every layout rounds alike, and there is no generator whose state a checkpoint would have to keep.
+"""
+
+import hashlib
+import math
+
+import torch
+
+from megalite.optimizers.flat import FlatParameter, Segment
+
+_SPREAD, _FIRST, _SECOND, _CARRY = (
+    number - (1 << 32) if number >> 31 else number
+    # Odd, so that a product with it is a bijection of 32 bits. The first spreads indices that follow one another; with the
+    # next two, found by search, each bit of the index moves each bit of the hash (github.com/skeeto/hash-prospector).
+    for number in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
+)
+
+
+def tensor_key(seed: int, step: int, name: str) -> tuple[int, int]:
+    """Two numbers of 32 bits, with sign."""
+    digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
+    first, second = digest[:4], digest[4:]
+    return int.from_bytes(first, "little", signed=True), int.from_bytes(second, "little", signed=True)
+
+
+def global_indices(segment: Segment, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Where the elements start..stop of a flat parameter, all in the segment, are in the flattened whole tensor: int64.
+
+    They count on, but for a gap where a row of a cut dimension ends.
+    """
+    first = start - segment.start + segment.offset
+    index = torch.arange(first, first + stop - start, device=device)
+    shift, local, stride = 0, 1, 1
+    for dim in reversed(range(len(segment.global_shape))):
+        size, (low, high) = segment.global_shape[dim], segment.slice[dim]
+        shift += low * stride
+        local *= high - low
+        if dim > 0 and high - low != size:
+            _leave_gaps(index, first, every=local, gap=(size - high + low) * stride)
+        stride *= size
+    return index.add_(shift)
+
+
+def _leave_gaps(index: torch.Tensor, first: int, *, every: int, gap: int) -> None:
+    """Move element i by `gap` for each `every` elements before it, where those of `index` are first, first + 1, ..."""
+    head = min(-first % every, index.numel())
+    index[:head] += first // every * gap
+    row, rows = (first + head) // every, (index.numel() - head) // every
+    end = head + rows * every
+    # Whole rows together: a division for each element would take longer than all the rest.
+    whole = index[head:end].view(rows, every)
+    whole += gap * torch.arange(row, row + rows, device=index.device).view(rows, 1)
+    index[end:] += (row + rows) * gap
+
+
+def random_bits(
+    flat: FlatParameter, start: int, stop: int, *, seed: int, step: int, out: torch.Tensor
+) -> torch.Tensor:
+    """32 random bits for each element of a range of a flat parameter, into `out`, int32; padding gets what was there."""
+    for segment in flat.segments:
+        low, high = max(segment.start, start), min(segment.stop, stop)
+        if low < high:
+            index = global_indices(segment, low, high, out.device)
+            wide = math.prod(segment.global_shape) > 1 << 32
+            _hash(index, tensor_key(seed, step, segment.name), out[low - start : high - start], wide=wide)
+    return out
+
+
+def _hash(index: torch.Tensor, key: tuple[int, int], out: torch.Tensor, *, wide: bool) -> None:
+    """`out` becomes a hash of each index, which is used up; `wide` if some take more than 32 bits. Arithmetic wraps."""
+    out.copy_(index)
+    out.mul_(_SPREAD).add_(key[0])
+    if wide:
+        out.add_(index.bitwise_right_shift_(32).to(torch.int32).mul_(_CARRY))
+    shifted = torch.empty_like(out)
+    for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
+        torch.bitwise_right_shift(out, shift, out=shifted)
+        # The shift repeats the sign: away with it.
+        out.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor != 1:
+            # Without the second part of the key all steps would take their numbers from one sequence.
+            out.mul_(factor).bitwise_xor_(key[1])
+
+
+def round_to(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor) -> None:
+    """`target`, bf16, becomes fp32 `values`, rounded by the lower 16 of each element's `bits`, which are used up.
+
+    What is NaN or infinite stays so.
+    """
+    # As an integer a number's magnitude grows with it: the sum carries into the bf16 part as often as the fraction says.
+    rounded = bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
+    # A NaN may have carried into its sign. This is NaN where values are, else 0 of their sign; comparing takes longer.
+    rounded.bitwise_or_(values.clamp(-1.0, 1.0).mul_(0.0).view(torch.int32))
+    target.copy_(rounded.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16))

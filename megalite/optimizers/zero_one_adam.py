@@ -1,0 +1,175 @@
+"""0/1 Adam: a second moment that is updated ever more rarely, then steps of one's own between exchanges of signs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optimizers.base import Exchange, Optimizer
+from megalite.optimizers.flat import FlatParameter, Update
+from megalite.optimizers.freeze import FreezePoint
+from megalite.optimizers.onebit import frozen_denominator, second_moment_norm
+
+STATES = ("exp_avg", "exp_avg_sq", "local_update", "synced_param")
+"""Names of the state tensors, each of the shape of its parameter."""
+
+
+def updates_variance(step: int, scaler: int) -> bool:
+    """In the warm-up the first `scaler` updates of the second moment are 1 step apart, the next 2, then 4, ..."""
+    interval = 1
+    while step > scaler * interval:
+        step -= scaler * interval
+        interval *= 2
+    return step % interval == 0
+
+
+def exchanges(local: int, *, scaler: int, clipper: int) -> bool:
+    """Step number `local` after the warm-up, from 1, ends with an exchange: every step at first, and half as often after
+    every `scaler` steps, but at least every `clipper` steps."""
+    doublings = min((local - 1) // scaler, clipper.bit_length())
+    return local % min(1 << doublings, clipper) == 0
+
+
+class ZeroOneAdam(Optimizer):
+    """arXiv 2202.06009, with decoupled weight decay and bias correction. In the warm-up, on the steps of
+    `updates_variance`, whole gradients update both moments; in its other steps the mean of gradients by signs updates the
+    first one. After it v stays, d = √v̂ + ε, and each rank (from exchange to exchange, with a for the parameters after the
+    last one, D for the decay since and S = Σ lr̂ over the steps since)
+
+        m_i = β₁m_i + (1-β₁)g_i;   u_i ← (1 - lr·λ)u_i + lr̂·m_i, lr̂ = lr/(1-β₁ᵗ);   x_i = D·a - u_i/d
+
+    An exchange makes m̄ the mean of u_i/S by signs and goes on, everywhere alike, from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
+
+    u_i/S and gradients are of one unit, so what signs have left out stays right through the change of phase. And x is
+    made anew from what all ranks have alike: taking back a rank's own steps in floating point would leave the replicas
+    apart by its rounding. Between exchanges replicas differ in x_i, m_i and u_i; checkpoints have those of each.
+    """
+
+    def __init__(
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, freeze: FreezePoint
+    ) -> None:
+        self.parameters, self.notes, self.freeze = parameters, [], freeze
+        self._config, self._updates = config, 0
+        self._states = {
+            flat.param: {name: torch.zeros_like(flat.param.data) for name in STATES} for flat in parameters
+        }
+        self._variance_updates = 0
+        self._decay, self._rate = 1.0, 0.0
+        """D and S."""
+
+    def reduces_gradients(self, step: int) -> bool:
+        """Where the second moment is updated."""
+        return not self.freeze.frozen(step) and updates_variance(step, self._config.variance_update_scaler)
+
+    @torch.no_grad()
+    def step(self, update: Update, exchange: Exchange | None = None) -> None:
+        """A step of the warm-up or a local one, with an exchange if it is time.
+
+        Collectives: those of `exchange`, and of `FreezePoint.observe`.
+        """
+        self._updates += 1
+        if self.freeze.frozen(update.step):
+            assert exchange is not None, "gradients are this rank's own"
+            self._local_step(update, exchange)
+            return
+        if exchange is None:
+            self._variance_updates += 1
+        for flat in self.parameters:
+            self._warmup_step(flat, update, exchange)
+        note = self.freeze.observe(
+            update.step, lambda: second_moment_norm(self.parameters, self, self._variance_correction)
+        )
+        if note:
+            self.notes.append(note)
+
+    @property
+    def _variance_correction(self) -> float:
+        return 1.0 - self._config.adam_beta2 ** max(self._variance_updates, 1)
+
+    @property
+    def _momentum_correction(self) -> float:
+        return 1.0 - self._config.adam_beta1**self._updates
+
+    def _below(self, moment: torch.Tensor) -> torch.Tensor:
+        return frozen_denominator(moment, correction=self._variance_correction, eps=self._config.adam_eps)
+
+    def _warmup_step(self, flat: FlatParameter, update: Update, exchange: Exchange | None) -> None:
+        c, param, states = self._config, flat.param, self._states[flat.param]
+        assert param.grad is not None
+        exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
+        if exchange is None:
+            exp_avg_sq.mul_(c.adam_beta2).addcmul_(param.grad, param.grad, value=1.0 - c.adam_beta2)
+        else:
+            exchange(flat, param.grad)
+        exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1).masked_fill_(exp_avg_sq == 0.0, 0.0)
+        if flat.decay:
+            param.data.mul_(1.0 - update.lr * update.weight_decay)
+        param.data.addcdiv_(exp_avg, self._below(exp_avg_sq), value=-update.lr / self._momentum_correction)
+
+    def _local_step(self, update: Update, exchange: Exchange) -> None:
+        c = self._config
+        if self.freeze.updates is None:
+            self.freeze.updates = self._updates
+            for flat in self.parameters:
+                self._states[flat.param]["synced_param"].copy_(flat.param.data)
+        assert self.freeze.step is not None
+        local = update.step - self.freeze.step
+        due = exchanges(local, scaler=c.local_step_scaler, clipper=c.local_step_clipper)
+        kept, rate = 1.0 - update.lr * update.weight_decay, update.lr / self._momentum_correction
+        self._decay *= kept
+        self._rate += rate
+        for flat in self.parameters:
+            param, states = flat.param, self._states[flat.param]
+            exp_avg, own = states["exp_avg"], states["local_update"]
+            assert param.grad is not None
+            exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1).masked_fill_(states["exp_avg_sq"] == 0.0, 0.0)
+            if flat.decay:
+                own.mul_(kept)
+            own.add_(exp_avg, alpha=rate)
+            torch.mul(states["synced_param"], self._decay if flat.decay else 1.0, out=param.data)
+            # Where nothing has moved (the learning rate is 0) there is no mean step either.
+            if due and self._rate > 0.0:
+                self._exchange_steps(flat, exchange)
+            else:
+                param.data.addcdiv_(own, self._below(states["exp_avg_sq"]), value=-1.0)
+        if due and self._rate > 0.0:
+            self._decay, self._rate = 1.0, 0.0
+
+    def _exchange_steps(self, flat: FlatParameter, exchange: Exchange) -> None:
+        param, states = flat.param, self._states[flat.param]
+        mean, exp_avg_sq = states["local_update"].div_(self._rate), states["exp_avg_sq"]
+        exchange(flat, mean)
+        mean.masked_fill_(exp_avg_sq == 0.0, 0.0)
+        param.data.addcdiv_(mean, self._below(exp_avg_sq), value=-self._rate)
+        torch.mul(mean, self._momentum_correction, out=states["exp_avg"])
+        states["synced_param"].copy_(param.data)
+        mean.zero_()
+
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The two moments, u and a."""
+        return dict(self._states[parameter])
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._updates
+
+    def set_updates(self, updates: int) -> None:
+        """Go on as if `updates` updates had been made."""
+        self._updates = updates
+
+    def counters(self) -> dict[str, Any]:
+        """When the second moment was frozen and how many updates it has had, D and S."""
+        return self.freeze.counters() | {
+            "variance_updates": self._variance_updates,
+            "local_decay": self._decay,
+            "local_rate": self._rate,
+        }
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take up saved `counters`; after another optimizer its updates are those of the second moment."""
+        self.freeze.load_counters(counters)
+        self._variance_updates = int(counters.get("variance_updates", self._updates))
+        self._decay = float(counters.get("local_decay", 1.0))
+        self._rate = float(counters.get("local_rate", 0.0))

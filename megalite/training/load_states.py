@@ -1,0 +1,185 @@
+"""Reading what a replica remembers out of a checkpoint of any layout, and of another strategy or optimizer."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.manifest import CheckpointError, optimizer_key, weight_key
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
+from megalite.checkpoint.tiling import flat_boxes, volume
+from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.strategy import OptimizerShard, placed_in
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.sharding import ShardSpec
+from megalite.training.replica import Replica
+from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
+
+
+def load_states(
+    replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]
+) -> None:
+    """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
+
+    What a checkpoint of another strategy or optimizer does not have starts anew, what each of its replicas had of its own
+    is averaged where the number of replicas is another or they share it, and the log says so.
+
+    Raises:
+        CheckpointError: something that must be there is not, or does not fit.
+    """
+    notes: dict[str, None] = {}
+    with replica.strategy.main_in_memory():
+        for shard in replica.strategy.shards:
+            _load_weights(replica, shard, checkpoint)
+            if shard.is_copy:
+                for placed in placed_in(shard):
+                    key = main_key(placed.parameter, checkpoint)
+                    _read_range(checkpoint, key, placed, shard.start, shard.main_param.data)
+    if with_optimizer:
+        for shard in replica.strategy.shards:
+            for state in flat_states(replica, shard):
+                if state.name != "main_param":
+                    _load_flat(replica, state, checkpoint, notes)
+    for state in replica.strategy.states():
+        if with_optimizer or state.default == "parameter":
+            _load_flat(replica, state, checkpoint, notes, anew=not with_optimizer)
+    if with_optimizer:
+        for whole in tensor_states(replica):
+            _load_tensor(whole, checkpoint, notes)
+        for note in notes:
+            log(f"{checkpoint.path} {note}")
+
+
+def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Checkpoint) -> None:
+    state = replica.strategy.weights(shard)
+    for placed in shard.bucket.placed:
+        if placed.start < state.stop and placed.stop > state.start:
+            key = _weight_key(placed.parameter, state.values.dtype, checkpoint)
+            _read_range(checkpoint, key, placed, state.start, state.values)
+
+
+def _load_flat(
+    replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, anew: bool = False
+) -> None:
+    for placed in state.bucket.placed:
+        if placed.start >= state.stop or placed.stop <= state.start:
+            continue
+        key = optimizer_key(state.name, placed.parameter.info.spec.name)
+        if not anew and checkpoint.has(key):
+            _load_stored(replica, state, checkpoint, key, placed, notes)
+        elif state.default == "parameter":
+            _read_range(checkpoint, main_key(placed.parameter, checkpoint), placed, state.start, state.values)
+            notes[f"has no {state.name} for this run: it starts from the parameters"] = None
+        elif state.default == "zeros":
+            first, last = max(placed.start, state.start), min(placed.stop, state.stop)
+            state.values[first - state.start : last - state.start].zero_()
+            notes[f"has no {state.name} for this run: it starts from 0"] = None
+        else:
+            checkpoint.entry(key)  # says that it is missing, and what is there instead
+
+
+def _load_stored(
+    replica: Replica,
+    state: FlatState,
+    checkpoint: Checkpoint,
+    key: str,
+    placed: Placed,
+    notes: dict[str, None],
+) -> None:
+    """A state that is there: one for all replicas, or under a leading dimension each replica's own."""
+    shape = placed.parameter.info.spec.global_shape
+    entry = checkpoint.entry(key)
+    stored = tuple(entry.global_shape)
+    if _loses_digits(TORCH_DTYPES[entry.dtype], state.values.dtype):
+        here = DTYPE_NAMES[state.values.dtype]
+        notes[f"has {state.name} in {entry.dtype}, this run in {here}: it is rounded"] = None
+    if stored == shape:
+        _read_range(checkpoint, key, placed, state.start, state.values)
+        return
+    if len(stored) != 1 + len(shape) or stored[1:] != shape:
+        expected = "" if state.placement is not Placement.PRIVATE else ", or one such for each replica"
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}"
+        )
+    group = replica.strategy.groups.replicas(state.bucket.kind)
+    if state.placement is Placement.PRIVATE and stored[0] == group.size:
+        _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
+        return
+    here = f"this run has {group.size if state.placement is Placement.PRIVATE else 'one for all'}"
+    notes[f"has {state.name} of {stored[0]} replicas, {here}: it takes their mean"] = None
+    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
+    target = state.values[first - state.start : last - state.start]
+    total = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
+    one = torch.empty_like(target)
+    for index in range(stored[0]):
+        _read_range(checkpoint, key, placed, first, one, replica=index)
+        total += one
+    target.copy_(total / stored[0])
+
+
+def _loses_digits(stored: torch.dtype, here: torch.dtype) -> bool:
+    floats = stored.is_floating_point and here.is_floating_point
+    return floats and torch.finfo(stored).eps < torch.finfo(here).eps
+
+
+def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
+    spec = tensor_spec(state)
+    key = optimizer_key(state.name, spec.name)
+    if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
+        notes[f"has no {state.name} for this run: it starts anew"] = None
+        return
+    checkpoint.read_into(state.values.view(spec.shape), key, spec.slice)
+
+
+def _read_range(
+    checkpoint: Checkpoint,
+    key: str,
+    placed: Placed,
+    first: int,
+    target: torch.Tensor,
+    *,
+    replica: int | None = None,
+) -> None:
+    """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on.
+
+    Args:
+        replica: the tensor has a leading dimension, and they are in this place of it.
+    """
+    spec = placed.parameter.info.spec
+    start, stop = max(placed.start, first), min(placed.stop, first + target.numel())
+    position = start - first
+    for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
+        bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
+        size, shape = volume(box), tuple(after - before for before, after in box)
+        if replica is not None:
+            bounds, shape = ((replica, replica + 1), *bounds), (1, *shape)
+        checkpoint.read_into(target[position : position + size].view(shape), key, bounds)
+        position += size
+
+
+def main_key(parameter: ShardedParameter, checkpoint: Checkpoint) -> str:
+    """Where the most precise values of a parameter are."""
+    name = parameter.info.spec.name
+    main = optimizer_key("main_param", name)
+    return main if checkpoint.has(main) else weight_key(name)
+
+
+def _weight_key(parameter: ShardedParameter, dtype: torch.dtype, checkpoint: Checkpoint) -> str:
+    """Where the values that make a weight of this type are."""
+    spec: ShardSpec = parameter.info.spec
+    key = weight_key(spec.name)
+    _check_shape(checkpoint, key, spec.global_shape)
+    return key if TORCH_DTYPES[checkpoint.entry(key).dtype] == dtype else main_key(parameter, checkpoint)
+
+
+def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
+    """Read this rank's slice of one parameter, rounded to the parameter's type."""
+    key = _weight_key(parameter, parameter.dtype, checkpoint)
+    checkpoint.read_into(parameter.data, key, parameter.info.spec.slice)
+
+
+def _check_shape(checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> None:
+    stored = tuple(checkpoint.entry(key).global_shape)
+    if stored != tuple(shape):
+        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here")

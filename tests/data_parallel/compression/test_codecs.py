@@ -1,0 +1,211 @@
+"""Every codec: what an oracle finds, to the bit; nothing is lost; constant inputs are learned; bytes as the formula says."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel.background import Background
+from megalite.data_parallel.compression.build import build_codec
+from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.topology.group import Group
+from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
+from tests.data_parallel.compression.replicas import (
+    CODECS,
+    SETTINGS,
+    SHAPES,
+    USED,
+    Found,
+    Values,
+    constant_values,
+    means,
+    odd_bucket,
+    owed,
+    random_values,
+    true_mean,
+)
+from tests.support.ranks import RankContext, run_ranks
+
+COUNT = math.ceil(0.05 * USED)
+
+
+def oracle(name: str, ranks: int, size: int) -> EightBits | Largest | LowRank:
+    """Of the settings that `means` uses."""
+    if name == "uint8":
+        return EightBits(ranks, size)
+    if name == "topk":
+        return Largest(ranks, size, COUNT)
+    return LowRank(ranks, size, 2, SHAPES)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As on the ranks: products depend on it in their last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=[(name, ranks) for name in CODECS for ranks in (3, 4)], ids=str)
+def run(request: pytest.FixtureRequest) -> tuple[str, list[Found]]:
+    name, ranks = request.param
+    return name, run_ranks(ranks, means, ranks, name, random_values, 4)
+
+
+def test_ranks_find_what_one_process_finds_that_plays_them_all(
+    run: tuple[str, list[Found]], one_thread: None
+) -> None:
+    name, ranks = run
+    played = oracle(name, len(ranks), ranks[0].size)
+    for step in range(1, 5):
+        wanted = played.mean([random_values(step, rank, ranks[0].size) for rank in range(len(ranks))])
+        for rank, found in enumerate(ranks):
+            assert torch.equal(found.outs[step - 1], wanted), (step, rank)
+    for found, error in zip(ranks, played.errors, strict=True):
+        assert torch.equal(torch.as_tensor(found.private), torch.as_tensor(error))
+
+
+def test_what_has_not_come_out_is_still_owed(run: tuple[str, list[Found]]) -> None:
+    """Σ out + mean of the errors = Σ means, up to rounding in fp32."""
+    _, ranks = run
+    size = ranks[0].size
+    wanted = sum(
+        (true_mean(random_values, step, len(ranks), size) for step in range(1, 5)), torch.zeros(size)
+    )
+    came = sum((out.double() for out in ranks[0].outs), owed(ranks))
+    assert owed(ranks).norm() > 0.01 * wanted.norm() or run[0] == "uint8"
+    assert (came - wanted).norm() <= 1e-6 * wanted.norm()
+    assert not came[USED:].any()
+
+
+def test_bytes_are_those_of_the_formula(run: tuple[str, list[Found]]) -> None:
+    name, ranks = run
+    n, size = len(ranks), ranks[0].size
+    low = sum(batch * 2 * (a + b) for batch, a, b in ((1, 130, 40), (2, 24, 70), (1, 20, 90)))
+    whole = 1 + 15 + 77
+    wanted = {
+        "uint8": 2 * (n - 1) * (size // n + 4 * math.ceil(size // n / 2048)),
+        "topk": (n - 1) * 8 * COUNT,
+        "powersgd": 2 * (n - 1) / n * 4 * (low + whole),
+    }[name]
+    for found in ranks:
+        assert found.sent == [found.sent[0]] * 4
+        # Low rank pads each of its two sums to a multiple of the ranks.
+        assert wanted <= found.sent[0] <= wanted + (8 * n * 2 if name == "powersgd" else 0)
+
+
+def test_formulas_agree_with_what_codecs_say() -> None:
+    for name in CODECS:
+        for found in run_ranks(2, said_and_sent, name):
+            assert found["said"] == found["sent"] > 0
+
+
+def said_and_sent(context: RankContext, name: str) -> dict[str, float]:
+    bucket, counter = odd_bucket(2), WireCounter()
+    channel = Channel(context.topology(dp=2).dp, counter, Background(torch.device("cpu")))
+    codec: Any = build_codec(name, bucket, channel, SETTINGS)
+    codec.mean(torch.ones_like(bucket.grad))
+    return {"said": codec.wire_bytes, "sent": counter.take()}
+
+
+def distance(ranks: list[Found], steps: int) -> float:
+    """Of the mean of the first outputs from the mean of constant inputs, relative."""
+    wanted = true_mean(constant_values, 1, len(ranks), ranks[0].size)
+    mean = torch.stack(ranks[0].outs[:steps]).double().mean(dim=0)
+    return float((mean - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_constant_inputs_come_out_in_the_long_run_and_not_without_errors(name: str) -> None:
+    """The distance falls about as 1/t, as what is owed stays bounded; without error feedback it stays."""
+    with_errors = run_ranks(3, means, 3, name, constant_values, 64)
+    without = run_ranks(3, means, 3, name, constant_values, 64, keep_errors=False)
+    near, far = distance(with_errors, 16), distance(with_errors, 64)
+    assert far < near / 2.5
+    assert far < distance(without, 64) / 4
+    assert distance(without, 64) > 0.5 * distance(without, 16)
+
+
+def rows(kind: str) -> Values:
+    return {
+        "zeros": zeros,
+        "equal": equal,
+        "huge": huge,
+        "small": small,
+        "denormal": denormal,
+        "mixed": mixed,
+    }[kind]
+
+
+def zeros(step: int, rank: int, size: int) -> torch.Tensor:
+    return torch.zeros(size)
+
+
+def equal(step: int, rank: int, size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def huge(step: int, rank: int, size: int) -> torch.Tensor:
+    return random_values(step, rank, size) * 1e30
+
+
+def small(step: int, rank: int, size: int) -> torch.Tensor:
+    return random_values(step, rank, size) * 1e-25
+
+
+def denormal(step: int, rank: int, size: int) -> torch.Tensor:
+    return random_values(step, rank, size).clamp(-1, 1) * 1e-40
+
+
+def mixed(step: int, rank: int, size: int) -> torch.Tensor:
+    values = small(step, rank, size)
+    values[: size // 2] = huge(step, rank, size)[: size // 2]
+    return values
+
+
+@pytest.mark.parametrize("kind", ["zeros", "equal", "huge", "small", "denormal", "mixed"])
+@pytest.mark.parametrize("name", CODECS)
+def test_extreme_values(name: str, kind: str) -> None:
+    """Nothing becomes infinite and nothing is lost."""
+    values = rows(kind)
+    ranks = run_ranks(2, means, 2, name, values, 3)
+    for found in ranks:
+        for mine, first in zip(found.outs, ranks[0].outs, strict=True):
+            assert torch.equal(mine, first) and mine.isfinite().all()
+    size = ranks[0].size
+    wanted = sum((true_mean(values, step, 2, size) for step in (1, 2, 3)), torch.zeros(size).double())
+    came = sum((out.double() for out in ranks[0].outs), owed(ranks))
+    if kind == "equal":  # also where padding would be
+        wanted, came = wanted[:USED], came[:USED]
+    # The smallest numbers there are have few digits.
+    assert (came - wanted).norm() <= 2e-6 * wanted.norm() + 1e-42
+
+
+def spoiled(step: int, rank: int, size: int) -> torch.Tensor:
+    values = random_values(step, rank, size)
+    if rank == 1:
+        values[700] = (math.nan, math.inf, -math.inf)[step - 1]
+    return values
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_shows(name: str) -> None:
+    """So that the gradient's norm tells every rank, whichever met it."""
+    for found in run_ranks(2, means, 2, name, spoiled, 3, keep_errors=False):
+        for out in found.outs:
+            assert not out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_alone_nothing_changes(name: str) -> None:
+    bucket, counter = odd_bucket(1), WireCounter()
+    channel = Channel(Group.solo("dp"), counter, Background(torch.device("cpu")))
+    codec = build_codec(name, bucket, channel, SETTINGS)
+    values = random_values(1, 0, bucket.grad.numel())
+    mine = values.clone()
+    codec.mean(mine)
+    assert torch.equal(mine, values) and counter.take() == 0.0
+    assert not codec.states() and not codec.tensor_states()

@@ -1,0 +1,152 @@
+"""One process that plays replicas with weights of their own, for what several do to be compared with to the bit."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel import diloco
+from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial
+from tests.support.ranks import RankContext
+
+Weights = dict[str, torch.Tensor]
+
+LR = 0.05
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
+BF16_WIRE = {"wire_dtype": "bf16"}
+
+
+def flat(values: torch.Tensor) -> torch.Tensor:
+    """Padded, as in buckets: torch's kernels round the last few elements of a tensor in another way."""
+    padding = -values.numel() % 64
+    return torch.nn.functional.pad(values.reshape(-1), (0, padding))
+
+
+def start() -> Weights:
+    """The weights before the first step, flat."""
+    return {name: flat(values) for name, values in initial().items()}
+
+
+class Replica:
+    """Torch's own optimizer over `Toy`'s tensors, made flat, on one of several ranks."""
+
+    def __init__(self, rank: int, ranks: int, *, optimizer: str = "adam", momentum: float = 0.9) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.weights = {name: torch.nn.Parameter(value) for name, value in start().items()}
+        groups = [
+            {"params": [self.weights[name] for name in SHAPES if (name in NO_DECAY) == plain], "decay": decay}
+            for plain, decay in ((False, 0.1), (True, 0.0))
+        ]
+        self._decays = optimizer == "sgd"
+        self.optimizer: torch.optim.Optimizer
+        if optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(groups, lr=LR, momentum=momentum, fused=True)
+        else:
+            for group in groups:
+                group["weight_decay"] = group["decay"]
+            self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+
+    def own_gradient(self, name: str, step: int) -> torch.Tensor:
+        """As if the other ranks' samples were like this one's."""
+        return flat(gradient(name, step, self.rank)) * self.ranks
+
+    def step(self, step: int, *, together: bool = False, wire: torch.dtype | None = None) -> None:
+        """One of the optimizer; `together`: by the sum of all ranks' gradients as they come over the wire."""
+        for name, weight in self.weights.items():
+            parts = [sent(flat(gradient(name, step, rank)), wire).float() for rank in range(self.ranks)]
+            whole = sent(torch.stack(parts).sum(dim=0), wire).float()
+            weight.grad = whole if together else self.own_gradient(name, step)
+            if self._decays and name not in NO_DECAY:
+                weight.data.mul_(1.0 - LR * 0.1)
+        self.optimizer.step()
+
+    def state(self, kind: str) -> Weights:
+        """An optimizer state by tensor."""
+        return {name: self.optimizer.state[weight][kind] for name, weight in self.weights.items()}
+
+    def copy(self) -> Weights:
+        """The weights, flat."""
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def shaped(self) -> Weights:
+        """The weights as the model has them."""
+        sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+        return {name: values[: sizes[name]].view(SHAPES[name]) for name, values in self.copy().items()}
+
+
+def mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """Added up by rank in fp64, rounded once."""
+    total = values[0].double()
+    for each in values[1:]:
+        total = total + each.double()
+    return (total / len(values)).to(values[0].dtype)
+
+
+def sent(values: torch.Tensor, wire: torch.dtype | None) -> torch.Tensor:
+    """As they travel."""
+    return values if wire is None else values.to(wire)
+
+
+def toy_fragment(name: str, fragments: int) -> int:
+    """`Toy` has no layers."""
+    return list(SHAPES).index(name) % fragments
+
+
+def run_toy(
+    context: RankContext,
+    dp: int,
+    settings: Mapping[str, Any],
+    steps: int,
+    consensus_at: tuple[int, ...] = (),
+    overflow_at: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """For run_ranks: this rank's weights, phase, bytes and notes after each step.
+
+    Args:
+        consensus_at: steps after which the mean is asked for, and noted.
+        overflow_at: steps that are skipped, for the last rank's gradients are infinite; there is nothing noted of them.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diloco, "fragment_of", toy_fragment)
+        run = ToyRun(context.topology(dp=dp), {"reduction_order": "rank", **settings})
+    for step in range(1, steps + 1):
+        if step in overflow_at:
+            sums = run.gradients(scale=float("inf") if context.rank == dp - 1 else 1.0)
+            assert not math.isfinite(run.strategy.norms(sums).shown), "every rank must know"
+            run.steps += 1
+            continue
+        run.step()
+        found["weights"].append(run.weights())
+        found["phases"].append(run.strategy.phase(step))
+        found["bytes"].append(run.strategy.wire())
+        if step in consensus_at:
+            with run.strategy.consensus():
+                found["means"][step] = run.weights()
+            run.strategy.wire()
+    found["notes"] = list(run.strategy.notes)
+    found["elements"] = sum(bucket.data.numel() for bucket in run.strategy.all_buckets())
+    run.strategy.close()
+    return found
+
+
+def play(ranks: int, steps: int, turn: Callable[[list[Replica], int], None], **optimizer: Any) -> list[Any]:
+    """The weights by rank and step; `turn` takes all replicas through one step."""
+    replicas = [Replica(rank, ranks, **optimizer) for rank in range(ranks)]
+    found: list[list[Weights]] = [[] for _ in replicas]
+    for step in range(1, steps + 1):
+        turn(replicas, step)
+        for replica, weights in zip(replicas, found, strict=True):
+            weights.append(replica.shaped())
+    return found
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[list[Weights]]) -> None:
+    """All weights of all ranks after all steps, to the bit."""
+    for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        for step, (ours, theirs) in enumerate(zip(one["weights"], other, strict=True), start=1):
+            for name in SHAPES:
+                assert torch.equal(ours[name], theirs[name]), f"{name} on rank {rank} after step {step}"

@@ -1,0 +1,210 @@
+"""The asynchronous parameter server on several processes does what one process does that plays its log of events."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel.async_parameter_server import AsyncParameterServer
+from megalite.data_parallel.staleness import ByArrival, Event, Kind, Ledger, Scripted
+from megalite.optimizers.flat import Update
+from megalite.topology.topology import Topology
+from tests.data_parallel.test_simulated import adam, assert_same
+from tests.data_parallel.toy import SHAPES, ToyRun, gradient
+from tests.support.ranks import RankContext, run_ranks
+
+Weights = dict[str, torch.Tensor]
+Script = Sequence[Event]
+LR, DECAY = 0.05, 0.1
+BF16 = torch.bfloat16
+
+
+class Recorded(ByArrival):
+    """By arrival, and noted."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event:
+        self.events.append(waiting[0])
+        return waiting[0]
+
+
+def workers_steps(
+    context: RankContext, dp: int, settings: dict[str, Any], steps: int, script: Script = ()
+) -> dict[str, Any]:
+    """The weights that a worker computed its steps with, and those of the meeting after them."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=dp), {"dp_strategy": "async-parameter-server", **settings})
+    strategy = run.strategy
+    assert isinstance(strategy, AsyncParameterServer)
+    recorded = Recorded()
+    if script:
+        strategy.order = Scripted(script)
+    elif settings["max_staleness"] > 0:
+        strategy.order = recorded
+    pulled = []
+    for _ in range(steps):
+        run.step(lr=LR)
+        pulled.append(run.weights())  # an update changes none of them
+    with strategy.consensus():
+        met = run.weights()
+    strategy.finish()
+    return {"pulled": pulled, "met": met, "events": recorded.events, "notes": strategy.notes}
+
+
+def simulated(
+    workers: int, events: Script, *, aware: bool, wire: torch.dtype | None = None, precision: str = "fp32"
+) -> tuple[list[list[Weights]], Weights, Counter[int]]:
+    """One process that plays server and workers: what each pulled, the end, and how stale pushes were."""
+    # The optimizer over the same flat buckets: a fused kernel rounds an element by its place in them.
+    server = ToyRun(Topology.solo(), {"dp_strategy": "all-reduce", "precision": precision})
+    pulled: list[list[Weights]] = [[] for _ in range(workers)]
+    held, steps, ages = [0] * workers, [0] * workers, Counter[int]()
+    for event in events:
+        worker = event.worker
+        if event.kind is Kind.PULL:
+            pulled[worker].append(server.weights())
+            held[worker] = sum(steps)
+            continue
+        steps[worker] += 1
+        age = sum(steps) - 1 - held[worker]
+        ages[age] += 1
+        server.strategy.zero_grad()
+        for name in SHAPES:
+            part = gradient(name, steps[worker], worker) * workers
+            getattr(server.toy, name).main_grad.copy_(part.to(wire or torch.float32))
+        lr = LR / (max(workers, age + 1) if aware else workers)
+        server.optimizer.step(Update(step=steps[worker], lr=lr, weight_decay=DECAY))
+        server.strategy.publish_parameters()
+    return pulled, server.weights(), ages
+
+
+def random_script(workers: int, steps: int, bound: int, seed: int) -> Script:
+    """An order of pulls and pushes in which no worker starts a step more than `bound` ahead of the slowest."""
+    dice, clocks, computing = random.Random(seed), [0] * workers, [False] * workers
+    script: list[Event] = []
+    while min(clocks) < steps:
+        worker = dice.randrange(workers)
+        if computing[worker]:
+            clocks[worker] += 1
+        elif clocks[worker] == steps or clocks[worker] - min(clocks) > bound:
+            continue
+        script.append(Event(Kind.PUSH if computing[worker] else Kind.PULL, worker))
+        computing[worker] = not computing[worker]
+    return script
+
+
+def assert_simulated(
+    found: list[dict[str, Any]], events: Script, *, aware: bool = True, **types: Any
+) -> Counter[int]:
+    pulled, met, ages = simulated(len(found), events, aware=aware, **types)
+    for worker, one in enumerate(found):
+        assert_same(one["pulled"], pulled[worker])
+        assert_same([one["met"]], [met])
+    return ages
+
+
+CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    (4, 1, {}, {}),
+    (3, 2, {}, {}),
+    (4, 1, {"staleness_aware_lr": False}, {"aware": False}),
+    (2, 2, {"wire_dtype": "bf16", "server_chunk_mb": 0.0005}, {"wire": BF16}),
+    (3, 1, {"precision": "bf16"}, {"precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("workers", "bound", "settings", "simulation"), CASES)
+def test_a_scripted_run_is_its_simulation(
+    workers: int, bound: int, settings: dict[str, Any], simulation: dict[str, Any]
+) -> None:
+    script = random_script(workers, 4, bound, seed=workers + bound)
+    settings = {"max_staleness": bound, **settings}
+    ages = assert_simulated(
+        run_ranks(workers, workers_steps, workers, settings, 4, script), script, **simulation
+    )
+    assert max(ages) >= workers > min(ages), "the script must make some weights older than usual"
+
+
+def test_any_run_is_the_simulation_of_its_log() -> None:
+    found = run_ranks(4, workers_steps, 4, {"max_staleness": 1}, 5)
+    events = [event for event in found[0]["events"] if event.kind in (Kind.PULL, Kind.PUSH)]
+    ages = assert_simulated(found, events)
+    counts = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
+    _, note = found[0]["notes"]
+    assert f"20 updates, staleness {sum(ages.elements()) / 20:.2f} on average ({counts})" in note
+    assert all(len(one["notes"]) == 1 for one in found[1:]), "who decides reports"
+
+
+def test_without_staleness_pushes_of_a_step_are_applied_in_the_order_of_ranks() -> None:
+    events = [Event(kind, rank) for _ in range(3) for kind in (Kind.PULL, Kind.PUSH) for rank in range(4)]
+    assert_simulated(run_ranks(4, workers_steps, 4, {"max_staleness": 0}, 3), events)
+
+
+def test_one_worker_is_the_optimizer_alone() -> None:
+    (found,) = run_ranks(1, workers_steps, 1, {"max_staleness": 1}, 3)
+    assert_same(found["pulled"], adam(1))
+    assert not found["notes"]
+
+
+def late_worker(context: RankContext, bound: int, steps: int) -> Script:
+    """Worker 1 runs ahead; worker 0 starts when that has asked for a pull which it must wait for."""
+    run = ToyRun(context.topology(dp=2), {"dp_strategy": "async-parameter-server", "max_staleness": bound})
+    assert isinstance(run.strategy, AsyncParameterServer)
+    recorded = run.strategy.order = Recorded()
+    if context.rank == 0:
+        run.strategy.begin_step(1)
+        server = run.strategy._server
+        assert server is not None
+        ahead, changed = server._ledger.clocks, server._changed
+        with changed:
+            changed.wait_for(lambda: ahead[1] > bound and bool(server._workers[1].asked))
+            assert ahead[1] == bound + 1 and server._chosen() is None
+    for _ in range(steps):
+        run.step()
+    run.strategy.finish()
+    return recorded.events
+
+
+def early_worker(context: RankContext) -> bool:
+    """Worker 1 leaves a meeting and goes on at once, while worker 0 is still in it."""
+    run = ToyRun(context.topology(dp=2), {"dp_strategy": "async-parameter-server", "max_staleness": 1})
+    strategy = run.strategy
+    assert isinstance(strategy, AsyncParameterServer)
+    run.step()
+    rested = True
+    with strategy.consensus():
+        server = strategy._server
+        if server is not None:
+            before = [shard.main_param.detach().clone() for shard in strategy.shards]
+            with server._changed:
+                server._changed.wait_for(
+                    lambda: bool(server._workers[1].asked) or server._ledger.clocks[1] > 1
+                )
+                rested = server._chosen() is None and server._ledger.clocks == [1, 1]
+            for shard, values in zip(strategy.shards, before, strict=True):
+                rested &= torch.equal(shard.main_param, values)
+    run.step()
+    strategy.finish()
+    return rested
+
+
+def test_the_server_rests_until_its_own_worker_leaves_a_meeting() -> None:
+    assert run_ranks(2, early_worker) == [True, True]
+
+
+def test_a_worker_that_is_too_far_ahead_waits() -> None:
+    bound, steps = 2, 5
+    events, _ = run_ranks(2, late_worker, bound, steps)
+    first = events.index(Event(Kind.PUSH, 0))
+    assert Counter(events[:first])[Event(Kind.PUSH, 1)] == bound + 1
+    clocks = [0, 0]
+    for event in events:
+        if event.kind is Kind.PULL:
+            assert clocks[event.worker] - min(clocks) <= bound
+        elif event.kind is Kind.PUSH:
+            clocks[event.worker] += 1
+    assert clocks == [steps, steps]

@@ -1,0 +1,84 @@
+"""The thread beside the program: order, errors, and an end that waits for nobody."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from megalite.data_parallel.background import Background
+
+CPU = torch.device("cpu")
+
+
+def test_works_run_one_after_the_other_in_the_order_asked_for() -> None:
+    background, done, gate = Background(CPU), list[int](), threading.Event()
+
+    def note(number: int) -> None:
+        gate.wait(10)
+        done.append(number)
+
+    works = [background.run(partial(note, number)) for number in range(5)]
+    assert done == [], "the caller has not waited"
+    gate.set()
+    for work in works:
+        work.wait()
+    assert done == [0, 1, 2, 3, 4]
+    background.close()
+
+
+def test_an_error_comes_out_where_it_is_waited_for_and_nothing_more_is_run() -> None:
+    background, done = Background(CPU), list[str]()
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    works = [
+        background.run(work) for work in (lambda: done.append("before"), fail, lambda: done.append("after"))
+    ]
+    works[0].wait()
+    for work in works[1:]:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        background.run(lambda: done.append("later")).wait()
+    assert done == ["before"]
+    background.close()
+
+
+def test_close_ends_the_thread() -> None:
+    background = Background(CPU)
+    background.close()
+    background.run(lambda: None).wait()
+    assert "megalite-dp" in {thread.name for thread in threading.enumerate()}
+    background.close()
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "megalite-dp" and thread.is_alive()
+    ]
+    background.close()
+
+
+def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
+    background, gate, started = Background(CPU), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def stay() -> None:
+        threads.append(threading.current_thread())
+        started.set()
+        gate.wait(60)
+
+    work = background.run(stay)
+    started.wait(10)
+    background.close()
+    assert not gate.is_set()
+    gate.set()
+    work.wait()
+    (mine,) = threads
+    assert mine.daemon, "nor does the end of the process"
+    mine.join()
+
+
+def test_without_a_cpu_there_is_no_thread() -> None:
+    names: list[str] = []
+    Background(torch.device("meta")).run(lambda: names.append(threading.current_thread().name)).wait()
+    assert names == [threading.main_thread().name]

@@ -1,0 +1,320 @@
+"""Training with lossy gradients: like one process that plays all ranks, in every layout, after a resume, past an overflow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel.compressed_all_reduce import CompressedAllReduce
+from megalite.data_parallel.states import Placement
+from megalite.optimizers.schedules import Progress
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
+from tests.data_parallel.test_simulated import assert_same
+from tests.data_parallel.toy import SHAPES, ToyRun, gradient, initial
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+
+CODECS = ("onebit", "uint8", "topk", "powersgd")
+
+TOY: dict[str, Any] = {
+    "ddp_bucket_size": 10_000,
+    "reduction_order": "rank",
+    "topk_density": 0.1,
+    "powersgd_rank": 1,
+}
+"""One bucket of matrices and one of vectors."""
+
+MATRICES = ("down", "up", "table")
+"""In the order of their bucket, as the others are in theirs."""
+
+VECTORS = ("norm", "bias")
+
+
+def toy_steps(
+    context: RankContext, ranks: int, settings: dict[str, Any], loss_scale: float = 1.0
+) -> dict[str, Any]:
+    """Four steps: weights after each, phases, and bytes sent."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=ranks), {**TOY, **settings})
+    found: dict[str, Any] = {"weights": [], "phases": [], "bytes": []}
+    for step in range(1, 5):
+        run.step(loss_scale=loss_scale)
+        found["weights"].append(run.weights())
+        found["phases"].append(run.strategy.phase(step))
+        found["bytes"].append(run.strategy.wire())
+    found["codecs"] = [codec.wire_bytes for codec in getattr(run.strategy, "_codecs", {}).values()]
+    run.strategy.close()
+    return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As on the ranks: products depend on it in their last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -> torch.Tensor:
+    """Like a bucket of them."""
+    values = torch.cat([tensors[name].flatten() for name in names])
+    return torch.nn.functional.pad(values, (0, -len(values) % (64 * ranks)))
+
+
+def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
+    """Torch's AdamW over the means of an oracle; during warm-up, and for vectors, over sums.
+
+    In flat tensors: it rounds the last elements of a tensor, which fill no register, in another way.
+    """
+    weights = {names: torch.nn.Parameter(flat(initial(), names, ranks)) for names in (MATRICES, VECTORS)}
+    size = len(weights[MATRICES])
+    oracle: EightBits | Largest | LowRank = {
+        "uint8": EightBits(ranks, size),
+        "topk": Largest(ranks, size, 90),
+        "powersgd": LowRank(ranks, size, 1, {name: SHAPES[name] for name in MATRICES}),
+    }[name]
+    groups = [
+        {"params": [weights[MATRICES]], "weight_decay": 0.1},
+        {"params": [weights[VECTORS]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, fused=True)
+    found = []
+    for step in range(1, 5):
+        given = [{name: gradient(name, step, rank) for name in SHAPES} for rank in range(ranks)]
+        for names, weight in weights.items():
+            parts = [flat(part, names, ranks) for part in given]
+            weight.grad = sum(parts[1:], start=parts[0])
+            if names == MATRICES and step > warmup:
+                weight.grad = oracle.mean([part * float(ranks) for part in parts])
+        optimizer.step()
+        found.append({})
+        for names, weight in weights.items():
+            sizes = [torch.Size(SHAPES[name]).numel() for name in names]
+            for tensor, values in zip(
+                names, weight.detach().clone().split([*sizes, len(weight) - sum(sizes)]), strict=False
+            ):
+                found[-1][tensor] = values.view(SHAPES[tensor])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("name", ["uint8", "topk", "powersgd"])
+def test_weights_are_those_of_one_process_that_plays_all_ranks(
+    name: str, ranks: int, one_thread: None
+) -> None:
+    settings = {"grad_compression": name, "compression_warmup_steps": 1}
+    wanted = played(name, ranks, 1)
+    for found in run_ranks(ranks, toy_steps, ranks, settings):
+        assert_same(found["weights"], wanted)
+        assert found["phases"] == ["gradients", "compressed", "compressed", "compressed"]
+        vectors = 2 * (ranks - 1) / ranks * 4 * 64 * ranks
+        matrices = 2 * (ranks - 1) / ranks * 4 * (-(-900 // (64 * ranks)) * 64 * ranks)
+        assert found["bytes"] == [vectors + matrices] + 3 * [vectors + sum(found["codecs"])]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_neither_overlap_nor_loss_scale_nor_order_matter(name: str) -> None:
+    """A sum of two has one order, and a power of 2 no rounding."""
+    plain = run_ranks(2, toy_steps, 2, {"grad_compression": name})[0]["weights"]
+    late = {"grad_compression": name, "overlap_grad_reduce": False}
+    backend = {"grad_compression": name, "reduction_order": "backend"}
+    for settings, scale in ((late, 1.0), (backend, 1.0), (late, 0.25)):
+        for found in run_ranks(2, toy_steps, 2, settings, scale):
+            assert_same(found["weights"], plain)
+
+
+def test_alone_it_is_a_plain_all_reduce() -> None:
+    plain = run_ranks(1, toy_steps, 1, {})[0]["weights"]
+    for name in CODECS:
+        found = run_ranks(1, toy_steps, 1, {"grad_compression": name})[0]
+        assert_same(found["weights"], plain)
+        assert found["bytes"] == [0.0] * 4
+
+
+def states_of(strategy: Any) -> dict[str, torch.Tensor]:
+    """All that a strategy remembers."""
+    found = {f"{index} {state.name}": state.values for index, state in enumerate(strategy.states())}
+    return found | {
+        f"{state.name} {state.placed.parameter.info.spec.name}": state.values
+        for state in strategy.tensor_states()
+    }
+
+
+def overflowed(context: RankContext, name: str) -> dict[str, Any]:
+    """Two steps, one in which rank 1 overflows, and one more."""
+    torch.set_num_threads(1)
+    topology = context.topology(dp=2)
+    run = ToyRun(topology, {**TOY, "grad_compression": name, "precision": "fp16"})
+    started = run.strategy
+    assert isinstance(started, CompressedAllReduce)
+    run.step(loss_scale=1024.0)
+    run.step(loss_scale=1024.0)
+    before = {key: values.clone() for key, values in states_of(started).items()}
+    bad = []
+    for value in (torch.inf, torch.nan):
+        started.begin_step(3, loss_scale=1.0)
+        started.arm(0)
+        for tensor in reversed(SHAPES):
+            mine = gradient(tensor, 3, topology.dp.rank)
+            if tensor == "up" and topology.dp.rank == 1:
+                mine[4, 4] = value
+            getattr(run.toy, tensor).accumulate(mine)
+        started.launch(0)
+        started.finish_gradients()
+        terms = started.norm_terms()
+        topology.world.all_reduce(terms)
+        bad.append(terms.isfinite().all().item())
+        changed = [key for key, values in states_of(started).items() if not torch.equal(values, before[key])]
+    run.step(loss_scale=1024.0)
+    moved = any(not torch.equal(values, before[key]) for key, values in states_of(started).items())
+    return {
+        "finite": bad,
+        "changed": changed,
+        "states": len(before),
+        "moved": moved,
+        "weights": run.weights(),
+    }
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_errors_as_they_are(name: str) -> None:
+    first, second = run_ranks(2, overflowed, name)
+    for found in (first, second):
+        assert found["finite"] == [False, False]
+        assert found["states"] > 0 and found["changed"] == []
+        assert found["moved"]
+        for tensor, values in found["weights"].items():
+            assert values.isfinite().all() and torch.equal(values, first["weights"][tensor])
+
+
+TINY: dict[str, Any] = {
+    "precision": "fp32",
+    "micro_batch_size": 2,
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+}
+
+OWN: dict[str, dict[str, Any]] = {"topk": {"topk_density": 0.1}, "powersgd": {"powersgd_rank": 2}}
+"""Settings of codecs; others do not take them."""
+
+
+def compressed(name: str) -> dict[str, Any]:
+    """Settings of a run."""
+    return {"grad_compression": name, **OWN.get(name, {})}
+
+
+def trained(context: RankContext, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses, and this rank's slices of the weights; all sharers' copies are compared where they are put together."""
+    torch.set_num_threads(1)
+    runner = Runner(build(context, tiny_config(4, **TINY, **settings)))
+    losses = []
+    for _ in range(steps):
+        losses.append(runner.step().loss)
+        runner.progress = Progress(runner.progress.step, 0)  # the same batch again: something to learn
+    held = states_of(runner.replica.strategy)
+    runner.replica.strategy.close()
+    return {"losses": losses, "weights": local_parts(runner.replica, "weight"), "states": len(held)}
+
+
+STEPS = 8
+
+SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
+"""Of the fall of the loss without compression, in so few steps with so small matrices."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ({"tp": 2, "dp": 2, "sequence_parallel": True}, CODECS),
+        ({"pp": 2, "dp": 2}, ("uint8", "powersgd")),
+    ],
+    ids=["tp2-dp2", "pp2-dp2"],
+)
+def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Equal to the bit: over dp, and what tp ranks or the ends of the pipeline hold twice (`assemble` compares)."""
+    plain = run_ranks(4, trained, layout, STEPS)[0]["losses"]
+    for name in names:
+        ranks = run_ranks(4, trained, {**layout, **compressed(name), "compression_warmup_steps": 2}, STEPS)
+        losses = ranks[0]["losses"]
+        assert losses[:3] == plain[:3], "warm-up is plain"
+        assert losses[3:] != plain[3:]
+        assert losses[0] - losses[-1] > SHARE[name] * (plain[0] - plain[-1]), name
+        assert all(found["losses"] == losses and found["states"] for found in ranks)
+        assemble([found["weights"] for found in ranks])
+
+
+def resumed(context: RankContext, name: str, folder: str) -> list[dict[str, torch.Tensor]]:
+    """Everything after step 6: of one run, and of runs that go on from its checkpoints after steps 2, 3 and 5."""
+    torch.set_num_threads(1)
+    settings = {**TINY, **compressed(name), "dp": 2, "compression_warmup_steps": 2}
+    runner = Runner(build(context, tiny_config(2, **settings)))
+    for step in range(1, 7):
+        runner.step()
+        if step in (2, 3, 5):
+            save(runner.replica, Path(folder, str(step)), runner.progress, tokenizer=None)
+    runners = [runner]
+    for step in (2, 3, 5):
+        replica = build(context, tiny_config(2, **settings))
+        progress = load(replica, Path(folder, str(step)), tokenizer=None, log=lambda line: None)
+        assert progress == Progress(step, 8 * step)
+        runners.append(Runner(replica, progress))
+        for _ in range(step, 6):
+            runners[-1].step()
+    found = []
+    for runner in runners:
+        strategy = runner.replica.strategy
+        weights = {f"{index}": shard.bucket.data for index, shard in enumerate(strategy.shards)}
+        found.append({**weights, **states_of(strategy)})
+        strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    """From the end of the warm-up, where errors are 0, and from later, where they are not."""
+    for first, *others in run_ranks(2, resumed, name, str(tmp_path)):
+        assert any("error" in key and values.any() for key, values in first.items())
+        for other in others:
+            for key, values in first.items():
+                assert torch.equal(values, other[key]), key
+
+
+def errors_by_tensor(runner: Runner) -> dict[str, torch.Tensor]:
+    """This rank's private errors."""
+    return {
+        placed.parameter.info.spec.name: state.values[placed.start : placed.stop].clone()
+        for state in runner.replica.strategy.states()
+        if state.placement is Placement.PRIVATE
+        for placed in state.bucket.placed
+    }
+
+
+def errors(context: RankContext, ranks: int, name: str, folder: str) -> dict[str, torch.Tensor]:
+    """Saved by four ranks after two steps, or loaded by fewer."""
+    torch.set_num_threads(1)
+    settings = {**TINY, **compressed(name), "micro_batch_size": 1, "dp": ranks}
+    runner = Runner(build(context, tiny_config(ranks, **settings)))
+    if ranks == 4:
+        runner.step(), runner.step()
+        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    else:
+        load(runner.replica, Path(folder), tokenizer=None, log=lambda line: None)
+    found = errors_by_tensor(runner)
+    runner.replica.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["uint8", "powersgd"])
+def test_fewer_ranks_take_up_the_mean_of_the_errors(name: str, tmp_path: Path) -> None:
+    """So what is owed in all stays what it was."""
+    four = run_ranks(4, errors, 4, name, str(tmp_path))
+    for found in run_ranks(2, errors, 2, name, str(tmp_path)):
+        assert found.keys() == four[0].keys()
+        for tensor, values in found.items():
+            mean = torch.stack([rank[tensor].double() for rank in four]).mean(dim=0)
+            assert values.any() and torch.equal(values, mean.float()), tensor

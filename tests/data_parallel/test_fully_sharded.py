@@ -1,0 +1,188 @@
+"""ZeRO-2 and ZeRO-3 on units with given gradients: the numbers to the bit, what is whole when, and the bytes sent."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel.fully_sharded import FullySharded, find_units
+from tests.data_parallel.test_simulated import adam, assert_same
+from tests.data_parallel.toy import trajectory
+from tests.data_parallel.units import MICROBATCHES, UNITS, Result, UnitRun, oracle, unit_steps
+from tests.support.ranks import RankContext, run_ranks
+
+Z2 = {"dp_strategy": "distributed-optimizer", "shard_gradients": True}
+Z3 = {"dp_strategy": "fully-sharded"}
+BY_RANK = {"reduction_order": "rank"}
+STEPS = 3
+LAST = UNITS - 1
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("settings", [Z2, Z3, {**Z3, **BY_RANK}], ids=str)
+def test_given_gradients(settings: dict[str, Any], ranks: int) -> None:
+    """Several parameters in a bucket, some in buckets of their own, one gradient each."""
+    for found in run_ranks(ranks, trajectory, ranks, settings, STEPS):
+        assert_same(found, adam(ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [Z2, {**Z2, **BY_RANK}, {**Z2, "overlap_grad_reduce": False}, Z3, {**Z3, **BY_RANK}],
+    ids=str,
+)
+def test_microbatches_to_the_bit(settings: dict[str, Any], ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(ranks, unit_steps, ranks, settings, STEPS)):
+        losses, weights = oracle(ranks, rank, STEPS)
+        assert found.losses == losses, "the weights that a forward sees are those of the step before"
+        for unit, (ours, theirs) in enumerate(zip(found.weights, weights, strict=True)):
+            assert torch.equal(ours, theirs), f"unit {unit}"
+
+
+def moments(found: Result) -> dict[tuple[str, int], list[Any]]:
+    """(forward or backward, unit) -> what was whole, by microbatch."""
+    result: dict[tuple[str, int], list[Any]] = {}
+    for kind, unit, live, _ in found.seen:
+        result.setdefault((kind, unit), []).append(live)
+    return result
+
+
+@pytest.mark.parametrize("more", [{}, BY_RANK, {"precision": "bf16"}], ids=str)
+def test_two_units_are_whole_at_most_the_one_at_work_and_the_next(more: dict[str, Any]) -> None:
+    for found in run_ranks(2, unit_steps, 2, {**Z3, **more}, 2):
+        for (kind, unit), lives in moments(found).items():
+            ahead = unit + 1 if kind == "forward" else unit - 1
+            assert len(lives) == MICROBATCHES
+            for live in lives:
+                assert live.weights == sorted({unit, ahead} & set(range(UNITS)))
+                # Those of the unit at work, and of one that is being sent.
+                there = {unit, unit + 1} if kind == "backward" else {0} if unit == 0 else set()
+                assert set(live.gradients) <= there
+        assert found.idle.weights == found.idle.gradients == []
+
+
+def test_without_overlap_one_unit_is_whole() -> None:
+    settings = {**Z3, "overlap_param_gather": False, "overlap_grad_reduce": False}
+    for found in run_ranks(2, unit_steps, 2, settings, 2):
+        for (kind, unit), lives in moments(found).items():
+            for live in lives:
+                assert live.weights == [unit]
+                assert set(live.gradients) <= ({unit} if kind == "backward" else set())
+
+
+def test_gradients_of_zero_2_are_whole_while_they_come() -> None:
+    for found in run_ranks(2, unit_steps, 2, Z2, 2):
+        for (kind, unit), lives in moments(found).items():
+            for live in lives:
+                assert live.weights == list(range(UNITS))
+                assert set(live.gradients) <= ({unit, unit + 1} if kind == "backward" else {0})
+        assert found.idle.gradients == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_bytes_on_the_wire(precision: str, wire: str) -> None:
+    ranks = 4
+    settings = {**Z3, "precision": precision, "wire_dtype": wire}
+    for found in run_ranks(ranks, unit_steps, ranks, settings, 2):
+        value, gradient = (4 if kind == "fp32" else 2 for kind in (precision, wire))
+        # Not gathered: the last unit for its backward, the first for the next microbatch's forward.
+        gathered = 2 * MICROBATCHES * sum(found.held)
+        gathered -= MICROBATCHES * found.held[0] + (MICROBATCHES - 1) * found.held[-1]
+        bytes_sent = gathered * value + MICROBATCHES * sum(found.held) * gradient
+        assert found.sent == pytest.approx(bytes_sent * (ranks - 1) / ranks)
+
+
+def test_bytes_of_zero_2() -> None:
+    for found in run_ranks(4, unit_steps, 4, {**Z2, "precision": "bf16"}, 2):
+        assert found.sent == pytest.approx((MICROBATCHES * 4 + 2) * sum(found.held) * 3 / 4)
+
+
+class Broken(Exception):
+    """What stops a step."""
+
+
+def after_a_failure(
+    context: RankContext, settings: dict[str, Any]
+) -> tuple[list[list[float]], list[torch.Tensor]]:
+    """A step that fails in the midst of its second backward, an evaluation, and three good steps."""
+    torch.set_num_threads(1)
+    run = UnitRun(context.topology(dp=2), settings)
+    run.strategy.begin_step(1)
+    run.forward().backward()
+    loss = run.forward()
+
+    def broken(grad: torch.Tensor) -> None:
+        raise Broken
+
+    run.layers[2].weight.grad_ready, ready = lambda: broken(loss), run.layers[2].weight.grad_ready
+    with pytest.raises(Broken):
+        loss.backward()
+    run.layers[2].weight.grad_ready = ready
+    with torch.no_grad():
+        run.forward()
+    losses = [run.step() for _ in range(STEPS)]
+    run.strategy.wait_for_parameters()
+    run.strategy.close()
+    return losses, [layer.weight.detach().clone() for layer in run.layers]
+
+
+@pytest.mark.parametrize("settings", [Z2, Z3, {**Z3, **BY_RANK}], ids=str)
+def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: dict[str, Any]) -> None:
+    for rank, (losses, weights) in enumerate(run_ranks(2, after_a_failure, settings)):
+        wanted, theirs = oracle(2, rank, STEPS)
+        assert losses == wanted
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
+def test_the_states_are_the_owned_ranges_and_the_model_is_not_gathered_to_save_it() -> None:
+    for rank, (ranges, live) in enumerate(run_ranks(3, saved_ranges)):
+        assert live == []
+        for start, stop, whole in ranges:
+            assert (start, stop) == (rank * whole // 3, (rank + 1) * whole // 3)
+
+
+def saved_ranges(context: RankContext) -> tuple[list[tuple[int, int, int]], list[int]]:
+    run = UnitRun(context.topology(dp=3), Z3)
+    assert isinstance(run.strategy, FullySharded)
+    run.step()
+    with run.strategy.consensus():
+        states = [run.strategy.weights(shard) for shard in run.strategy.shards]
+        ranges = [(state.start, state.stop, state.bucket.data.numel()) for state in states]
+        live = run.live().weights
+    run.strategy.close()
+    return ranges, live
+
+
+def main_params(context: RankContext, kind: str) -> list[torch.Tensor]:
+    run = UnitRun(context.topology(dp=2), {**Z3, "precision": "bf16", "main_params": kind})
+    run.step()
+    run.step()
+    with run.strategy.consensus():
+        found = [shard.main_param.detach().clone() for shard in run.strategy.shards]
+        found += [run.strategy.weights(shard).values.clone() for shard in run.strategy.shards]
+    run.strategy.close()
+    return found
+
+
+def test_split_main_parameters_are_the_whole_ones() -> None:
+    for whole, split in zip(*(run_ranks(2, main_params, kind) for kind in ("fp32", "split")), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(whole, split, strict=True))
+
+
+def test_units_are_children_and_what_containers_hold() -> None:
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            run = UnitRun(RankContext(0, {}).topology(dp=1), {})
+            self.first, self.layers = (
+                run.layers[0],
+                torch.nn.ModuleDict({"a": run.layers[1], "b": run.layers[2]}),
+            )
+            self.plain = torch.nn.ReLU()
+            self.last = torch.nn.Sequential(run.layers[3], run.layers[4])
+
+    units = find_units({0: Stage()})
+    names = [[parameter.info.spec.name for parameter in unit.parameters] for unit in units]
+    assert names == [["0.weight"], ["1.weight"], ["2.weight"], ["3.weight", "4.weight"]]

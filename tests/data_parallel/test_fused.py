@@ -1,0 +1,162 @@
+"""Which slices the ready queue gives out, and when; and that ranks with other orders are found out."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from megalite.config.data_parallel import DataParallelConfig
+from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.data_parallel.fused_all_reduce import FusedAllReduce, ReadyQueue
+from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import DONE, Group
+from tests.data_parallel.toy import SHAPES, ToyRun
+from tests.support.ranks import RankContext, run_ranks
+
+MAKE = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def bucket_of(sizes: list[int], *, align: int = 64, uses: int = 1) -> Bucket:
+    """Parameters so long, in the order of the buffer."""
+    parameters = [
+        MAKE.make(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
+    ]
+    (bucket,) = make_buckets(
+        parameters, bucket_size=10**9, align=lambda kind: align, grad_dtype=torch.float32
+    )
+    return bucket
+
+
+def test_neighbours_go_together_once_they_are_enough() -> None:
+    queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
+    assert queue.arm(None) == []
+    assert queue.note(0) == []
+    assert queue.note(2) == [], "200 are ready, but apart"
+    assert queue.note(1) == [(0, 256)], "300 in a row, to a multiple of 64"
+    assert queue.note(3) == [(256, 448)], "what was over, the last one and the padding"
+    assert queue.rest() == []
+
+
+def test_what_is_left_goes_in_the_end_and_once() -> None:
+    queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
+    queue.arm(None)
+    assert [queue.note(index) for index in (1, 2, 0)] == [[], [], [(0, 256)]]
+    assert queue.rest() == [(256, 448)]
+    assert queue.rest() == []
+    queue.clear()
+    assert queue.note(0) == []
+    assert queue.rest() == [(0, 448)], "never armed: all of it"
+
+
+def test_contributions_are_counted_as_armed() -> None:
+    bucket = bucket_of([640, 640], uses=2)
+    first, second = (placed.parameter for placed in bucket.placed)
+    queue = ReadyQueue(bucket, threshold=640, align=64)
+    assert queue.note(0) == [], "not armed"
+    assert queue.arm(None) == []
+    assert queue.note(0) == []
+    assert queue.note(0) == [(0, 640)]
+    assert queue.note(0) == [], "it is on its way"
+    queue.clear()
+    assert queue.arm(Counter([second])) == [(0, 640)], "nothing is pending of the first"
+    assert queue.note(1) == [(640, 1280)]
+    assert isinstance(first, ShardedParameter)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_goes_once_and_not_before_it_is_ready(seed: int) -> None:
+    choose = random.Random(seed)
+    align = choose.choice((64, 192, 256))
+    bucket = bucket_of([choose.choice((3, 10, 64, 500, 3000)) for _ in range(12)], align=align)
+    threshold = choose.choice((1, 200, 1500, 10**9))
+    queue = ReadyQueue(bucket, threshold=threshold, align=align)
+    size = bucket.grad.numel()
+    is_ready, gone = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64)
+    is_ready[bucket.placed[-1].stop :] = True
+    queue.arm(None)
+    for index in choose.sample(range(12), 12):
+        placed = bucket.placed[index]
+        is_ready[placed.start : placed.stop] = True
+        for start, stop in queue.note(index):
+            assert stop - start >= threshold and start % align == stop % align == 0
+            assert is_ready[start:stop].all()
+            gone[start:stop] += 1
+    for start, stop in queue.rest():
+        assert start % align == stop % align == 0
+        gone[start:stop] += 1
+    assert (gone == 1).all()
+
+
+class Stage(torch.nn.Module):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ParameterList(MAKE.make(f"w{index}", (20, 32), std=1.0) for index in range(3))
+
+
+def test_slices_start_inside_the_backward() -> None:
+    stage = Stage()
+    strategy = FusedAllReduce(
+        {0: stage},
+        groups=StrategyGroups(
+            dp=Group.solo("dp"), tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")
+        ),
+        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True),
+        settings=DataParallelConfig(fusion_threshold_mb=1200 * 4 / 1e6),
+    )
+    (bucket,) = strategy.all_buckets()
+    started: list[tuple[int, int]] = []
+
+    def all_reduce(tensor: torch.Tensor) -> object:
+        start = (tensor.data_ptr() - bucket.grad.data_ptr()) // 4
+        started.append((start, start + tensor.numel()))
+        return DONE
+
+    strategy.channel(bucket).all_reduce_async = all_reduce  # type: ignore[method-assign, assignment]
+    for _ in range(2):  # also a second step
+        started.clear()
+        strategy.begin_step(1)
+        last, middle, first = reversed(list(stage.layers))
+        last.accumulate(torch.ones(20, 32))
+        assert started == [], "not the last microbatch"
+        strategy.arm(0)
+        last.accumulate(torch.ones(20, 32))
+        assert started == []
+        middle.accumulate(torch.ones(20, 32))
+        assert started == [(0, 1280)]
+        first.accumulate(torch.ones(20, 32))
+        assert started == [(0, 1280)], "640 are not enough"
+        strategy.launch(0)
+        assert started == [(0, 1280), (1280, 1920)]
+        strategy.finish_gradients()
+        assert len(started) == 2
+
+
+def out_of_order(context: RankContext, different: bool) -> str:
+    """Rank 1's gradients come in another order; nothing is reduced, as sizes would not fit."""
+    run = ToyRun(context.topology(dp=2), {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.0001})
+    for bucket in run.strategy.all_buckets():
+        run.strategy.channel(bucket).all_reduce_async = lambda tensor: DONE  # type: ignore[method-assign]
+    run.strategy.begin_step(1)
+    run.strategy.arm(0)
+    names = sorted(SHAPES, reverse=different and context.rank == 1)
+    for name in names:
+        getattr(run.toy, name).accumulate(torch.ones(SHAPES[name]))
+    run.strategy.launch(0)
+    run.strategy.finish_gradients()
+    terms = run.strategy.norm_terms()
+    run.topology.world.all_reduce(terms)
+    try:
+        return str(run.strategy.norms(terms.tolist()).shown)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_that_reduce_in_other_orders_are_found_before_the_update() -> None:
+    for said in run_ranks(2, out_of_order, True):
+        assert "step 1: gradients became ready in different orders" in said
+    for said in run_ranks(2, out_of_order, False):
+        assert float(said) > 0

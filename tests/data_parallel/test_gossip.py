@@ -1,0 +1,211 @@
+"""Gossip against one process that plays all replicas; its graphs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.data_parallel.gossip import peers_of
+from tests.data_parallel.replicas import (
+    BF16_WIRE,
+    LR,
+    SGD,
+    Replica,
+    Weights,
+    assert_same,
+    flat,
+    mean,
+    play,
+    run_toy,
+    sent,
+    start,
+)
+from tests.data_parallel.toy import SHAPES, trajectory
+from tests.support.ranks import run_ranks
+
+GOSSIP = {"dp_strategy": "gossip"}
+PEER = {"gossip_graph": "one-peer"}
+DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
+WARM = {"sync_warmup_steps": 1}
+STEPS = 4
+
+
+def peers(graph: str, ranks: int, rank: int, turn: int) -> list[int]:
+    """Written down once more: a ring, or one bit after the other."""
+    if graph == "ring":
+        return sorted({(rank + 1) % ranks, (rank - 1) % ranks})
+    return [rank ^ (1, 2)[turn % 2]]
+
+
+def pulls(values: list[torch.Tensor], graph: str, turn: int, wire: torch.dtype | None) -> list[torch.Tensor]:
+    found = []
+    travelled = [sent(each, wire).float() for each in values]
+    for rank, own in enumerate(travelled):
+        others = peers(graph, len(values), rank, turn)
+        total = torch.zeros_like(own)
+        for other in others:
+            total = total + (travelled[other] - own)
+        found.append(total * (1.0 / (len(others) + 1)))
+    return found
+
+
+def d_psgd(
+    ranks: int, *, graph: str = "ring", warm_up: int = 0, wire: torch.dtype | None = None, skipped: int = 0
+) -> Any:
+    made = [step for step in range(1, STEPS + 1) if step != skipped]
+
+    def turn(replicas: list[Replica], step: int) -> None:
+        if step > warm_up:
+            for name in SHAPES:
+                weights = [replica.weights[name].data for replica in replicas]
+                for each, pull in zip(weights, pulls(weights, graph, step - warm_up - 1, wire), strict=True):
+                    each += pull
+        for replica in replicas:
+            replica.step(made[step - 1], together=step <= warm_up, wire=wire)
+
+    return play(ranks, len(made), turn)
+
+
+def decentlam(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None) -> Any:
+    lags: list[Weights] = [
+        {name: torch.zeros_like(values) for name, values in start().items()} for _ in range(ranks)
+    ]
+
+    def turn(replicas: list[Replica], step: int) -> None:
+        if step > warm_up:
+            for name in SHAPES:
+                halves = [
+                    torch.add(each.weights[name].data, each.own_gradient(name, step), alpha=-LR)
+                    for each in replicas
+                ]
+                for lag, pull in zip(lags, pulls(halves, "ring", step - warm_up - 1, wire), strict=True):
+                    lag[name] = lag[name] * 0.9 - pull
+        for replica, lag in zip(replicas, lags, strict=True):
+            replica.step(step, together=step <= warm_up, wire=wire)
+            for name in SHAPES:
+                replica.weights[name].data -= lag[name]
+
+    return play(ranks, STEPS, turn, optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "how"),
+    [
+        (4, {}, {}),
+        (3, WARM | BF16_WIRE, {"warm_up": 1, "wire": torch.bfloat16}),
+        (2, {}, {}),
+        (4, PEER | WARM, {"graph": "one-peer", "warm_up": 1}),
+        (4, PEER | BF16_WIRE, {"graph": "one-peer", "wire": torch.bfloat16}),
+    ],
+)
+def test_d_psgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+    assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | more, STEPS, (2,)), d_psgd(ranks, **how))
+
+
+def test_a_skipped_step_is_none() -> None:
+    """Its peers are met in the next."""
+    found = run_ranks(4, run_toy, 4, GOSSIP | PEER, STEPS, (), (2,))
+    assert_same(found, d_psgd(4, graph="one-peer", skipped=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "how"),
+    [(4, {}, {}), (3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})],
+)
+def test_decentlam_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+    assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | DECENTLAM | more, STEPS), decentlam(ranks, **how))
+
+
+def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
+    """m = βm + (x - Σ W (x_j - γ g_j))/γ, x = x - γ m: beside it, in fp64 and without weight decay on two tensors."""
+    ranks, names = 4, ("bias", "norm")
+    replicas = [Replica(rank, ranks) for rank in range(ranks)]
+    weights = {name: [each.weights[name].data.double() for each in replicas] for name in names}
+    momenta = {name: [torch.zeros_like(weights[name][0])] * ranks for name in names}
+    found = run_ranks(ranks, run_toy, ranks, GOSSIP | DECENTLAM, STEPS)
+    for step in range(1, STEPS + 1):
+        for name in names:
+            x = weights[name]
+            half = [x[rank] - LR * replicas[rank].own_gradient(name, step).double() for rank in range(ranks)]
+            mixed = [(half[rank] + half[rank - 1] + half[(rank + 1) % ranks]) / 3 for rank in range(ranks)]
+            momenta[name] = [0.9 * m + (a - b) / LR for m, a, b in zip(momenta[name], x, mixed, strict=True)]
+            weights[name] = [a - LR * m for a, m in zip(x, momenta[name], strict=True)]
+            for rank in range(ranks):
+                torch.testing.assert_close(
+                    flat(found[rank]["weights"][step - 1][name]).double(),
+                    weights[name][rank],
+                    rtol=1e-5,
+                    atol=1e-5,
+                )
+
+
+def drift(replicas: list[Replica], step: int) -> None:
+    """Each goes its own way."""
+    for replica in replicas:
+        replica.step(step)
+
+
+@pytest.mark.parametrize("more", [{}, DECENTLAM])
+def test_rounding_on_the_wire_moves_no_mean(more: dict[str, Any]) -> None:
+    """The mean is that of replicas that never meet, which plain SGD makes independent of who meets whom."""
+    plain = SGD | more | BF16_WIRE | {"sgd_momentum": 0.0}
+    found = run_ranks(4, run_toy, 4, GOSSIP | plain, 6)
+    alone = play(4, 6, drift, optimizer="sgd", momentum=0.0)
+    for name in SHAPES:
+        ours, theirs = [rank["weights"][5][name] for rank in found], [rank[5][name] for rank in alone]
+        torch.testing.assert_close(mean(ours), mean(theirs), rtol=1e-5, atol=3e-6)
+        assert torch.stack(ours).std(dim=0).mean() < 0.7 * torch.stack(theirs).std(dim=0).mean()
+
+
+def test_the_distance_is_that_of_the_weights() -> None:
+    found = run_ranks(4, run_toy, 4, GOSSIP, 3, (3,))
+    flat = [torch.cat([rank["weights"][2][name].view(-1) for name in SHAPES]).double() for rank in found]
+    average = sum(flat[1:], flat[0]) / 4
+    share = np.sqrt(np.mean([float((each - average).square().sum()) for each in flat])) / float(
+        average.norm()
+    )
+    said = float(found[0]["notes"][0].split(": ")[1].split()[0])
+    assert said == pytest.approx(share, rel=1e-3)
+    assert all(rank["notes"] == found[0]["notes"] for rank in found)
+
+
+@pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER, 4), (BF16_WIRE, 4), (PEER | BF16_WIRE, 2)])
+def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
+    for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
+        assert rank["bytes"] == [bytes_each * rank["elements"]] * 2
+        assert rank["phases"] == ["mix", "mix"]
+
+
+@pytest.mark.parametrize("more", [{}, DECENTLAM, BF16_WIRE])
+def test_one_rank_is_the_optimizer(more: dict[str, Any]) -> None:
+    (alone,) = run_ranks(1, run_toy, 1, GOSSIP | more, STEPS)
+    assert_same([alone], run_ranks(1, trajectory, 1, SGD if "sgd_momentum" in more else {}, STEPS))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("graph", ["ring", "one-peer"])
+def test_graphs_are_symmetric_and_all_hear_of_all(graph: str, size: int) -> None:
+    if graph == "one-peer" and size % 2 and size > 1:
+        with pytest.raises(AssertionError):
+            peers_of(graph, 0, size, 0)
+        return
+    knows = [{rank} for rank in range(size)]
+    for turn in range(2 * size):
+        found = [peers_of(graph, rank, size, turn) for rank in range(size)]
+        for rank, others in enumerate(found):
+            assert rank not in others and list(others) == sorted(set(others))
+            assert all(rank in found[other] for other in others)
+            assert len(others) == min(size - 1, 2 if graph == "ring" else 1)
+        knows = [knows[rank].union(*(knows[other] for other in found[rank])) for rank in range(size)]
+    assert all(len(each) == size for each in knows)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_on_a_power_of_two_the_mean_comes_in_log_size_turns(size: int) -> None:
+    values = np.arange(float(size))
+    for turn in range(size.bit_length() - 1):
+        values = np.array(
+            [(values[r] + values[peers_of("one-peer", r, size, turn)[0]]) / 2 for r in range(size)]
+        )
+    assert np.ptp(values) == 0.0

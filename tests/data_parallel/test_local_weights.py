@@ -1,0 +1,283 @@
+"""Replicas with weights of their own on a real network: under tp and pp, skipped steps, evaluation, saving, resuming."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.training.checkpointing import load
+from megalite.training.replica import Replica
+from megalite.training.saving import save
+from tests.data_parallel.replicas import SGD, mean
+from tests.data_parallel.toy import SHAPES, ToyRun, gradient
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+
+Settings = dict[str, Any]
+
+SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None}
+LOCAL: Settings = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
+STREAMING: Settings = {
+    "dp_strategy": "diloco",
+    "sync_interval": 4,
+    "sync_fragments": 2,
+    "sync_delay": 1,
+    "sync_mix": 0.5,
+    "sync_warmup_steps": 1,
+}
+RING: Settings = {"dp_strategy": "gossip"}
+DECENTLAM: Settings = {**RING, "gossip_algorithm": "decentlam", **SGD}
+BF16: Settings = {"precision": "bf16", "wire_dtype": "bf16"}
+FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}
+"""The first steps overflow."""
+
+
+def silent(line: str) -> None:
+    """The log of a rank that nobody reads."""
+
+
+def trained(context: RankContext, world: int, settings: Settings, steps: int) -> dict[str, Any]:
+    """A few steps of a real network; this rank's own weights after them."""
+    torch.set_num_threads(1)
+    runner = Runner(build(context, tiny_config(world, **SMALL, **settings)))
+    results = [runner.step() for _ in range(steps)]
+    with runner.replica.strategy.consensus():
+        evaluated = runner.evaluate()
+    runner.replica.strategy.close()
+    return {
+        "scalars": [(each.loss, each.grad_norm) for each in results],
+        "skipped": [each.skipped for each in results],
+        "evaluation": evaluated,
+        "dp": runner.replica.topology.dp.rank,
+        "main": local_parts(runner.replica, "main_param"),
+    }
+
+
+def by_replica(ranks: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+    """Whole main parameters of each replica; raises where copies on its tp or pp ranks have drifted."""
+    return [assemble([rank["main"] for rank in ranks if rank["dp"] == dp]) for dp in range(2)]
+
+
+def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
+    return any((replicas[0][name] != values).any() for name, values in replicas[1].items())
+
+
+@pytest.mark.parametrize("settings", [LOCAL, STREAMING, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
+def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
+    steps = 5
+    plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
+    wanted = by_replica(plain)
+    assert differ(wanted)
+    for layout in ({"tp": 2, "sequence_parallel": True}, {"pp": 2}):
+        ranks = run_ranks(4, trained, 4, {"dp": 2, **layout, **settings}, steps)
+        for rank in ranks:
+            np.testing.assert_allclose(rank["scalars"], plain[0]["scalars"], rtol=1e-8)
+            assert rank["evaluation"] == pytest.approx(plain[0]["evaluation"], rel=1e-8)
+        for ours, theirs in zip(by_replica(ranks), wanted, strict=True):
+            for name, values in theirs.items():
+                np.testing.assert_allclose(ours[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"tp": 2}, {**STREAMING, **BF16}),
+        ({"pp": 2}, {**LOCAL, **BF16}),
+        ({"tp": 2}, {**RING, **FP16}),
+        ({"pp": 2}, {**DECENTLAM, **FP16}),
+    ],
+)
+def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Settings) -> None:
+    ranks = run_ranks(4, trained, 4, {"dp": 2, **layout, **settings}, 8)
+    assert differ(by_replica(ranks))
+    assert len({str(rank["scalars"]) for rank in ranks}) == 1
+    if "fp16" in settings.values():
+        assert {*ranks[0]["skipped"]} == {True, False}
+    losses = [loss for loss, _ in ranks[0]["scalars"]]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+def norms(context: RankContext, settings: Settings) -> list[tuple[float, float]]:
+    """(shown, clipping) of a step in the warm-up, and of one after it, at gradients of another size on each rank."""
+    torch.set_num_threads(1)
+    run, found = ToyRun(context.topology(dp=3), settings), []
+    for _ in range(2):
+        told = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
+        found.append((told.shown, told.clipping))
+        run.step()
+    run.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", [LOCAL, RING])
+def test_each_replica_is_clipped_by_its_own_norm(settings: Settings) -> None:
+    first, own = torch.zeros((), dtype=torch.float64), []
+    for name in SHAPES:
+        parts = [(1.0 + rank) * gradient(name, 1, rank).double() for rank in range(3)]
+        first += torch.stack(parts).sum(dim=0).square().sum()
+    for rank in range(3):
+        squares = [gradient(name, 2, rank).double().square().sum() for name in SHAPES]
+        own.append(3 * (1.0 + rank) * float(sum(squares[1:], squares[0]).sqrt()))
+    for rank, found in enumerate(run_ranks(3, norms, {**settings, "sync_warmup_steps": 1})):
+        assert found[0] == pytest.approx((float(first.sqrt()),) * 2, rel=1e-6)
+        assert found[1] == pytest.approx((np.sqrt(np.mean(np.square(own))), own[rank]), rel=1e-6)
+
+
+def fingerprint(replica: Replica) -> dict[str, str]:
+    """Every bit that the next step depends on."""
+    strategy = replica.strategy
+    tensors: dict[str, torch.Tensor] = {}
+    for number, shard in enumerate(strategy.shards):
+        tensors |= {f"{number} weights": shard.bucket.data, f"{number} main": shard.main_param.data}
+        for name, values in replica.optimizer.state(shard.main_param).items():
+            tensors[f"{number} {name}"] = values
+    tensors |= {
+        f"{number} {state.name}": state.values
+        for number, state in enumerate(strategy.states())
+        if state.name != "outer_mean"  # says something at its time alone, and then the next steps show it
+    }
+    found = {
+        key: hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for key, each in tensors.items()
+    }
+    counters = {
+        "updates": replica.optimizer.updates,
+        "strategy": strategy.counters(),
+        "scale": replica.scaler.state(),
+    }
+    return found | {"counters": str(counters)}
+
+
+def interrupted(context: RankContext, settings: Settings, folder: str, steps: int) -> list[str]:
+    """What differs from a run that goes through: in one that evaluates and saves after each step, and in those that go
+    on from what it saved."""
+    torch.set_num_threads(1)
+    settings = {"dp": 2, **SMALL, **settings}
+    plain = Runner(build(context, tiny_config(2, **settings)))
+    wanted, faults = [], []
+    for _ in range(steps):
+        plain.step()
+        wanted.append(fingerprint(plain.replica))
+    plain.replica.strategy.close()
+    runner = Runner(build(context, tiny_config(2, **settings)))
+    for step in range(1, steps + 1):
+        runner.step()
+        with runner.replica.strategy.consensus():
+            runner.evaluate()
+        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+        if fingerprint(runner.replica) != wanted[step - 1]:
+            faults.append(f"saving run after step {step}")
+    for start in range(1, steps):
+        replica = build(context, tiny_config(2, **settings, load=folder, ckpt_step=start))
+        runner = Runner(replica, load(replica, Path(folder), tokenizer=None, log=silent))
+        if fingerprint(replica) != wanted[start - 1]:
+            faults.append(f"loaded {start}")
+        for step in range(start + 1, steps + 1):
+            runner.step()
+            if fingerprint(replica) != wanted[step - 1]:
+                faults.append(f"from {start} at {step}")
+        replica.strategy.close()
+    return faults
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**LOCAL, **BF16, "sync_warmup_steps": 1},
+        {**STREAMING, **BF16},
+        {**STREAMING, **FP16, "sync_warmup_steps": 0},
+        {**STREAMING, "precision": "fp32", "sync_interval": 2, "sync_fragments": 1, "sync_warmup_steps": 0},
+        {**RING, "gossip_graph": "one-peer", **BF16},
+        {**DECENTLAM, "precision": "fp32"},
+    ],
+    ids=["local-sgd", "diloco-bf16", "diloco-fp16", "diloco-often", "d-psgd", "decentlam"],
+)
+def test_resuming_at_any_step_is_bit_exact(settings: Settings, tmp_path: Path) -> None:
+    for faults in run_ranks(2, interrupted, settings, str(tmp_path), 6):
+        assert faults == []
+
+
+KINDS = ("main_param", "exp_avg", "exp_avg_sq")
+
+
+def drifted(context: RankContext, folder: str, settings: Settings) -> dict[str, Any]:
+    runner = Runner(build(context, tiny_config(4, dp=4, **SMALL, **settings)))
+    for _ in range(2):
+        runner.step()
+    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    return {kind: local_parts(runner.replica, kind) for kind in KINDS}
+
+
+def taken_up(
+    context: RankContext, dp: int, folder: str, settings: Settings, target: str | None
+) -> dict[str, Any]:
+    replica = build(context, tiny_config(dp, dp=dp, load=folder, **SMALL, **settings))
+    progress = load(replica, Path(folder), tokenizer=None, log=silent)
+    found: dict[str, Any] = {kind: local_parts(replica, kind) for kind in (*KINDS, "weight")}
+    if target is not None:
+        save(replica, Path(target), progress, tokenizer=None)
+    Runner(replica, progress).step()
+    replica.strategy.close()
+    return found
+
+
+def average(ranks: list[dict[str, Any]], kind: str) -> dict[str, torch.Tensor]:
+    return {name: mean([torch.from_numpy(rank[kind][name][2]) for rank in ranks]) for name in ranks[0][kind]}
+
+
+def assert_all_have(ranks: list[dict[str, Any]], kind: str, wanted: dict[str, torch.Tensor]) -> None:
+    for rank in ranks:
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(rank[kind][name][2], values.numpy(), err_msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fewer_and_more_replicas_start_from_the_mean(precision: str, tmp_path: Path) -> None:
+    settings = {"dp_strategy": "local-sgd", "sync_interval": 5, "precision": precision}
+    four, two = str(tmp_path / "four"), str(tmp_path / "two")
+    old = run_ranks(4, drifted, four, settings)
+    for dp, folder, target in ((2, four, two), (4, two, None)):
+        found = run_ranks(dp, taken_up, dp, folder, settings, target)
+        for kind in KINDS:
+            assert_all_have(found, kind, average(old, kind))
+    # So does a strategy whose replicas share everything, with all the digits that main parameters have.
+    other = run_ranks(2, taken_up, 2, four, {"precision": precision}, None)
+    for kind in KINDS:
+        assert_all_have(other, kind, average(old, kind))
+    weights = average(old, "main_param")
+    rounded = {name: values.bfloat16().float() for name, values in weights.items()}
+    assert_all_have(other, "weight", rounded if precision == "bf16" else weights)
+
+
+def broken_off(context: RankContext, settings: Settings) -> list[bool]:
+    """An evaluation that fails: whether replicas were equal inside, and whether each has its own again."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=3), settings)
+    run.step()
+    strategy, verdicts = run.strategy, []
+    own, mains = run.weights(), [shard.main_param.data.clone() for shard in strategy.shards]
+    with pytest.raises(InterruptedError), strategy.consensus():
+        for shard in strategy.shards:
+            least, most = shard.bucket.data.clone(), shard.bucket.data.clone()
+            context.topology(dp=3).dp.all_reduce(least, op="min")
+            context.topology(dp=3).dp.all_reduce(most, op="max")
+            verdicts.append(torch.equal(least, most))
+        private = [state.values for state in strategy.states() if state.name == "replica_param"]
+        verdicts += [torch.equal(a, b) for a, b in zip(private, mains, strict=True)]
+        verdicts.append(all(not torch.equal(a, own[name]) for name, a in run.weights().items()))
+        raise InterruptedError
+    verdicts += [torch.equal(a, own[name]) for name, a in run.weights().items()]
+    verdicts += [
+        torch.equal(shard.main_param.data, a) for shard, a in zip(strategy.shards, mains, strict=True)
+    ]
+    strategy.close()
+    return verdicts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) -> None:
+    for settings in (LOCAL, STREAMING | {"sync_warmup_steps": 0}):
+        for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
+            assert all(verdicts), verdicts

@@ -1,0 +1,281 @@
+"""1-bit optimizers over real processes: what one process does that plays all ranks, to the bit."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.optimizers.flat import Update
+from tests.data_parallel.onebit_oracles import (
+    Layout,
+    Tensors,
+    layouts,
+    onebit_adam,
+    onebit_lamb,
+    zero_one_adam,
+)
+from tests.data_parallel.toy import SHAPES, ToyRun, gradient
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+FREEZE, STEPS = 3, 8
+ZERO_ONE = {
+    "optimizer": "zero-one-adam",
+    "freeze_step": 5,
+    "variance_update_scaler": 2,
+    "local_step_scaler": 2,
+    "local_step_clipper": 4,
+}
+"""The second moment is updated in steps 1, 2 and 4; exchanges after the warm-up are in steps 6, 7, 9 and 13."""
+
+Trajectory = tuple[list[Tensors], list[tuple[str, float]], list[Layout], dict[str, float]]
+
+
+def trajectory(context: RankContext, dp: int, settings: dict[str, Any], steps: int) -> Trajectory:
+    """Weights after each step, what each exchanged and how many bytes it sent, the buckets, and r."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=dp), {"reduction_order": "rank", "freeze_step": FREEZE, **settings})
+    weights, sent = [], []
+    for _ in range(steps):
+        run.step()
+        weights.append(run.weights())
+        sent.append((run.strategy.phase(run.steps), run.strategy.wire()))
+    states = run.optimizer.tensor_state().items()
+    factors = {name: float(value) for (state, name), value in states if state == "trust_factor"}
+    run.strategy.close()
+    return weights, sent, layouts(run), factors
+
+
+def assert_same(found: list[Tensors], wanted: list[Tensors]) -> None:
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
+        for name, values in other.items():
+            assert torch.equal(one[name], values), f"{name} after step {step}"
+
+
+@pytest.mark.parametrize(("ranks", "scale"), [(4, "tensor"), (3, "tensor"), (4, "bucket"), (1, "tensor")])
+def test_onebit_adam_is_its_simulation(ranks: int, scale: str) -> None:
+    torch.set_num_threads(1)
+    settings = {"optimizer": "onebit-adam", "onebit_scale": scale}
+    runs = run_ranks(ranks, trajectory, ranks, settings, STEPS)
+    wanted = onebit_adam(runs[0][2], ranks, freeze=FREEZE, steps=STEPS, scale=scale)
+    for weights, *_ in runs:
+        assert_same(weights, wanted)
+
+
+@pytest.mark.parametrize(("ranks", "scale"), [(4, "tensor"), (3, "bucket"), (1, "tensor")])
+def test_onebit_lamb_is_its_simulation(ranks: int, scale: str) -> None:
+    torch.set_num_threads(1)
+    settings = {"optimizer": "onebit-lamb", "onebit_scale": scale, "adam_beta2": 0.9}
+    runs = run_ranks(ranks, trajectory, ranks, settings, STEPS)
+    wanted, factors = onebit_lamb(runs[0][2], ranks, freeze=FREEZE, steps=STEPS, beta2=0.9, scale=scale)
+    for weights, _, _, found in runs:
+        assert_same(weights, wanted)
+        assert {name: found[name] for name in factors} == factors
+    assert any(abs(factor - 1.0) > 0.2 for factor in factors.values()), "r has moved"
+
+
+@pytest.mark.parametrize("ranks", [4, 3, 1])
+def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
+    torch.set_num_threads(1)
+    runs = run_ranks(ranks, trajectory, ranks, ZERO_ONE, 14)
+    wanted = zero_one_adam(
+        runs[0][2],
+        ranks,
+        variance_steps=(1, 2, 4),
+        freeze=5,
+        exchange_steps=(6, 7, 9, 13),
+        steps=14,
+    )
+    for rank, (weights, *_) in enumerate(runs):
+        assert_same(weights, [step[rank] for step in wanted])
+    if ranks > 1:
+        apart = [
+            any(not torch.equal(runs[0][0][at][name], runs[1][0][at][name]) for name in runs[0][0][at])
+            for at in range(14)
+        ]
+        assert [step for step in range(1, 15) if apart[step - 1]] == [8, 10, 11, 12, 14]
+        assert [step for step in range(1, 15) if not runs[0][1][step - 1][1]] == [8, 10, 11, 12, 14]
+
+
+def test_what_it_sends() -> None:
+    """32 times fewer bytes than whole gradients, and the sizes of signs."""
+    _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 1)[0]
+    elements = sum(bucket.size for bucket in buckets)
+    whole, signs, sizes = 2 * 3 / 4 * 4 * elements, 0.25 * 3 / 4 * elements, 0
+    for size, places in buckets:
+        chunk = size // 4
+        touching = [
+            sum(start < first + chunk and stop > first for start, stop in places.values())
+            for first in range(0, size, chunk)
+        ]
+        sizes += 2 * 3 * 4 * max(touching)
+    assert sent == [("gradients", whole)] * FREEZE + [("momentum", signs + sizes)]
+
+
+def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
+    """What each step is clipped by, and this rank's own gradient norm."""
+    settings = {"optimizer": "onebit-adam", "freeze_step": FREEZE, "reduction_order": "rank"}
+    run = ToyRun(context.topology(dp=4), settings)
+    found = []
+    for _ in range(STEPS):
+        sums = run.gradients(loss_scale=scale)
+        whole = run.strategy.norms(sums)
+        assert whole.shown == whole.clipping
+        own = math.sqrt(
+            sum(float(bucket.grad.double().square().sum()) for bucket in run.strategy.all_buckets())
+        )
+        found.append((whole.clipping / scale, own / scale))
+        run.steps += 1
+        run.strategy.update(
+            run.optimizer, Update(step=run.steps, lr=0.05, weight_decay=0.1, factor=1.0 / scale)
+        )
+    run.strategy.close()
+    return found
+
+
+def test_clipping_goes_by_an_estimate_that_all_ranks_share() -> None:
+    """Given gradients of like size and no direction in common, rho is about 1/2 at 4 ranks, and so is the estimate."""
+    runs = run_ranks(4, norms, 1.0)
+    assert all([clipping for clipping, _ in run] == [clipping for clipping, _ in runs[0]] for run in runs)
+    ratio = None
+    for step in range(1, STEPS + 1):
+        clipping, summed = runs[0][step - 1]
+        root = math.sqrt(sum((4.0 * own_part(step, rank)) ** 2 for rank in range(4)) / 4.0)
+        if step <= FREEZE:
+            assert clipping == pytest.approx(summed, rel=1e-6)
+            ratio = clipping / root if ratio is None else 0.9 * ratio + 0.1 * clipping / root
+        else:
+            assert ratio is not None
+            assert clipping == pytest.approx(ratio * root, rel=1e-6)
+    assert run_ranks(4, norms, 1024.0)[0] == runs[0], "the loss scale, a power of 2, changes nothing"
+
+
+def own_part(step: int, rank: int) -> float:
+    """The norm of a rank's part of the gradient."""
+    return math.sqrt(sum(float(gradient(name, step, rank).double().square().sum()) for name in SHAPES))
+
+
+SMALL: dict[str, Any] = {
+    "num_layers": 1,
+    "global_batch_size": 2,
+    "precision": "fp32",
+    "train_iters": 200,
+    "freeze_step": 4,
+    "lr": 1e-3,
+}
+
+
+def copies(context: RankContext, settings: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
+    """After some steps, the parameters that tp ranks hold alike."""
+    torch.set_num_threads(1)
+    runner = Runner(build(context, tiny_config(4, **SMALL, **settings)))
+    losses = [runner.step().loss for _ in range(steps)]
+    assert all(math.isfinite(loss) for loss in losses)
+    found = {}
+    for bucket in runner.replica.strategy.all_buckets():
+        for placed in bucket.placed:
+            if placed.parameter.info.shard_dim is None:
+                found[placed.parameter.info.spec.name] = placed.parameter.detach().clone()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("onebit-adam", 100), ("onebit-lamb", 12)])
+def test_what_tp_ranks_hold_alike_stays_alike(optimizer: str, steps: int) -> None:
+    """Each of them decodes it from a bucket with nothing else in it."""
+    settings = {"optimizer": optimizer, "dp": 2, "tp": 2, "sequence_parallel": True}
+    runs = run_ranks(4, copies, settings, steps)
+    assert len(runs[0]) > 6
+    for run in runs[1:]:
+        for name, values in run.items():
+            assert torch.equal(values, runs[0][name]), name
+
+
+def onebit_losses(
+    context: RankContext, world: int, settings: dict[str, Any]
+) -> tuple[list[float], dict[tuple[str, str], float]]:
+    runner = Runner(build(context, tiny_config(world, **{**SMALL, **settings})))
+    steps = [runner.step() for _ in range(10)]
+    states = {key: float(value) for key, value in runner.replica.optimizer.tensor_state().items()}
+    return [step.loss for step in steps], states
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "num_layers": 2}])
+def test_lamb_factors_are_of_whole_tensors(settings: dict[str, Any]) -> None:
+    """Without data parallelism nothing is rounded: the layout changes no number."""
+    common = {"optimizer": "onebit-lamb", "precision": "fp64", "num_layers": settings.get("num_layers", 1)}
+    losses, states = onebit_losses(RankContext(0, {}), 1, common)
+    seen = set()
+    for found, others in run_ranks(2, onebit_losses, 2, {**common, **settings}):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert others == pytest.approx({key: states[key] for key in others}, rel=1e-7)
+        seen |= set(others)
+    assert seen == set(states)
+    assert any(abs(value - 1.0) > 1e-3 for (state, _), value in states.items() if state == "trust_factor")
+
+
+def bits(runner: Runner) -> dict[str, bytes]:
+    """All that optimizer and strategy remember."""
+    strategy, optimizer = runner.replica.strategy, runner.replica.optimizer
+    tensors = {f"{s.name} {i}": s.values for i, s in enumerate(strategy.states())}
+    for index, shard in enumerate(strategy.shards):
+        tensors[f"main {index}"] = shard.main_param.data
+        tensors |= {f"{name} {index}": each for name, each in optimizer.state(shard.main_param).items()}
+    tensors |= {f"{state} of {name}": each for (state, name), each in optimizer.tensor_state().items()}
+    found = {name: each.numpy().tobytes() for name, each in tensors.items()}
+    found["counters"] = repr((strategy.counters(), optimizer.counters(), optimizer.updates)).encode()
+    return found
+
+
+def overflowing(context: RankContext, optimizer: str) -> None:
+    """One rank's gradient overflows in a frozen step."""
+    settings = {**SMALL, "precision": "fp16", "initial_loss_scale": 1024.0, "optimizer": optimizer, "dp": 2}
+    if optimizer == "zero-one-adam":
+        settings |= {"local_step_scaler": 2, "local_step_clipper": 4}
+    runner = Runner(build(context, tiny_config(2, **settings)))
+    for _ in range(7):
+        assert not runner.step().skipped
+    strategy = runner.replica.strategy
+    before, reduce = bits(runner), strategy._reduce
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+
+            def broken(bucket: Any) -> Any:
+                bucket.grad[3] = math.inf
+                return reduce(bucket)
+
+            patch.setattr(strategy, "_reduce", broken)
+        assert runner.step().skipped
+    assert bits(runner) == before
+    assert not runner.step().skipped
+    after = bits(runner)
+    assert all(after[name] != before[name] for name in before if name.startswith(("exp_avg 0", "main 0")))
+
+
+@pytest.mark.parametrize("optimizer", ["onebit-adam", "onebit-lamb", "zero-one-adam"])
+def test_an_overflow_on_one_rank_leaves_everything_as_it_is(optimizer: str) -> None:
+    run_ranks(2, overflowing, optimizer)
+
+
+def untouched(context: RankContext, optimizer: str) -> None:
+    """A row of the table never gets a gradient."""
+    settings = {"optimizer": optimizer, "freeze_step": FREEZE, "weight_decay": 0.0}
+    run = ToyRun(context.topology(dp=2), settings)
+    table: Any = run.toy.table
+    accumulate = table.accumulate
+    table.accumulate = lambda grad: accumulate(grad * (torch.arange(24) != 7).float().view(-1, 1))
+    before = run.weights()["table"]
+    for step in range(1, STEPS + 1):
+        run.gradients()
+        run.steps += 1
+        run.strategy.update(run.optimizer, Update(step=step, lr=0.05, weight_decay=0.0))
+    after = run.weights()["table"]
+    assert torch.equal(after[7], before[7])
+    assert (after[:7] != before[:7]).any(dim=1).all()
+    assert float((after - before).abs().max()) < 10 * STEPS * 0.05
+    run.strategy.close()
+
+
+@pytest.mark.parametrize("optimizer", ["onebit-adam", "onebit-lamb", "zero-one-adam"])
+def test_what_gets_no_gradient_is_not_stepped_by_the_others_size(optimizer: str) -> None:
+    run_ranks(2, untouched, optimizer)

@@ -1,0 +1,122 @@
+"""A bit that flips in one rank's weights is found within the interval, and named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel.replica_check import check_replicas, fingerprints
+from tests.data_parallel.toy import ToyRun
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_fingerprint_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
+    values = torch.randn(50, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    bits = values.view(torch.uint8)
+    swapped = values.clone()
+    swapped[3], swapped[4] = values[4], values[3]
+    others = [swapped, values.roll(1), torch.cat([values, values.new_zeros(1)])]
+    for place in range(0, bits.numel(), 7):
+        for bit in range(8):
+            flipped = bits.clone()
+            flipped[place] ^= 1 << bit
+            others.append(flipped.view(dtype))
+    (own, *prints) = fingerprints([values, *others])
+    assert own not in prints and len(set(prints)) == len(prints)
+    assert fingerprints([values.clone()]) == [own]
+
+
+def flip(parameter: torch.Tensor, element: int) -> None:
+    bits = parameter.data.view(-1).view(torch.int32)
+    bits[element] ^= 1
+
+
+def errors(
+    context: RankContext, settings: dict[str, Any], culprit: int, name: str, element: int
+) -> tuple[str, str]:
+    """What the check says after a good step, and after a bit of the culprit's tensor has flipped."""
+    run = ToyRun(context.topology(dp=4), settings)
+    run.step()
+    found = []
+    for flips in (False, True):
+        if flips and context.rank == culprit:
+            flip(getattr(run.toy, name), element)
+        try:
+            check_replicas(run.strategy, step=7, world=run.topology.world)
+            found.append("")
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "distributed-optimizer"])
+@pytest.mark.parametrize("culprit, name, element", [(2, "up", 329), (0, "norm", 0)])
+def test_a_flipped_bit_is_found_and_named(strategy: str, culprit: int, name: str, element: int) -> None:
+    other = culprit or 1
+    for good, bad in run_ranks(4, errors, {"dp_strategy": strategy}, culprit, name, element):
+        assert good == ""
+        assert bad.startswith(
+            f"ReplicasDifferError: after step 7 ranks 0 and {other} should have the same weights but differ in {name}: "
+        )
+
+
+EXPERTS: dict[str, Any] = {
+    **LLAMA,
+    "num_layers": 2,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "precision": "fp32",
+}
+
+
+def with_experts(context: RankContext) -> list[str]:
+    """dp 4, ep 2: ranks 0 and 2 hold the same experts, 1 and 3 others, and all the same dense layers."""
+    runner = Runner(build(context, tiny_config(4, dp=4, ep=2, **EXPERTS)))
+    runner.step()
+    strategy, found = runner.replica.strategy, []
+    by_name = {
+        placed.parameter.info.spec.name: placed.parameter
+        for bucket in strategy.all_buckets()
+        for placed in bucket.placed
+    }
+    experts = next(name for name, parameter in by_name.items() if parameter.info.expert)
+    for name, culprit in ((None, 0), (experts, 3), ("layers.0.mlp.down.weight", 1)):
+        if name is not None and context.rank == culprit:
+            flip(by_name[name], 5)
+        try:
+            check_replicas(strategy, step=1, world=runner.replica.topology.world)
+            found.append("")
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        if name is not None and context.rank == culprit:
+            flip(by_name[name], 5)
+    return [experts, *found]
+
+
+def test_experts_are_compared_where_they_are_the_same() -> None:
+    for rank, (experts, good, expert, dense) in enumerate(run_ranks(4, with_experts)):
+        assert good == ""
+        # Ranks 0 and 2 hear of it: their own experts are the same.
+        kind = "ReplicasDifferError" if rank in (1, 3) else "RuntimeError: rank 1 failed: ReplicasDifferError"
+        assert expert.startswith(f"{kind}: after step 1")
+        assert f"ranks 1 and 3 should have the same weights but differ in {experts}" in expert
+        assert dense.startswith("ReplicasDifferError")
+        assert "ranks 0 and 1 should have the same weights but differ in layers.0.mlp.down.weight:" in dense
+
+
+def all_differ(context: RankContext) -> str:
+    run = ToyRun(context.topology(dp=2), {})
+    if context.rank == 1:
+        for parameter in run.toy.parameters():
+            flip(parameter, 0)
+    with pytest.raises(RuntimeError, match="and 4 more tensors") as caught:
+        check_replicas(run.strategy, step=1, world=run.topology.world)
+    return str(caught.value)
+
+
+def test_every_rank_says_the_same() -> None:
+    one, other = run_ranks(2, all_differ)
+    assert one == other

@@ -1,0 +1,113 @@
+"""Whole GPT runs with fused all-reduce and parameter servers: the numbers of one rank, and checkpoints that move."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.parity.compare import require_same
+from megalite.parity.trajectory import rank_trajectory
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.parity.factors import FAMILIES, world_of
+from tests.parity.reference import STEPS, TOLERANCE, reference
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config, whole
+
+Settings = dict[str, Any]
+
+# The network has some 60 thousand parameters: several pieces and chunks of most buckets.
+STRATEGIES: dict[str, Settings] = {
+    "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
+    "server": {"dp_strategy": "parameter-server", "server_chunk_mb": 0.01},
+    "sharded": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.004},
+}
+LAYOUTS: dict[str, Settings] = {
+    "tp2-dp2": {**FAMILIES["gpt"], "tp": 2, "dp": 2, "sequence_parallel": True},
+    # The tied embedding waits for its other copy, and a split backward arms with what is pending.
+    "pp2-dp2": {**FAMILIES["gpt"], "pp": 2, "dp": 2, "pipeline_schedule": "zb-h1"},
+    # Experts have groups, and servers, of their own.
+    "ep2-dp4": {**FAMILIES["mixtral"], "ep": 2, "dp": 4, "num_layers": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_numbers_of_one_rank(name: str, layout: str) -> None:
+    settings = {**LAYOUTS[layout], **STRATEGIES[name]}
+    world = world_of(settings)
+    ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))
+    require_same(ours, reference(LAYOUTS[layout], STEPS), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "sharded"])
+def test_sums_beside_the_program_do_not_meet_what_layers_exchange(name: str) -> None:
+    """Here the ranks with the same experts are those of tensor parallelism, which layers use in the last backward."""
+    layout = {**FAMILIES["mixtral"], "tp": 2, "etp": 1, "num_layers": 2}
+    settings = {**layout, **STRATEGIES.get(name, {}), "reduction_order": "rank"}
+    ours = whole(run_ranks(2, rank_trajectory, tiny_config(2, **settings), STEPS, timeout=60.0))
+    require_same(ours, reference(layout, STEPS), TOLERANCE)
+
+
+SAVED_BY: dict[str, Settings] = {"all-reduce": {"dp_strategy": "all-reduce"}, **STRATEGIES}
+
+
+def state(runner: Runner, *, of_optimizer: bool) -> dict[str, str]:
+    """What there is on this rank, as hashes."""
+    strategy = runner.replica.strategy
+    strategy.wait_for_parameters()
+    found: dict[str, torch.Tensor] = {}
+    for number, shard in enumerate(strategy.shards):
+        if of_optimizer:
+            found[f"{number} main"] = shard.main_param.data
+            for name, values in runner.replica.optimizer.state(shard.main_param).items():
+                found[f"{number} {name}"] = values
+        for placed in shard.bucket.placed:
+            found[placed.parameter.info.spec.name] = shard.bucket.data[placed.start : placed.stop]
+    return {
+        name: hashlib.sha256(values.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, values in found.items()
+    }
+
+
+def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]:
+    """By strategy: two steps and a checkpoint and two more; then each way to go on from each checkpoint."""
+    torch.set_num_threads(1)
+    common = {"dp": 2, "precision": precision, "reduction_order": "rank", "clip_grad": 0.0, "num_layers": 2}
+    found: dict[str, Any] = {"on": {}, "same": {}, "crossed": {}}
+    for name, settings in SAVED_BY.items():
+        runner = Runner(build(context, tiny_config(2, **common, **settings)))
+        runner.step()
+        runner.step()
+        save(runner.replica, Path(folder, name), runner.progress, tokenizer=None)
+        runner.step()
+        runner.step()
+        found["on"][name] = state(runner, of_optimizer=True), state(runner, of_optimizer=False)
+        runner.replica.strategy.close()
+    for saved in SAVED_BY:
+        for name, settings in SAVED_BY.items():
+            if (name == "all-reduce") == (saved == "all-reduce") and (name != saved or name == "all-reduce"):
+                continue
+            replica = build(context, tiny_config(2, **common, **settings, load=str(Path(folder, saved))))
+            progress = load(replica, Path(folder, saved), tokenizer=None, log=lambda line: None)
+            runner = Runner(replica, progress)
+            runner.step()
+            runner.step()
+            kind = "same" if name == saved else "crossed"
+            found[kind][saved, name] = state(runner, of_optimizer=name == saved)
+            replica.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_goes_on_to_the_bit_also_from_and_to_all_reduce(tmp_path: Path, precision: str) -> None:
+    for found in run_ranks(2, resumed, str(tmp_path), precision):
+        weights = [of_weights for _, of_weights in found["on"].values()]
+        assert all(one == weights[0] for one in weights), "strategies differ without any checkpoint"
+        assert len(found["same"]) == 3 and len(found["crossed"]) == 6
+        for (_, name), resumed_state in found["same"].items():
+            assert resumed_state == found["on"][name][0], name
+        for pair, resumed_state in found["crossed"].items():
+            assert resumed_state == weights[0], pair

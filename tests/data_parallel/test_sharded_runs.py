@@ -1,0 +1,250 @@
+"""ZeRO-2 and ZeRO-3 under the real network: the numbers of the plain run, checkpoints, overflow, failed steps."""
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.data_parallel.buckets import has_memory
+from megalite.parity.trajectory import Trajectory, one_rank_trajectory
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import (
+    LLAMA,
+    Runner,
+    assemble,
+    assert_same_numbers,
+    build,
+    local_parts,
+    tiny_config,
+    trajectory,
+    whole,
+)
+
+Settings = dict[str, Any]
+
+Z1: Settings = {"dp_strategy": "distributed-optimizer"}
+Z2: Settings = {**Z1, "shard_gradients": True}
+Z3: Settings = {"dp_strategy": "fully-sharded"}
+SP: Settings = {"tp": 2, "sequence_parallel": True}
+MOE: Settings = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.01,
+}
+FULL: Settings = {"recompute_granularity": "full", "recompute_method": "uniform"}
+SELECTIVE: Settings = {"recompute_granularity": "selective"}
+STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
+
+
+@cache
+def plain(family: str) -> Trajectory:
+    return one_rank_trajectory(tiny_config(1, **FAMILIES[family]), 5)
+
+
+FAMILIES: dict[str, Settings] = {"gpt": {}, "llama": LLAMA, "moe": MOE}
+
+PAIRS: Settings = {"micro_batch_size": 2}
+"""Half as many microbatches: two a step still, or one where there are four replicas."""
+
+CASES: list[tuple[int, str, Settings]] = [
+    (2, "gpt", Z3),
+    (4, "llama", Z3),
+    (4, "gpt", {**Z3, **SP, **PAIRS}),
+    (4, "llama", {**Z3, **PAIRS, "cp": 2, "overlap_param_gather": False}),
+    (2, "gpt", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 1}),
+    (2, "llama", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 3}),
+    (2, "gpt", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}),
+    (
+        2,
+        "moe",
+        {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["mlp", "moe"], "reduction_order": "rank"},
+    ),
+    (4, "gpt", {**Z2, **SP, **PAIRS}),
+    (4, "gpt", {**Z2, **PAIRS, "pp": 2, "pipeline_schedule": "zb-h1"}),
+    (4, "gpt", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "reduction_order": "rank"}),
+    (4, "llama", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "overlap_grad_reduce": False}),
+    (4, "moe", {**Z2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "family", "settings"), CASES, ids=str)
+def test_the_numbers_of_one_rank(world: int, family: str, settings: Settings) -> None:
+    """Gradients of every step, weights after five, an evaluation: several microbatches a step."""
+    ranks = run_ranks(world, trajectory, world, {**FAMILIES[family], **settings})
+    assert_same_numbers(whole(ranks), plain(family))
+
+
+def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
+    """Three steps over 2 ranks, of one microbatch each."""
+    more = {"dp": 2, "clip_grad": 0.0, "micro_batch_size": 4}
+    runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
+    losses = [runner.step().loss for _ in range(3)]
+    return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_as_all_reduce_on_two_ranks(precision: str) -> None:
+    """A sum of two has one order, and one microbatch nothing to add up."""
+    plain = run_ranks(2, bits, {"precision": precision})
+    theirs = assemble([rank["weights"] for rank in plain])
+    for settings in (Z2, Z3, {**Z3, **FULL, "recompute_num_layers": 2}):
+        sharded = run_ranks(2, bits, {"precision": precision, **settings})
+        assert sharded[0]["losses"] == plain[0]["losses"]
+        ours = assemble([rank["weights"] for rank in sharded])
+        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def most_units(context: RankContext, settings: Settings) -> tuple[int, set[str]]:
+    """The most units of which weights are whole in a forward or backward, and which ones are after a step."""
+    runner = Runner(build(context, tiny_config(2, dp=2, **LLAMA, **settings)))
+    strategy, most = runner.replica.strategy, 0
+
+    def units() -> set[str]:
+        held = [bucket for bucket in strategy.all_buckets() if has_memory(bucket.data)]
+        names = [placed.parameter.info.spec.name for bucket in held for placed in bucket.placed]
+        return {re.sub(r"^(layers\.\d+|embedding|head|final_norm).*", r"\1", name) for name in names}
+
+    def note(*_: Any) -> None:
+        nonlocal most
+        found = units()
+        most = max(most, len(found) - (found >= {"head", "final_norm"}))
+
+    def noting(ready: Callable[[], None]) -> None:
+        note()
+        ready()
+
+    for stage in runner.replica.stages.values():
+        for module in stage.modules():
+            module.register_forward_hook(note)
+        for parameter in stage.parameters():
+            assert isinstance(parameter, ShardedParameter) and parameter.grad_ready is not None
+            parameter.grad_ready = partial(noting, parameter.grad_ready)
+    for _ in range(2):
+        runner.step()
+    left = units()
+    runner.evaluate()
+    return most, left
+
+
+@pytest.mark.parametrize("settings", [{}, {**FULL, "recompute_num_layers": 3}], ids=str)
+def test_two_units_are_whole_at_most(settings: Settings) -> None:
+    for most, left in run_ranks(2, most_units, {**Z3, **settings}):
+        assert (most, left) == (2, set())
+
+
+def state(runner: Runner) -> dict[str, Any]:
+    return {kind: local_parts(runner.replica, kind) for kind in STATES}
+
+
+def steps(runner: Runner, count: int) -> list[tuple[float, float]]:
+    results = [runner.step() for _ in range(count)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def leg(
+    context: RankContext, world: int, settings: Settings, taken_from: str | None, to: str, count: int
+) -> dict[str, Any]:
+    """A part of a run: take up a checkpoint, make steps, save, make two more."""
+    config = tiny_config(world, **{"precision": "bf16", "load": taken_from, **settings})
+    replica = build(context, config)
+    runner = Runner(replica)
+    if taken_from is not None:
+        progress = load(replica, Path(taken_from), tokenizer=None, log=lambda line: None)
+        runner = Runner(replica, progress)
+    found: dict[str, Any] = {"start": state(runner), "first": steps(runner, count)}
+    found["end"] = state(runner)
+    replica.strategy.begin_step(0)  # a save finds nothing gathered
+    save(replica, Path(to), runner.progress, tokenizer=None)
+    found["more"] = steps(runner, 2)
+    found["last"] = state(runner)
+    return found
+
+
+def same(ours: list[Any], theirs: list[Any], moments: tuple[str, str]) -> None:
+    """What the ranks of two legs have at two moments, put together."""
+    for kind in STATES:
+        one, other = (
+            assemble([rank[moment][kind] for rank in ranks])
+            for ranks, moment in zip((ours, theirs), moments, strict=True)
+        )
+        for name, values in other.items():
+            assert np.array_equal(one[name], values), (kind, name)
+
+
+@pytest.mark.parametrize(("world", "settings"), [(2, Z2), (2, Z3), (4, {**Z3, **SP})], ids=str)
+def test_a_resumed_run_goes_on_to_the_bit(world: int, settings: Settings, tmp_path: Path) -> None:
+    run = run_ranks(world, leg, world, settings, None, str(tmp_path / "a"), 2)
+    resumed = run_ranks(world, leg, world, settings, str(tmp_path / "a"), str(tmp_path / "b"), 2)
+    same(resumed, run, ("start", "end"))
+    same(resumed, run, ("end", "last"))
+    assert resumed[0]["first"] == run[0]["more"]
+
+
+def test_from_strategy_to_strategy(tmp_path: Path) -> None:
+    """All of the state goes with the weights, whatever the number of ranks."""
+    paths = [str(tmp_path / name) for name in "abcd"]
+    runs = [run_ranks(2, leg, 2, {}, None, paths[0], 2)]
+    runs.append(run_ranks(3, leg, 3, {**Z3, "global_batch_size": 6}, paths[0], paths[1], 1))
+    runs.append(run_ranks(2, leg, 2, Z2, paths[1], paths[2], 1))
+    runs.append(run_ranks(4, leg, 4, {**Z3, **SP}, paths[2], paths[3], 1))
+    for before, after in pairwise(runs):
+        same(after, before, ("start", "end"))
+
+
+def overflows(context: RankContext, settings: Settings) -> None:
+    more = {"dp": 2, "precision": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1, **PAIRS}
+    runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
+    before = state(runner)
+    assert runner.step().skipped
+    after = state(runner)
+    for kind in STATES:
+        for name, (_, _, values) in before[kind].items():
+            assert np.array_equal(after[kind][name][2], values), (kind, name)
+    while (result := runner.step()).skipped:
+        pass
+    assert np.isfinite(result.grad_norm)
+    changed = local_parts(runner.replica, "main_param")
+    assert not np.array_equal(changed["final_norm.weight"][2], before["main_param"]["final_norm.weight"][2])
+
+
+@pytest.mark.parametrize("settings", [Z2, Z3], ids=str)
+def test_an_overflow_changes_nothing(settings: Settings) -> None:
+    run_ranks(2, overflows, settings)
+
+
+def after_failure(context: RankContext, settings: Settings, fails: bool) -> list[tuple[float, float]]:
+    """Two steps, before which one may have failed in the backward of its second microbatch."""
+    runner = Runner(build(context, tiny_config(2, dp=2, **PAIRS, **settings)))
+    if fails:
+        (stage,) = runner.replica.stages.values()
+        parameter = stage.get_parameter("layers.1.mlp.up.weight")
+        assert isinstance(parameter, ShardedParameter) and parameter.grad_ready is not None
+        ready, calls = parameter.grad_ready, list[int]()
+
+        def broken() -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ZeroDivisionError
+            ready()
+
+        parameter.grad_ready = broken
+        with pytest.raises(ZeroDivisionError):
+            runner.step()
+        parameter.grad_ready = ready
+    return steps(runner, 2)
+
+
+@pytest.mark.parametrize("settings", [Z2, Z3, {**Z3, **FULL, "recompute_num_layers": 2}], ids=str)
+def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: Settings) -> None:
+    failed = run_ranks(2, after_failure, settings, True)
+    assert failed == run_ranks(2, after_failure, settings, False)

@@ -1,0 +1,175 @@
+"""Main parameters kept as the 16 bits that bf16 weights lack: every fp32 value comes back, and no step is another."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel import split_main
+from megalite.data_parallel.split_main import SplitMain, unfolded
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.data_parallel.toy import SHAPES, ToyRun, trajectory
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+SPLIT: dict[str, Any] = {"precision": "bf16", "main_params": "split"}
+WHOLE: dict[str, Any] = {"precision": "bf16", "main_params": "fp32"}
+Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_every_value_comes_back(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All upper halves with the lower halves around the ties; NaN stays NaN."""
+    monkeypatch.setattr(split_main, "PIECE", 10_000)
+    bits = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16) | low
+    main = torch.nn.Parameter(bits.clone().view(torch.float32))
+    nan = main.isnan()
+    made = SplitMain(main, main.data.to(torch.bfloat16))
+    assert main.data.untyped_storage().nbytes() == 4 and main.data.isnan().all()
+    made.unfold()
+    assert torch.equal(main.data.view(torch.int32)[~nan], bits[~nan])
+    assert main.data[nan].isnan().all()
+
+
+def test_what_is_written_inside_stays() -> None:
+    main = torch.nn.Parameter(torch.randn(1000))
+    weights = main.data.to(torch.bfloat16)
+    made = SplitMain(main, weights)
+    for step in range(3):
+        with unfolded([made]), unfolded([made]):
+            main.data.add_(torch.randn(1000, generator=torch.Generator().manual_seed(step)) * 1e-3)
+            expected = main.data.clone()
+            weights.copy_(main.data)
+        assert not made.in_memory
+        with unfolded([made]):
+            assert torch.equal(main.data, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, Z1, {**Z1, "overlap_param_gather": False}], ids=str)
+@pytest.mark.parametrize("dp", [1, 3])
+def test_no_step_is_another(dp: int, settings: dict[str, Any]) -> None:
+    ours = run_ranks(dp, trajectory, dp, {**settings, **SPLIT}, 12)
+    theirs = run_ranks(dp, trajectory, dp, {**settings, **WHOLE}, 12)
+    for one, other in zip(ours, theirs, strict=True):
+        for step, (weights, wanted) in enumerate(zip(one, other, strict=True)):
+            for name in SHAPES:
+                assert torch.equal(weights[name], wanted[name]), (step, name)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {**Z1, "shard_gradients": True},
+    {"dp_strategy": "fully-sharded"},
+    {"dp_strategy": "fused-all-reduce"},
+    {"dp_strategy": "sharded-parameter-server"},
+    {"grad_compression": "onebit"},
+    {"optimizer": "onebit-adam", "freeze_step": 2},
+    {"optimizer": "lamb"},
+    {"optimizer": "sgd"},
+    {"optimizer": "muon"},
+    {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+]
+
+
+def both_forms(context: RankContext) -> list[str]:
+    """The settings under which the two forms end with other weights."""
+    found = []
+    for settings in OTHERS:
+        ours, theirs = (trajectory(context, 2, {**settings, **form}, 5) for form in (SPLIT, WHOLE))
+        if not all(torch.equal(ours[-1][name], theirs[-1][name]) for name in SHAPES):
+            found.append(str(settings))
+    return found
+
+
+def test_other_strategies_and_optimizers_do_not_know_the_difference() -> None:
+    assert run_ranks(2, both_forms) == [[], []]
+
+
+GPT: dict[str, Any] = {"num_layers": 2, "micro_batch_size": 2, "ddp_bucket_size": 3000}
+
+
+def saved_and_resumed(
+    context: RankContext, world: int, layout: dict[str, Any], folders: list[str]
+) -> list[Any]:
+    """(results, weights, main parameters) of runs that go on from each other's checkpoints.
+
+    Both forms train and save; then each takes up what the other has saved.
+    """
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    forms = [SPLIT, WHOLE]
+    for form, folder in zip(forms, folders, strict=True):
+        runner = Runner(build(context, tiny_config(world, **GPT, **layout, **form)))
+        for _ in range(3):
+            runner.step()
+        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+        found.append((str([runner.step() for _ in range(2)]), state(runner)))
+    for form, folder in zip(forms, reversed(folders), strict=True):
+        replica = build(context, tiny_config(world, **GPT, **layout, **form, load=folder))
+        runner = Runner(replica, load(replica, Path(folder), tokenizer=None, log=lambda line: None))
+        found.append((str([runner.step() for _ in range(2)]), state(runner)))
+    return found
+
+
+def state(runner: Runner) -> dict[str, torch.Tensor]:
+    strategy = runner.replica.strategy
+    with strategy.consensus():
+        return {
+            f"{number} {name}": values.clone()
+            for number, shard in enumerate(strategy.shards)
+            for name, values in (("weights", shard.bucket.data), ("main", shard.main_param.data))
+        }
+
+
+@pytest.mark.parametrize(
+    "world, layout", [(2, {"tp": 2}), (4, {"pp": 2, "dp": 2, **Z1}), (2, {"dp": 2})], ids=str
+)
+def test_both_forms_take_up_each_others_checkpoints(
+    world: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / "split"), str(tmp_path / "whole")]
+    for rank in run_ranks(world, saved_and_resumed, world, layout, folders):
+        results, tensors = rank[0]
+        for other_results, other in rank[1:]:
+            assert other_results == results
+            for name, values in tensors.items():
+                assert torch.equal(other[name], values), name
+
+
+def alive(context: RankContext, settings: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of all storages that belong to a run between two steps, and how many parameters there are."""
+    before = {id(tensor) for tensor in tensors()}
+    run = ToyRun(context.topology(dp=1), {"ddp_bucket_size": 300, **settings})
+    run.step()
+    new = [tensor.untyped_storage() for tensor in tensors() if id(tensor) not in before]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in new}
+    return sum(storages.values()), sum(shard.main_param.numel() for shard in run.strategy.shards)
+
+
+def tensors() -> list[torch.Tensor]:
+    """All that are alive. (Not isinstance: it asks the objects themselves, and some of torch's warn.)"""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+def test_a_parameter_takes_two_bytes_less_between_steps() -> None:
+    (ours, count), (theirs, _) = (alive(RankContext(0), settings) for settings in (SPLIT, WHOLE))
+    # A listed tie takes 8 bytes; there is about one in 2^17 elements.
+    assert theirs - ours == pytest.approx(2 * count, abs=80)
+
+
+def test_main_parameters_have_memory_only_during_an_update() -> None:
+    run = ToyRun(RankContext(0).topology(dp=1), SPLIT)
+
+    def in_memory() -> set[bool]:
+        return {shard.main_param.untyped_storage().nbytes() > 4 for shard in run.strategy.shards}
+
+    assert in_memory() == {False}
+    run.gradients()
+    assert in_memory() == {False}
+    run.step()
+    assert in_memory() == {False}
+    with run.strategy.consensus():
+        assert in_memory() == {True}

@@ -1,0 +1,86 @@
+"""Sums, gathers and messages through a wire format: exact values, every rank the same bits, and the bytes."""
+
+import pytest
+import torch
+
+from megalite.data_parallel.background import Background
+from megalite.data_parallel.wire import Channel, WireCounter, add_in_order
+from tests.support.ranks import RankContext, run_ranks
+
+RANKS, SIZE = 3, 3 * 64
+
+
+def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What one rank brings."""
+    return torch.randn(SIZE, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+
+
+def through(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None) -> dict[str, object]:
+    torch.set_num_threads(1)
+    group, counter, background = context.topology(dp=RANKS).dp, WireCounter(), Background(torch.device("cpu"))
+    channel = Channel(group, counter, background, wire_dtype=wire, by_rank=True)
+    found: dict[str, object] = {}
+    summed = part(context.rank, dtype)
+    channel.all_reduce_async(summed).wait()
+    found["sum"], found["sum sent"] = summed, counter.take()
+    whole = part(context.rank, dtype)
+    own = whole.view(RANKS, -1)[context.rank]
+    channel.reduce_scatter_async(own, whole).wait()
+    found["part"], found["part sent"] = own, counter.take()
+    received, work = channel.exchange_raw_async(part(context.rank, dtype))
+    work.wait()
+    found["exchanged"], found["exchange sent"] = received, counter.take()
+    message = torch.empty(SIZE, dtype=dtype)
+    following, before = (context.rank + 1) % RANKS, (context.rank - 1) % RANKS
+    works = channel.receive_async(message, source=before), channel.send_async(whole, to=following)
+    for each in works:
+        each.wait()
+    found["message sent"] = counter.take()
+    background.close()
+    return found
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_each_collective(dtype: torch.dtype, wire: torch.dtype | None) -> None:
+    on_wire = wire or dtype
+    wanted = torch.zeros(SIZE, dtype=dtype)
+    for rank in range(RANKS):
+        wanted = wanted + part(rank, dtype).to(on_wire).to(dtype)
+    share, width, raw = (RANKS - 1) / RANKS * SIZE, on_wire.itemsize, dtype.itemsize
+    for rank, found in enumerate(run_ranks(RANKS, through, dtype, wire)):
+        assert torch.equal(found["sum"], wanted.to(on_wire).to(dtype))
+        assert found["sum sent"] == 2 * share * width
+        assert torch.equal(found["part"], wanted.view(RANKS, -1)[rank])
+        assert found["part sent"] == share * width
+        theirs = [part(other, dtype).view(RANKS, -1)[rank] for other in range(RANKS)]
+        assert torch.equal(found["exchanged"], torch.cat(theirs)), "exchange and messages are not rounded"
+        assert found["exchange sent"] == share * raw
+        assert found["message sent"] == SIZE * raw
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 15])
+def test_both_ways_to_add_go_by_rank(ranks: int) -> None:
+    parts = torch.randn(ranks, 640, generator=torch.Generator().manual_seed(ranks))
+    wanted = parts[0].clone()
+    for row in parts[1:]:
+        wanted = wanted + row
+    same, narrow = torch.empty(640), torch.empty(640, dtype=torch.float64)
+    add_in_order(same, parts)
+    assert torch.equal(same, wanted)
+    add_in_order(narrow, parts)
+    torch.testing.assert_close(narrow, parts.double().sum(dim=0), rtol=1e-14, atol=1e-14)
+
+
+def test_one_rank_rounds_nothing() -> None:
+    (found,) = run_ranks(1, alone)
+    assert torch.equal(found, part(0, torch.float32))
+
+
+def alone(context: RankContext) -> torch.Tensor:
+    group = context.topology(dp=1).dp
+    channel = Channel(group, WireCounter(), Background(torch.device("cpu")), wire_dtype=torch.bfloat16)
+    tensor = part(0, torch.float32)
+    channel.all_reduce_async(tensor).wait()
+    channel.reduce_scatter_async(tensor, tensor).wait()
+    return channel.exchange_raw(tensor)

@@ -1,0 +1,158 @@
+"""What strategies say that they send is what the network carries: counters of an interface that nothing else uses."""
+
+import datetime
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.optimizers.flat import Update
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Topology
+from megalite.training.optimizer import build_optimizer
+from megalite.training.precision import Precision
+from megalite.training.strategy import build_strategy
+from tests.data_parallel import network_namespace
+from tests.e2e.forked import fork_server
+
+RANKS = 4
+STEPS = 2
+"""Measured, after one that is not."""
+BF16 = {"wire_dtype": "bf16"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "all-reduce": {"dp_strategy": "all-reduce"},
+    "all-reduce-bf16": {"dp_strategy": "all-reduce", **BF16},
+    "all-reduce-by-rank": {"dp_strategy": "all-reduce", "reduction_order": "rank"},
+    "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 1.0},
+    "fused-bf16": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 1.0, **BF16},
+    "distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
+    "distributed-optimizer-bf16": {"dp_strategy": "distributed-optimizer", **BF16},
+    "server": {"dp_strategy": "parameter-server", "server_chunk_mb": 0.5},
+    "server-bf16": {"dp_strategy": "parameter-server", "server_chunk_mb": 0.5, **BF16},
+    "sharded-server": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.25},
+    "sharded-server-bf16": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.25, **BF16},
+}
+"""Settings of each strategy whose bytes are compared, over STEPS steps."""
+
+SHAPES = {"table": (512, 512), "up": (512, 500), "bias": (3000,), "down": (512, 256)}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's network namespaces")
+
+
+class Network(torch.nn.Module):
+    """A few MB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=torch.float32, device=torch.device("cpu"))
+        self.all = torch.nn.ParameterList(
+            make.make(name, shape, std=1.0, decay=len(shape) > 1) for name, shape in SHAPES.items()
+        )
+
+
+def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
+    """Bytes that this rank says it has sent, and those that all have."""
+    config = replace(RunConfig(), **{"ddp_bucket_size": 300_000, **settings})
+    network = Network()
+    strategy = build_strategy(config, {0: network}, topology, Precision.of("fp32"))
+    optimizer = build_optimizer(config, strategy, topology)
+    before = 0
+    for step in range(1, STEPS + 2):
+        strategy.begin_step(step)
+        strategy.arm(0)
+        for parameter in reversed(list(network.all)):
+            parameter.accumulate(torch.randn(parameter.shape))
+        strategy.launch(0)
+        strategy.finish_gradients()
+        strategy.update(optimizer, Update(step=step, lr=0.01, weight_decay=0.1))
+        strategy.wait_for_parameters()
+        if step == 1:
+            dist.barrier()
+            strategy.wire()
+            before = network_namespace.bytes_sent()
+            dist.barrier()
+    dist.barrier()
+    measured = network_namespace.bytes_sent() - before
+    dist.barrier()
+    said = strategy.wire()
+    strategy.close()
+    return said, measured
+
+
+def be_rank(rank: int, pipe: Connection) -> None:
+    """Measure every case and send {name: (said, measured)}, or a traceback."""
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            *("gloo", "tcp://127.0.0.1:29500"),
+            rank=rank,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=30),
+        )
+        topology = Topology.create(ParallelLayout(dp=RANKS), rank=rank, device=torch.device("cpu"))
+        pipe.send({name: measure(topology, settings) for name, settings in CASES.items()})
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+def be_tree(pipe: Connection) -> None:
+    """In a network of its own: start the ranks and hand on what they found."""
+    reason = network_namespace.enter()
+    if reason is not None:
+        pipe.send(reason)
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=be_rank, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    found = [pipe.recv() if pipe.poll(60) else "a rank did not end" for pipe in pipes]
+    pipe.send(found)
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[list[dict[str, tuple[float, int]]]]:
+    """By rank: (said, measured) of each case; one tree of processes for all."""
+    ours, theirs = multiprocessing.Pipe()
+    tree = fork_server().Process(target=be_tree, args=(theirs,))
+    tree.start()
+    theirs.close()
+    try:
+        said = ours.recv() if ours.poll(90) else "the ranks did not end"
+    finally:
+        tree.kill()
+        tree.join()
+    if isinstance(said, str) and "namespace" in said:
+        pytest.skip(said)
+    assert isinstance(said, list), said
+    for rank in said:
+        assert isinstance(rank, dict), rank
+    yield said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_is_what_was_sent(found: list[dict[str, tuple[float, int]]], name: str) -> None:
+    """Headers, and the three barriers, are the rest."""
+    said = sum(rank[name][0] for rank in found)
+    measured = found[0][name][1]
+    assert said > 1e6
+    assert 1.0 <= measured / said <= 1.05, (measured, said)

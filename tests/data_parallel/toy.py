@@ -1,0 +1,103 @@
+"""A small network with given gradients, so that what a strategy does to weights can be computed by hand beside it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.optimizers.base import Optimizer
+from megalite.optimizers.flat import Update
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+from megalite.topology.topology import Topology
+from megalite.training.optimizer import build_optimizer
+from megalite.training.precision import Precision
+from megalite.training.strategy import build_strategy
+from tests.support.ranks import RankContext
+
+SHAPES = {"table": (24, 10), "up": (33, 10), "bias": (33,), "down": (10, 33), "norm": (10,)}
+NO_DECAY = ("bias", "norm")
+
+
+class Toy(torch.nn.Module):
+    """Parameters, and nothing that uses them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
+        for name, shape in SHAPES.items():
+            setattr(self, name, make.make(name, shape, std=1.0, decay=name not in NO_DECAY))
+
+
+def gradient(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
+    """The part of the gradient that data-parallel rank `rank` finds in `step` (from 1): fp32."""
+    seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
+    return scale * torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+class ToyRun:
+    """A strategy and its optimizer over `Toy`, on one rank of a dp group.
+
+    Args:
+        settings: of the config, flat: dp_strategy, optimizer, ...
+    """
+
+    def __init__(self, topology: Topology, settings: Mapping[str, Any]) -> None:
+        settings = {"clip_grad": 0.0, "weight_decay": 0.1, "ddp_bucket_size": 300, **settings}
+        self.topology = topology
+        self.config: RunConfig = replace(RunConfig(), **settings)
+        precision = Precision.of(self.config.training.precision)
+        self.toy = Toy(precision.compute)
+        self.strategy: DataParallelStrategy = build_strategy(self.config, {0: self.toy}, topology, precision)
+        self.optimizer: Optimizer = build_optimizer(self.config, self.strategy, topology)
+        self.steps = 0
+
+    def gradients(self, *, scale: float = 1.0, loss_scale: float = 1.0) -> list[float]:
+        """Forward and backward of a step; the sums of the strategy's norm terms over its scope."""
+        step = self.steps + 1
+        self.strategy.begin_step(step, loss_scale=loss_scale)
+        self.strategy.arm(0)
+        for name in reversed(SHAPES):
+            parameter = getattr(self.toy, name)
+            assert isinstance(parameter, ShardedParameter)
+            parameter.accumulate(gradient(name, step, self.topology.dp.rank, scale * loss_scale))
+        self.strategy.launch(0)
+        self.strategy.finish_gradients()
+        terms = self.strategy.norm_terms()
+        self.strategy.scope.all_reduce(terms)
+        return terms.tolist()
+
+    def step(self, *, lr: float = 0.05, loss_scale: float = 1.0) -> None:
+        """One whole step."""
+        self.gradients(loss_scale=loss_scale)
+        self.steps += 1
+        update = Update(step=self.steps, lr=lr, weight_decay=0.1, factor=1.0 / loss_scale)
+        self.strategy.update(self.optimizer, update)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's, on this rank."""
+        self.strategy.wait_for_parameters()
+        return {name: getattr(self.toy, name).detach().clone() for name in SHAPES}
+
+
+def trajectory(
+    context: RankContext, dp: int, settings: Mapping[str, Any], steps: int
+) -> list[dict[str, torch.Tensor]]:
+    """For run_ranks: the weights after each step, on this rank."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=dp), settings)
+    found = []
+    for _ in range(steps):
+        run.step()
+        found.append(run.weights())
+    run.strategy.close()
+    return found
+
+
+def initial() -> dict[str, torch.Tensor]:
+    """The weights before the first step."""
+    toy = Toy()
+    return {name: getattr(toy, name).detach().clone() for name in SHAPES}

@@ -1,0 +1,56 @@
+"""Flat parameters out of named tensors, each held whole on this rank."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megalite.optimizers.base import Optimizer
+from megalite.optimizers.flat import FlatParameter, Segment, Update
+
+PADDING = 3
+"""Elements of every flat parameter that belong to no tensor."""
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParameter:
+    """One after the other, and padding."""
+    segments, start = [], 0
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        whole = tuple((0, size) for size in shape)
+        segments.append(
+            Segment(name, start, start + tensor.numel(), 0, shape, shape, None, whole, counts=True)
+        )
+        start += tensor.numel()
+    padding = torch.zeros(PADDING, dtype=next(iter(tensors.values())).dtype)
+    param = torch.nn.Parameter(torch.cat([*(tensor.flatten() for tensor in tensors.values()), padding]))
+    param.grad = torch.zeros_like(param)
+    return FlatParameter(param, decay, tuple(segments))
+
+
+def tensors_of(flat: FlatParameter, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Views by name of the parameter, or of `values` like it."""
+    values = flat.param.data if values is None else values
+    return {each.name: values[each.start : each.stop].view(each.local_shape) for each in flat.segments}
+
+
+def set_gradients(flats: Sequence[FlatParameter], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Those of all tensors."""
+    for flat in flats:
+        for name, grad in tensors_of(flat, flat.param.grad).items():
+            grad.copy_(gradients[name])
+
+
+def weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all tensors."""
+    return {
+        name: values.clone() for flat in optimizer.parameters for name, values in tensors_of(flat).items()
+    }
+
+
+def update(step: int) -> Update:
+    """Terms that change from step to step."""
+    return Update(step=step, lr=0.02 * (1 + step), weight_decay=0.1 + 0.01 * step)

@@ -1,0 +1,123 @@
+"""When the warm-up of 1-bit optimizers ends."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.optimizers.freeze import FreezePoint, warmup_steps
+from megalite.optimizers.onebit import frozen_denominator
+from megalite.optimizers.zero_one_adam import exchanges, updates_variance
+from megalite.topology.group import Group
+
+WORLD = Group.solo("world")
+
+
+def made(**settings: Any) -> FreezePoint:
+    common = {"optimizer": "onebit-adam", "train_iters": 100, "adam_beta2": 0.9, "freeze_threshold": 0.96}
+    return FreezePoint(replace(RunConfig(), **{**common, **settings}), world=WORLD)
+
+
+def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int, str]:
+    """Show it a norm after each step; what it says, by step."""
+    said = {}
+    for step, norm in enumerate(norms, start=first):
+        line = point.observe(step, lambda norm=norm: torch.tensor(norm, dtype=torch.float64))  # type: ignore[misc]
+        if line is not None:
+            said[step] = line
+    return said
+
+
+def test_a_given_step_is_the_last_of_the_warm_up() -> None:
+    point = made(freeze_step=7)
+    assert not feed(point, [1.0] * 30), "there is nothing to find"
+    assert [step for step in range(1, 10) if point.frozen(step)] == [8, 9]
+
+
+def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> None:
+    """beta2 0.9 remembers 10 steps: after 20 the norm is half of that after 10, after 30 it is 0.97 of that."""
+    point = made()
+    norms = [1.0] * 10 + [0.5] * 10 + [0.485] * 20
+    said = feed(point, norms)
+    assert list(said) == [30]
+    assert "step 30" in said[30] and "0.9700" in said[30] and "step 31" in said[30]
+    assert [step for step in (29, 30, 31) if point.frozen(step)] == [31]
+
+
+def test_a_growing_moment_is_not_stable() -> None:
+    point = made()
+    assert not feed(point, [1.0] * 10 + [2.0] * 10 + [4.0] * 10)
+    assert list(feed(point, [4.0] * 10, first=31)) == [40]
+
+
+def test_it_waits_for_the_learning_rate() -> None:
+    assert list(feed(made(lr_warmup_iters=25), [1.0] * 50)) == [30]
+    assert list(feed(made(lr_warmup_iters=30), [1.0] * 50)) == [40]
+    samples = replace(RunConfig(), train_samples=800, lr_warmup_samples=203, global_batch_size=8)
+    assert warmup_steps(samples) == 26
+
+
+def test_a_step_that_is_left_out_is_looked_at_no_more() -> None:
+    """fp16 skips step 20: that after 30 has no norm of 10 steps before to go by."""
+    point = made()
+    feed(point, [1.0] * 19)
+    feed(point, [1.0] * 18, first=21)
+    assert point.step is None
+    assert list(feed(point, [1.0] * 5, first=39)) == [40]
+
+
+def test_what_was_found_is_found_again() -> None:
+    norms = [1.0] * 10 + [0.5] * 10 + [0.49] * 20
+    for stop in range(1, 36):
+        point, other = made(), made()
+        feed(point, norms[:stop])
+        other.load_counters(json.loads(json.dumps(point.counters())))
+        feed(other, norms[stop:], first=stop + 1)
+        assert other.step == 30, f"stopped after {stop}"
+
+
+def test_a_warm_up_that_is_over_cannot_be_moved() -> None:
+    point = made(freeze_step=7)
+    before = point.counters()
+    point.updates = 6
+    made(freeze_step=9).load_counters(before)
+    made(freeze_step=7).load_counters(point.counters())
+    with pytest.raises(ConfigError, match=r"freeze_step is 9.*after step 7.*--freeze-step 7"):
+        made(freeze_step=9).load_counters(point.counters())
+    other = made()
+    other.load_counters(point.counters())
+    assert other.frozen(8) and other.updates == 6
+    other.load_counters({"something": "else"})
+    assert other.frozen(8)
+
+
+def test_one_step_of_warm_up_at_least() -> None:
+    with pytest.raises(ConfigError, match="freeze_step is 0"):
+        made(freeze_step=0)
+
+
+def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None:
+    moment = torch.tensor([0.04, 0.0])
+    below = frozen_denominator(moment, correction=0.01, eps=1e-8)
+    assert below.tolist() == [pytest.approx(2.0), math.inf]
+
+
+def test_intervals_of_zero_one_adam() -> None:
+    assert [step for step in range(1, 40) if updates_variance(step, 3)] == [
+        *(1, 2, 3),
+        *(5, 7, 9),
+        *(13, 17, 21),
+        *(29, 37),
+    ]
+    assert [local for local in range(1, 40) if exchanges(local, scaler=4, clipper=6)] == [
+        *(1, 2, 3, 4),
+        *(6, 8),
+        *(12, 18, 24, 30, 36),
+    ]
+    assert exchanges(1 << 60, scaler=2, clipper=16)

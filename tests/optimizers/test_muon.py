@@ -1,0 +1,131 @@
+"""Muon over flat shards is momentum, orthogonalised matrix by matrix; everything else is AdamW's."""
+
+import math
+
+import pytest
+import torch
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optimizers.adam import AdamW
+from megalite.optimizers.muon import Muon, orthogonalise
+from megalite.topology.group import Group
+from tests.optimizers.flats import drawn, flat_of, set_gradients, tensors_of, update, weights
+
+CONFIG = OptimizerConfig(optimizer="muon", muon_momentum=0.9, muon_scale=0.3, muon_steps=5)
+MATRICES = {"wide": (6, 10), "tall": (12, 4), "stack": (2, 5, 4), "experts": (3, 2, 4, 4), "row": (1, 7)}
+OTHERS = {"norm": (5,), "one": (1,)}
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    shapes = {**MATRICES, **OTHERS}
+    return {name: drawn(seed + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def muon_of(initial: dict[str, torch.Tensor], config: OptimizerConfig = CONFIG) -> Muon:
+    matrices = flat_of({name: initial[name] for name in MATRICES}, decay=True)
+    others = flat_of({name: initial[name] for name in OTHERS}, decay=False)
+    return Muon([matrices], [others], config, group=Group.solo("tp-dp-cp"))
+
+
+def advance(muon: Muon, steps: range, dtype: torch.dtype = torch.float64) -> None:
+    for step in steps:
+        set_gradients(muon.parameters, tensors(100 * step, dtype))
+        muon.step(update(step))
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Straight from the definition, on the singular values."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def test_updates_are_those_of_the_definition_matrix_by_matrix() -> None:
+    muon = muon_of(tensors(0))
+    advance(muon, range(1, 4))
+    found = weights(muon)
+    for name in MATRICES:
+        rows, columns = MATRICES[name][-2:]
+        batch = tensors(0)[name].reshape(-1, rows, columns)
+        momentum = torch.zeros_like(batch)
+        for step in range(1, 4):
+            grad, terms = tensors(100 * step)[name].reshape(batch.shape), update(step)
+            momentum = 0.9 * momentum + 0.1 * grad
+            steps = torch.stack([newton_schulz(each) for each in 0.1 * grad + 0.9 * momentum])
+            scale = 0.3 * math.sqrt(max(rows, columns))
+            batch = batch * (1 - terms.lr * terms.weight_decay) - terms.lr * scale * steps
+        torch.testing.assert_close(found[name], batch.view(MATRICES[name]), rtol=1e-10, atol=1e-11)
+
+
+def test_everything_else_is_adams() -> None:
+    muon = muon_of(tensors(0))
+    advance(muon, range(1, 4))
+    adam = AdamW([flat_of({name: tensors(0)[name] for name in OTHERS}, decay=False)], CONFIG)
+    for step in range(1, 4):
+        set_gradients(adam.parameters, tensors(100 * step))
+        adam.step(update(step))
+    for name, value in weights(adam).items():
+        assert torch.equal(value, weights(muon)[name]), name
+    assert muon.updates == 3
+
+
+def test_it_is_torchs_muon_but_for_its_bf16() -> None:
+    config = OptimizerConfig(optimizer="muon", muon_momentum=0.9, muon_scale=0.2, muon_steps=5)
+    muon = muon_of(tensors(0, torch.float32), config)
+    advance(muon, range(1, 3), torch.float32)
+    names = [name for name, shape in MATRICES.items() if len(shape) == 2]
+    small = {name: torch.nn.Parameter(tensors(0, torch.float32)[name]) for name in names}
+    theirs = torch.optim.Muon(
+        list(small.values()), momentum=0.9, nesterov=True, ns_steps=5, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in (1, 2):
+        for name, parameter in small.items():
+            parameter.grad = tensors(100 * step, torch.float32)[name]
+        theirs.param_groups[0].update(lr=update(step).lr, weight_decay=update(step).weight_decay)
+        theirs.step()
+    for name, parameter in small.items():
+        rows, columns = parameter.shape
+        one_update = 0.2 * math.sqrt(max(rows, columns)) * update(2).lr
+        assert (weights(muon)[name] - parameter.data).abs().max() < 0.03 * one_update, name
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (40, 40), (1, 9)])
+def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    matrix = drawn(3, *shape) + 5.0 * drawn(4, shape[0], 1) @ drawn(5, 1, shape[1]) / shape[0]
+    if shape[0] == shape[1]:
+        matrix += 3.0 * torch.eye(shape[0], dtype=matrix.dtype)  # else one value is next to 0
+    values = torch.linalg.svdvals(orthogonalise(matrix, 5))
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3, values
+    mean_square = orthogonalise(matrix, 5).square().mean() * max(shape)
+    assert 0.4 < float(mean_square) < 1.5
+
+
+def test_no_gradient_means_no_update() -> None:
+    muon = muon_of(tensors(0))
+    set_gradients(muon.parameters, {name: torch.zeros_like(value) for name, value in tensors(0).items()})
+    muon.step(update(1))
+    for name, value in weights(muon).items():
+        kept = 1 - update(1).lr * update(1).weight_decay if name in MATRICES else 1.0
+        assert torch.equal(value, tensors(0)[name] * kept), name
+
+
+def test_matrices_have_one_state_and_the_rest_adams() -> None:
+    torch.set_num_threads(1)
+    one, other = muon_of(tensors(0)), muon_of(tensors(0))
+    matrices, rest = one.parameters
+    assert set(one.state(matrices.param)) == {"momentum_buffer"}
+    assert set(one.state(rest.param)) == {"exp_avg", "exp_avg_sq"}
+    advance(one, range(1, 3))
+    for source, target in zip(one.parameters, other.parameters, strict=True):
+        target.param.data.copy_(source.param.data)
+        for name, values in other.state(target.param).items():
+            values.copy_(one.state(source.param)[name])
+    other.set_updates(one.updates)
+    for muon in (one, other):
+        advance(muon, range(3, 5))
+    for first, second in zip(one.parameters, other.parameters, strict=True):
+        assert all(
+            torch.equal(values, tensors_of(second)[name]) for name, values in tensors_of(first).items()
+        )

@@ -1,0 +1,229 @@
+"""Optimizers that need whole tensors give the one-rank run's numbers in every layout, and go on from checkpoints."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.optimizers import matrix_plan
+from megalite.optimizers.lamb import LAMB
+from megalite.optimizers.muon import Muon
+from megalite.parity.compare import worst_tensor
+from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
+from megalite.training.checkpointing import load
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import (
+    LLAMA,
+    Part,
+    Runner,
+    assemble,
+    assert_same_numbers,
+    build,
+    local_parts,
+    tiny_config,
+    whole,
+)
+
+Settings = dict[str, Any]
+
+STEPS = 3
+SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "micro_batch_size": 1, "train_iters": 4}
+ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
+HIDDEN = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1}
+
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
+    "dp2": (2, {}),
+    "dp4-zero": (4, ZERO),
+    "tp2-dp2-zero": (4, {"tp": 2, **ZERO}),
+    "tp2-dp2-llama": (4, {"tp": 2, **LLAMA}),
+    "pp2": (2, {"pp": 2}),
+    "ep2-dp2": (2, {"ep": 2, **EXPERTS}),
+    "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **ZERO, "sequence_parallel": True}),
+}
+
+
+def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
+    return {**SMALL, "optimizer": optimizer, **LAYOUTS[layout][1], **more}
+
+
+def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
+    torch.set_num_threads(1)
+    return rank_trajectory(context, tiny_config(world, **settings), STEPS)
+
+
+@cache
+def reference(optimizer: str, experts: bool, llama: bool) -> Trajectory:
+    """On one rank."""
+    model = EXPERTS if experts else LLAMA if llama else {}
+    return one_rank_trajectory(tiny_config(1, **SMALL, **model, optimizer=optimizer), STEPS)
+
+
+CASES = [(layout, optimizer) for layout in LAYOUTS for optimizer in ("lamb", "muon")]
+CASES += [("tp2-dp2-zero", "sgd"), ("dp2", "sgd")]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), CASES)
+def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> None:
+    """Losses, gradients and weights; and what several ranks hold is equal to the bit."""
+    world, settings = LAYOUTS[layout]
+    found = run_ranks(world, run, world, settings_of(layout, optimizer))
+    one_rank = reference(optimizer, "num_experts" in settings, "normalization" in settings)
+    assert_same_numbers(whole(found), one_rank)
+
+
+def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, float]:
+    """The trust ratios after two steps, as this rank knows them."""
+    torch.set_num_threads(1)
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    for _ in range(2):
+        runner.step()
+    optimizer = runner.replica.optimizer
+    assert isinstance(optimizer, LAMB)
+    return optimizer.trust_ratios
+
+
+@pytest.mark.parametrize("layout", ["tp2-dp2-zero", "pp2", "tp2-ep2-etp1-zero"])
+def test_trust_ratios_are_of_whole_tensors(layout: str) -> None:
+    world, settings = LAYOUTS[layout]
+    settings = settings_of(layout, "lamb")
+    found = run_ranks(world, ratios, world, settings)
+    assert all(rank == found[0] for rank in found), "every rank knows those of the whole model"
+    plain = {name: value for name, value in settings.items() if name in {**SMALL, **EXPERTS, "optimizer": 0}}
+    wanted = ratios(RankContext(0), 1, plain)
+    assert found[0] == pytest.approx(wanted, rel=1e-9)
+    assert 0.01 < min(wanted.values()) < max(wanted.values()) < 10.0, "no ratio is clipped to the same end"
+
+
+def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
+    """Who works on what and whether anything travels, with waves so small that there are several."""
+    with mock.patch.object(matrix_plan, "WAVE", 10_000):
+        config = tiny_config(2, **SMALL, **settings, optimizer="muon", tie_embeddings=False)
+        optimizer = build(context, config).optimizer
+    assert isinstance(optimizer, Muon)
+    waves = optimizer._waves
+    return {
+        "waves": len(waves),
+        "owned": [matrix.key for wave in waves for matrix in wave.owned],
+        "cost": sum(matrix.cost for wave in waves for matrix in wave.owned),
+        "gathers": any(wave.gather.moves for wave in waves),
+        "gives_back": any(wave.give_back.moves for wave in waves),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "gathers", "gives_back"), [({}, False, True), (ZERO, True, True), ({"tp": 2}, True, True)]
+)
+def test_each_matrix_is_orthogonalised_by_one_rank(
+    settings: Settings, gathers: bool, gives_back: bool
+) -> None:
+    """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.
+
+    Embeddings and the head are nobody's.
+    """
+    first, second = run_ranks(2, shared_work, settings)
+    assert not set(first["owned"]) & set(second["owned"])
+    names = {f"layers.{layer}.{part}.weight" for layer in (0, 1) for part in HIDDEN}
+    assert {name for name, _ in first["owned"] + second["owned"]} == names
+    assert 0.6 < first["cost"] / second["cost"] < 1.7
+    for rank in (first, second):
+        assert (rank["gathers"], rank["gives_back"]) == (gathers, gives_back)
+        assert rank["waves"] > 1
+
+
+def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
+    """Whether matrices travel where replicas have weights of their own, whose this rank works on, and its weights."""
+    torch.set_num_threads(1)
+    settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 50, "optimizer": "muon"}
+    runner = Runner(build(context, tiny_config(2, **settings)))
+    runner.step()
+    optimizer = runner.replica.optimizer
+    assert isinstance(optimizer, Muon)
+    moves = any(wave.gather.moves or wave.give_back.moves for wave in optimizer._waves)
+    owned = sorted(matrix.key[0] for wave in optimizer._waves for matrix in wave.owned)
+    return (
+        moves,
+        owned,
+        {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()},
+    )
+
+
+def test_replicas_with_weights_of_their_own_share_no_work() -> None:
+    first, second = run_ranks(2, alone)
+    assert first[:2] == second[:2]
+    assert not first[0] and len(first[1]) == 2 * len(HIDDEN)
+    name = "layers.0.mlp.up.weight"
+    assert not np.array_equal(first[2][name], second[2][name]), "they go by their own gradients"
+
+
+def small_waves(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
+    with mock.patch.object(matrix_plan, "WAVE", 3_000):
+        return run(context, world, settings)
+
+
+def test_the_size_of_waves_does_not_matter() -> None:
+    world, _ = LAYOUTS["tp2-dp2-zero"]
+    found = run_ranks(world, small_waves, world, settings_of("tp2-dp2-zero", "muon"))
+    assert_same_numbers(whole(found), reference("muon", False, False))
+
+
+@dataclass
+class End:
+    """Of a run, on one rank."""
+
+    states: dict[str, torch.Tensor]
+    """Everything that the next step depends on."""
+    weights: dict[str, Part]
+
+
+def go_on(runner: Runner) -> End:
+    """Two further steps."""
+    for _ in range(2):
+        runner.step()
+    replica = runner.replica
+    replica.strategy.wait_for_parameters()
+    states = {}
+    for number, shard in enumerate(replica.strategy.shards):
+        states[f"{number} weight"] = shard.bucket.data.clone()
+        for name, values in replica.optimizer.state(shard.main_param).items():
+            states[f"{number} {name}"] = values.clone()
+    return End(states, local_parts(replica, "weight"))
+
+
+def taken_up(context: RankContext, world: int, settings: Settings, folder: str) -> Runner:
+    replica = build(context, tiny_config(world, **settings, load=folder))
+    progress = load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    assert replica.optimizer.updates == 2
+    return Runner(replica, progress)
+
+
+def with_and_without_a_stop(context: RankContext, world: int, settings: Settings, folder: str) -> list[End]:
+    torch.set_num_threads(1)
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    for _ in range(2):
+        runner.step()
+    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    return [go_on(runner), go_on(taken_up(context, world, settings, folder))]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon"])
+def test_a_run_goes_on_from_its_checkpoint(optimizer: str, tmp_path: Path) -> None:
+    """To the bit on the same layout, and with the same numbers on another one."""
+    world, _ = LAYOUTS["tp2-dp2-zero"]
+    settings = settings_of("tp2-dp2-zero", optimizer)
+    ranks = run_ranks(world, with_and_without_a_stop, world, settings, str(tmp_path))
+    for straight, stopped in ranks:
+        assert straight.states.keys() == stopped.states.keys()
+        for name, values in straight.states.items():
+            assert torch.equal(values, stopped.states[name]), name
+    alone = go_on(taken_up(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path)))
+    reference = assemble([straight.weights for straight, _ in ranks])
+    difference, name, *_ = worst_tensor(assemble([alone.weights]), reference, negligible=1e-3)
+    assert difference < 1e-9, name

@@ -1,0 +1,134 @@
+"""AdamW with bf16 moments: the arithmetic of fp32, rounded once an update, the same way in every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optimizers import rounded_adam
+from megalite.optimizers.adam import STATES, AdamW
+from megalite.optimizers.base import Optimizer
+from megalite.optimizers.flat import FlatParameter, Segment, Update
+from megalite.optimizers.rounded_adam import RoundedAdamW
+from tests.data_parallel.toy import SHAPES, ToyRun
+from tests.support.ranks import RankContext, run_ranks
+
+BOTH: dict[str, Any] = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+RANDOM: dict[str, Any] = {**BOTH, "stochastic_rounding": True}
+
+
+def gradient(step: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(step))
+
+
+def advance(optimizer: Optimizer, parameter: torch.nn.Parameter, steps: range) -> None:
+    for step in steps:
+        parameter.grad = gradient(step, parameter.numel())
+        optimizer.step(Update(step=step, lr=0.01, weight_decay=0.1))
+
+
+def flat(size: int) -> FlatParameter:
+    whole = Segment("w", 0, size, 0, (size,), (size,), None, ((0, size),), True)
+    return FlatParameter(torch.nn.Parameter(gradient(1000, size)), True, (whole,))
+
+
+def config(**settings: Any) -> OptimizerConfig:
+    return OptimizerConfig(adam_beta2=0.95, **settings)
+
+
+def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step beside AdamW that is given the rounded moments; then they are rounded to the nearest."""
+    monkeypatch.setattr(rounded_adam, "CPU_PIECE", 64)
+    torch.set_num_threads(1)
+    ours, theirs = flat(200), flat(200)
+    rounded, plain = RoundedAdamW([ours], config(**BOTH), seed=1), AdamW([theirs], config())
+    for step in range(1, 6):
+        for name in STATES:
+            plain.state(theirs.param)[name].copy_(rounded.state(ours.param)[name])
+        advance(rounded, ours.param, range(step, step + 1))
+        advance(plain, theirs.param, range(step, step + 1))
+        assert torch.equal(ours.param, theirs.param)
+        for name in STATES:
+            expected = plain.state(theirs.param)[name].bfloat16()
+            assert torch.equal(rounded.state(ours.param)[name], expected)
+    assert rounded.updates == 5
+
+
+def test_with_fp32_moments_it_is_adamw() -> None:
+    torch.set_num_threads(1)
+    ours, theirs = flat(200), flat(200)
+    advance(RoundedAdamW([ours], config(), seed=1), ours.param, range(1, 6))
+    advance(AdamW([theirs], config()), theirs.param, range(1, 6))
+    assert torch.equal(ours.param, theirs.param)
+
+
+@pytest.mark.parametrize("which", STATES)
+def test_one_of_them_alone(which: str) -> None:
+    one = flat(50)
+    state = RoundedAdamW([one], config(**{f"{which}_dtype": "bf16"}), seed=1).state(one.param)
+    expected = {name: torch.bfloat16 if name == which else torch.float32 for name in STATES}
+    assert {name: values.dtype for name, values in state.items()} == expected
+
+
+def second_moment(**settings: Any) -> float:
+    """Of gradients of 1, over a second moment that begins at 0.5: its mean over elements after 300 updates."""
+    one = flat(4096)
+    optimizer = RoundedAdamW([one], OptimizerConfig(adam_beta2=0.999, **settings), seed=1)
+    optimizer.state(one.param)["exp_avg_sq"].fill_(0.5)
+    for step in range(1, 301):
+        one.param.grad = torch.ones(4096)
+        optimizer.step(Update(step=step, lr=0.0, weight_decay=0.0))
+    return optimizer.state(one.param)["exp_avg_sq"].double().mean().item()
+
+
+def test_rounded_at_random_a_second_moment_moves_as_it_should() -> None:
+    exact = 1 - 0.5 * 0.999**300
+    assert second_moment(**RANDOM) == pytest.approx(exact, rel=2e-3)
+    assert second_moment(**BOTH) == 0.5, "to the nearest it stands still"
+
+
+def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Weights and moments by tensor after each of three updates, of the elements that this rank updates."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=dp), {**settings, "reduction_order": "rank"})
+    found = []
+    for _ in range(3):
+        run.step()
+        state = {f"weight {name}": values for name, values in run.weights().items()}
+        for shard in run.strategy.shards:
+            for name, values in run.optimizer.state(shard.main_param).items():
+                whole = run.strategy.gather(shard, values)
+                for placed in shard.bucket.placed:
+                    tensor = placed.parameter.info.spec.name
+                    state[f"{name} {tensor}"] = whole[placed.start : placed.stop].clone()
+        found.append(state)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranges_of_ranks_round_alike(precision: str) -> None:
+    """Sharded over four ranks in buckets of another size: the bits of the whole on each."""
+    settings = {**RANDOM, "precision": precision}
+    (whole, *_) = run_ranks(4, moments, 4, settings)
+    sharded = {"dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}
+    for rank in run_ranks(4, moments, 4, {**settings, **sharded}):
+        for ours, theirs in zip(rank, whole, strict=True):
+            assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
+            for key, values in theirs.items():
+                assert torch.equal(ours[key], values), key
+
+
+def test_state_moves_to_another_optimizer() -> None:
+    """A run that goes on: the updates so far and the moments are all there is."""
+    torch.set_num_threads(1)
+    first, second = flat(100), flat(100)
+    one, other = (RoundedAdamW([each], config(**RANDOM), seed=1) for each in (first, second))
+    advance(one, first.param, range(1, 4))
+    second.param.data.copy_(first.param.data)
+    for name in STATES:
+        other.state(second.param)[name].copy_(one.state(first.param)[name])
+    other.set_updates(one.updates)
+    advance(one, first.param, range(4, 6))
+    advance(other, second.param, range(4, 6))
+    assert torch.equal(first.param, second.param)

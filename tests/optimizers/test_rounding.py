@@ -1,0 +1,165 @@
+"""Stochastic rounding: right in the mean, and the same for an element wherever it lies."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from megalite.optimizers.flat import FlatParameter, Segment
+from megalite.optimizers.rounding import global_indices, random_bits, round_to
+
+CPU = torch.device("cpu")
+
+
+def segment(
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...] | None = None,
+    *,
+    name: str = "w",
+    start: int = 0,
+    offset: int = 0,
+    count: int | None = None,
+) -> Segment:
+    """`count` elements from `offset` on of a slice of a tensor, at `start` of a flat parameter."""
+    bounds = bounds or tuple((0, size) for size in shape)
+    local = tuple(high - low for low, high in bounds)
+    stop = start + (math.prod(local) - offset if count is None else count)
+    return Segment(name, start, stop, offset, local, shape, None, bounds, True)
+
+
+def flat(*segments: Segment) -> FlatParameter:
+    return FlatParameter(torch.nn.Parameter(torch.zeros(segments[-1].stop)), True, segments)
+
+
+def bits_of(parameter: FlatParameter, start: int, stop: int, *, step: int = 3, seed: int = 5) -> torch.Tensor:
+    out = torch.zeros(stop - start, dtype=torch.int32)
+    return random_bits(parameter, start, stop, seed=seed, step=step, out=out)
+
+
+SHAPE = (6, 10, 8)
+CUTS = [
+    ((0, 6), (0, 10), (0, 8)),
+    ((2, 4), (0, 10), (0, 8)),
+    ((0, 6), (5, 10), (0, 8)),
+    ((0, 6), (0, 10), (2, 6)),
+    ((3, 6), (0, 10), (4, 8)),
+    ((2, 4), (5, 10), (0, 8)),
+    ((2, 4), (2, 7), (6, 8)),
+]
+
+
+@pytest.mark.parametrize("bounds", CUTS, ids=str)
+def test_indices_are_those_of_the_whole_tensor(bounds: tuple[tuple[int, int], ...]) -> None:
+    whole = torch.arange(math.prod(SHAPE)).view(SHAPE)
+    expected = whole[tuple(slice(low, high) for low, high in bounds)].flatten()
+    one = segment(SHAPE, bounds, start=7)
+    size = expected.numel()
+    for start, stop in ((0, size), (3, size - 2), (5, 6), (size - 1, size), (11, 11), (1, 9)):
+        assert torch.equal(global_indices(one, 7 + start, 7 + stop, CPU), expected[start:stop])
+
+
+@pytest.mark.parametrize("bounds", CUTS, ids=str)
+def test_bits_do_not_depend_on_the_place(bounds: tuple[tuple[int, int], ...]) -> None:
+    """A slice, of which a rank has a range, beside another tensor: the bits of the whole tensor on one rank."""
+    whole = bits_of(flat(segment(SHAPE)), 0, math.prod(SHAPE)).view(SHAPE)
+    expected = whole[tuple(slice(low, high) for low, high in bounds)].flatten()
+    count = expected.numel() - 5
+    other = segment((4, 3), name="other")
+    moved = flat(other, segment(SHAPE, bounds, start=12, offset=2, count=count))
+    found = torch.cat([bits_of(moved, 0, 20), bits_of(moved, 20, 12 + count)])
+    assert torch.equal(found[12:], expected[2 : 2 + count])
+    assert torch.equal(found[:12], bits_of(flat(other), 0, 12))
+
+
+def hashed(index: int, *, seed: int, step: int, name: str) -> int:
+    """The bits of one element, written down in numbers without a sign: a run that goes on must round as it did."""
+    digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
+    first, second = (int.from_bytes(half, "little") for half in (digest[:4], digest[4:]))
+    x = (index % 2**32 * 0x9E3779B1 + first + (index >> 32) * 0xC2B2AE3D) % 2**32
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32 ^ second
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32 ^ second
+    return x ^ x >> 16
+
+
+def test_bits_are_what_they_were() -> None:
+    found = bits_of(flat(segment((500,))), 0, 500).tolist()
+    assert [bits % 2**32 for bits in found] == [hashed(i, seed=5, step=3, name="w") for i in range(500)]
+    rows = ((1 << 16, (1 << 16) + 1), (0, 1 << 16))
+    far = bits_of(flat(segment((1 << 17, 1 << 16), rows)), 100, 120).tolist()
+    expected = [hashed((1 << 32) + i, seed=5, step=3, name="w") for i in range(100, 120)]
+    assert [bits % 2**32 for bits in far] == expected
+
+
+def test_bits_differ_by_seed_step_name_and_element() -> None:
+    size = 1 << 14
+    first = bits_of(flat(segment((size,))), 0, size)
+    for other in (
+        bits_of(flat(segment((size,))), 0, size, step=4),
+        bits_of(flat(segment((size,))), 0, size, seed=6),
+        bits_of(flat(segment((size,), name="v")), 0, size),
+        first.roll(1),
+    ):
+        alike = (first ^ other).bitwise_and(0xFFFF).eq(0).sum().item()
+        assert alike < 5, "one in 65536 by chance"
+    assert first.unique().numel() == size
+
+
+def test_each_bit_is_fair_and_none_follows_another() -> None:
+    size = 1 << 15
+    bits = bits_of(flat(segment((size,))), 0, size)
+    columns = torch.stack([(bits >> place & 1).double() for place in range(32)]) * 2 - 1
+    deviation = size**-0.5
+    assert columns.mean(dim=1).abs().max() < 4.5 * deviation
+    between = (columns @ columns.T / size).fill_diagonal_(0.0)
+    assert between.abs().max() < 5 * deviation
+    for lag in (1, 2, 64, 1024):
+        assert (columns[:, lag:] * columns[:, :-lag]).mean(dim=1).abs().max() < 4.5 * deviation
+
+
+def test_indices_beyond_32_bits() -> None:
+    """The upper half of the index counts too: rows 2^32 elements apart do not round alike."""
+    wide = (1 << 17, 1 << 16)
+    low = segment(wide, ((0, 1), (0, 1 << 16)))
+    high = segment(wide, ((1 << 16, (1 << 16) + 1), (0, 1 << 16)))
+    first, second = (bits_of(flat(one), 0, 1 << 16) for one in (low, high))
+    assert first.eq(second).sum().item() < 5
+
+
+def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    target = torch.zeros_like(values, dtype=torch.bfloat16)
+    round_to(target, values, bits.clone())
+    return target
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.0e-5, -7.77e8, 1e-39])
+def test_the_mean_is_the_value(value: float) -> None:
+    size = 1 << 16
+    values = torch.full((size,), value)
+    found = rounded(values, bits_of(flat(segment((size,))), 0, size)).double()
+    below, above = found.min().item(), found.max().item()
+    exact = values[0].double().item()
+    assert below < exact < above and found.unique().numel() == 2
+    share = (exact - below) / (above - below)
+    deviation = (share * (1 - share) / size) ** 0.5 * (above - below)
+    assert abs(found.mean().item() - exact) < 4 * deviation
+
+
+def test_what_needs_no_rounding_stays() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
+    for bits in (0, -1, 0xFFFF, 0x1234):
+        found = rounded(every, torch.full((1 << 16,), bits, dtype=torch.int32))
+        assert torch.equal(
+            found.view(torch.int16)[~every.isnan()], every.bfloat16().view(torch.int16)[~every.isnan()]
+        )
+        assert torch.equal(found.isnan(), every.isnan())
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7FC00000, -0x400000, 0x7FFF8001])
+def test_nan_stays_nan(pattern: int) -> None:
+    """Whatever its bits, those included that devices make."""
+    value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
+    for bits in (0, 1, 0x8000, 0xFFFF, -1):
+        assert rounded(value, torch.tensor([bits], dtype=torch.int32)).isnan().all()

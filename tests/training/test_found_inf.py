@@ -1,0 +1,178 @@
+"""A gradient that overflows on one rank: nothing that any rank remembers changes by the step, whatever the strategy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.optimizers.schedules import Progress, Schedules
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.training.replica import Replica
+from megalite.training.state_tensors import flat_states, tensor_states
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+Settings = dict[str, Any]
+
+FP16: Settings = {
+    "precision": "fp16",
+    "initial_loss_scale": 2.0**10,
+    "hysteresis": 2,
+    "num_layers": 2,
+    "micro_batch_size": 2,
+    "lr_decay_style": "constant",
+    "lr_warmup_iters": 0,
+    "lr": 1e-3,
+}
+
+BEFORE = 2
+"""Steps before the bad one: those with a warm-up have it behind them then."""
+
+STRATEGIES: dict[str, Settings] = {
+    "all-reduce": {},
+    "bf16 wire": {"wire_dtype": "bf16"},
+    "zero-1": {"dp_strategy": "distributed-optimizer"},
+    "zero-2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+    "zero-3": {"dp_strategy": "fully-sharded"},
+    "fused": {"dp_strategy": "fused-all-reduce"},
+    "server": {"dp_strategy": "parameter-server"},
+    "sharded server": {"dp_strategy": "sharded-parameter-server"},
+    "local-sgd": {"dp_strategy": "local-sgd", "sync_interval": 2},
+    "diloco": {"dp_strategy": "diloco", "sync_interval": 2},
+    "gossip": {"dp_strategy": "gossip"},
+    "1-bit": {"grad_compression": "onebit"},
+    "uint8": {"grad_compression": "uint8"},
+    "top-k": {"grad_compression": "topk"},
+    "powersgd": {"grad_compression": "powersgd"},
+    "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": 1},
+    "onebit-lamb": {"optimizer": "onebit-lamb", "freeze_step": 1},
+    "zero-one-adam": {"optimizer": "zero-one-adam", "freeze_step": 1},
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+}
+
+
+@contextmanager
+def planted(runner: Runner, *, here: bool) -> Iterator[None]:
+    """On this rank alone one gradient element is infinite before the last backward, and so before any exchange."""
+    strategy = runner.replica.strategy
+    arm = strategy.arm
+
+    def arm_and_plant(stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        # A split parameter: its gradient is on no other tp or pp rank.
+        module = runner.replica.stages[stage]
+        target = next(
+            parameter
+            for parameter in module.parameters()
+            if isinstance(parameter, ShardedParameter)
+            and parameter.info.shard_dim is not None
+            and not parameter.info.tied
+        )
+        assert target.main_grad is not None
+        target.main_grad.view(-1)[0] = float("inf")
+        arm(stage, pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(strategy, "arm", arm_and_plant)
+        yield
+
+
+def remembered(replica: Replica) -> dict[str, torch.Tensor]:
+    """Copies of all that the next step depends on, on this rank."""
+    strategy, optimizer = replica.strategy, replica.optimizer
+    found: dict[str, torch.Tensor] = {}
+    for number, shard in enumerate(strategy.shards):
+        found[f"{number} weights"] = strategy.weights(shard).values
+        found[f"{number} main"] = shard.main_param.data
+        for state in flat_states(replica, shard):
+            found[f"{number} {state.name}"] = state.values
+    for number, state in enumerate(strategy.states()):
+        found[f"state {number} {state.name}"] = state.values
+    for number, whole in enumerate(tensor_states(replica)):
+        found[f"tensor state {number} {whole.name}"] = whole.values
+    strategy.wait_for_parameters()
+    found = {name: values.clone() for name, values in found.items()}
+    numbers = str((strategy.counters(), optimizer.counters(), optimizer.updates))
+    found["counters"] = torch.frombuffer(bytearray(numbers.encode()), dtype=torch.uint8)
+    return found
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name, values in before.items() if not torch.equal(after[name], values)]
+
+
+def with_and_without(
+    context: RankContext, world: int, settings: Settings, culprit: int
+) -> tuple[list[str], list[str], list[bool]]:
+    """What a bad step changes, where the step after it ends elsewhere than without the bad one, and what was skipped."""
+    torch.set_num_threads(1)
+    config = tiny_config(world, **{**FP16, **settings})
+    ends, skipped, moved = [], [], list[str]()
+    for bad in (True, False):
+        runner = Runner(build(context, config))
+        for _ in range(BEFORE):
+            skipped.append(runner.step().skipped)
+        if bad:
+            before = remembered(runner.replica)
+            with planted(runner, here=context.rank == culprit):
+                skipped.append(runner.step().skipped)
+            moved = changed(before, remembered(runner.replica))
+        else:
+            step, samples = runner.progress.step, runner.progress.samples
+            size = config.training.global_batch_size
+            assert size is not None
+            runner.progress = Progress(step + 1, samples + size)
+        skipped.append(runner.step().skipped)
+        ends.append(remembered(runner.replica))
+        runner.replica.strategy.close()
+    return moved, changed(*ends), skipped
+
+
+def check(world: int, settings: Settings, culprit: int) -> None:
+    for moved, differing, skipped in run_ranks(world, with_and_without, world, settings, culprit):
+        assert skipped == [False] * BEFORE + [True, False] + [False] * (BEFORE + 1)
+        assert moved == []
+        assert differing == []
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_on_one_data_parallel_rank(name: str) -> None:
+    check(2, {"dp": 2, **STRATEGIES[name]}, 1)
+
+
+@pytest.mark.parametrize(
+    "layout, culprit, name",
+    [
+        ({"tp": 2, "dp": 2}, 1, "onebit-adam"),
+        ({"tp": 2, "dp": 2}, 2, "zero-1"),
+        ({"pp": 2, "dp": 2}, 0, "local-sgd"),
+        ({"pp": 2, "dp": 2}, 3, "1-bit"),
+    ],
+    ids=str,
+)
+def test_on_one_tensor_or_pipeline_rank(layout: Settings, culprit: int, name: str) -> None:
+    check(4, {**layout, **STRATEGIES[name]}, culprit)
+
+
+def rates(context: RankContext) -> tuple[list[float], list[float], list[float]]:
+    """Learning rates of steps of which the second overflows, and again after a resume between; and what is scheduled."""
+    config = tiny_config(1, **{**FP16, "lr_decay_style": "linear", "lr_warmup_iters": 2, "train_iters": 10})
+    runner = Runner(build(context, config))
+    found = [runner.step().lr]
+    with planted(runner, here=True):
+        found.append(runner.step().lr)
+    resumed = Runner(build(context, config), runner.progress)
+    resumed.replica.scaler.load_state(runner.replica.scaler.state())
+    again = [resumed.step().lr for _ in range(3)]
+    found += [runner.step().lr for _ in range(3)]
+    schedules = Schedules(config)
+    return found, again, [schedules.lr(Progress(step, 8 * step)) for step in range(1, 5)]
+
+
+def test_the_learning_rate_waits_for_a_skipped_step() -> None:
+    found, again, (first, second, third, fourth) = rates(RankContext(0))
+    assert found == [first, second, second, third, fourth]
+    assert again == found[2:]

@@ -1,0 +1,394 @@
+"""What strategies and optimizers remember, through the real save and load: any layout takes up what any other has left."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, seal
+from megalite.cli.inspect import main as inspect_main
+from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
+from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.optimizers.adam import AdamW
+from megalite.optimizers.schedules import Progress
+from megalite.topology.sharding import ShardSpec
+from megalite.training.checkpointing import load
+from megalite.training.optimizer import flat_parameter
+from megalite.training.replica import Replica
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, build, tiny_config
+
+Settings = dict[str, Any]
+Wanted = dict[str, tuple[str, str]]
+"""Of each state of the strategy: its placement and its default."""
+
+STATES: Wanted = {
+    "alike": ("replicated", "required"),
+    "owned": ("sharded", "required"),
+    "own": ("private", "required"),
+}
+SMALL: Settings = {"num_layers": 2, "hidden_size": 16, "precision": "bf16", "ddp_bucket_size": 1000}
+EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 8, "moe_first_dense_layers": 1}
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "one": (1, {}),
+    "tp2 dp2": (4, {"tp": 2, "dp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "pp2 dp2": (4, {"pp": 2, "dp": 2}),
+    "dp2": (2, {"dp": 2}),
+    "dp4": (4, {"dp": 4}),
+    "tp2": (2, {"tp": 2}),
+    "ep2": (2, {"dp": 2, "ep": 2, **EXPERTS}),
+    "ep1": (2, {"dp": 2, **EXPERTS}),
+}
+
+
+def numbers(state: str, spec: ShardSpec, replica: float = 0.0) -> torch.Tensor:
+    """What a state has on the slice of a tensor: another number for each element, exact in fp32."""
+    total = torch.arange(float(torch.Size(spec.global_shape).numel())).view(spec.global_shape)
+    index = tuple(slice(start, stop) for start, stop in spec.slice)
+    return total[index] + 0.125 * (len(state) + 8 * replica)
+
+
+class Remembering(DistributedOptimizer):
+    """A strategy with a state of each kind."""
+
+    def __init__(self, replica: Replica, wanted: Wanted) -> None:
+        known = replica.strategy
+        super().__init__(
+            replica.stages, groups=known.groups, options=known.options, overlap_param_gather=False
+        )
+        self._flat: list[FlatState] = []
+        for shard in self.shards:
+            for name, (placement, default) in wanted.items():
+                kind = Placement(placement)
+                start, stop = 0, shard.bucket.data.numel()
+                if kind is Placement.SHARDED:
+                    start, stop = shard.start, shard.stop
+                values = torch.full((stop - start,), -1.0)
+                self._flat.append(
+                    FlatState(
+                        name=name,
+                        bucket=shard.bucket,
+                        start=start,
+                        values=values,
+                        placement=kind,
+                        default=default,
+                    )
+                )
+        self._of_tensors = [
+            TensorState(
+                name=name,
+                bucket=bucket,
+                placed=placed,
+                values=torch.full(shape, -1.0),
+                per_slice=name == "of_slice",
+            )
+            for bucket in self.all_buckets()
+            for placed in bucket.placed
+            for name, shape in (("of_tensor", ()), ("of_slice", (3, 2)))
+        ]
+
+    def states(self) -> list[FlatState]:
+        return self._flat
+
+    def tensor_states(self) -> list[TensorState]:
+        return self._of_tensors
+
+    def expected(self, state: FlatState, replica: float) -> dict[str, torch.Tensor]:
+        """By tensor, what `filled` gives the elements that are here."""
+        found = {}
+        for placed in state.bucket.placed:
+            start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
+            if start < stop:
+                whole = numbers(state.name, placed.parameter.info.spec, replica).flatten()
+                found[placed.parameter.info.spec.name] = whole[start - placed.start : stop - placed.start]
+        return found
+
+    def here(self, state: FlatState) -> dict[str, torch.Tensor]:
+        found = {}
+        for placed in state.bucket.placed:
+            start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
+            if start < stop:
+                found[placed.parameter.info.spec.name] = state.values[
+                    start - state.start : stop - state.start
+                ]
+        return found
+
+    def replica_of(self, state: FlatState) -> int:
+        group = self.groups.replicas(state.bucket.kind)
+        return group.rank if state.placement is Placement.PRIVATE else 0
+
+    def fill(self) -> None:
+        for state in self._flat:
+            expected = self.expected(state, self.replica_of(state))
+            for name, values in self.here(state).items():
+                values.copy_(expected[name])
+        for whole in self._of_tensors:
+            whole.values.copy_(tensor_numbers(whole))
+
+
+def tensor_numbers(state: TensorState) -> torch.Tensor:
+    spec = state.placed.parameter.info.spec
+    first = float(sum(start for start, _ in spec.slice)) if state.per_slice else 0.0
+    return torch.arange(float(max(state.values.numel(), 1))).view(state.values.shape) + first + len(spec.name)
+
+
+class Trusting(AdamW):
+    """An optimizer with a number for each tensor."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica.optimizer.parameters, replica.config.optimizer)
+        names = {segment.name for flat in self.parameters for segment in flat.segments}
+        self.trust = {("trust", name): torch.zeros(1) for name in sorted(names)}
+
+    def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
+        return self.trust
+
+
+def remembering(
+    context: RankContext, layout: str, wanted: Wanted, **more: Any
+) -> tuple[Replica, Remembering]:
+    world, settings = LAYOUTS[layout]
+    replica = build(context, tiny_config(world, **SMALL, **settings, **more))
+    strategy = Remembering(replica, wanted)
+    from_shards = dataclasses.replace(replica, strategy=strategy)
+    optimizer = Trusting(dataclasses.replace(from_shards, optimizer=rebuilt(from_shards)))
+    return dataclasses.replace(from_shards, optimizer=optimizer), strategy
+
+
+def rebuilt(replica: Replica) -> AdamW:
+    return AdamW([flat_parameter(shard) for shard in replica.strategy.shards], replica.config.optimizer)
+
+
+def write(context: RankContext, layout: str, folder: str) -> None:
+    replica, strategy = remembering(context, layout, STATES)
+    strategy.fill()
+    assert isinstance(replica.optimizer, Trusting)
+    for (_, name), values in replica.optimizer.trust.items():
+        values.fill_(float(len(name)))
+    save(replica, Path(folder), Progress(4, 32), tokenizer=None)
+
+
+def read(
+    context: RankContext, layout: str, folder: str, wanted: Wanted, replicas: int, more: Settings
+) -> tuple[list[str], list[str], list[str]]:
+    """Log lines; states that are not what was written (as far as that is defined); those that were left alone.
+
+    Args:
+        replicas: of the dense layers when it was written.
+    """
+    replica, strategy = remembering(context, layout, wanted, load=folder, **more)
+    lines: list[str] = []
+    load(replica, Path(folder), tokenizer=None, log=lines.append)
+    wrong, untouched = [], []
+    for state in strategy.states():
+        group = strategy.groups.replicas(state.bucket.kind)
+        mean = 0.0
+        if STATES.get(state.name, ("", ""))[0] == "private":
+            count = replicas if not state.bucket.kind.expert else group.size
+            private = state.placement is Placement.PRIVATE and group.size == count
+            mean = group.rank if private else (count - 1) / 2
+        for name, values in strategy.here(state).items():
+            if values.eq(-1.0).all():
+                untouched.append(state.name)
+            elif not torch.equal(values, strategy.expected(state, mean)[name]):
+                wrong.append(f"{state.name} of {name}")
+    for whole in strategy.tensor_states():
+        if whole.values.eq(-1.0).all():
+            untouched.append(whole.name)
+        elif not torch.equal(whole.values, tensor_numbers(whole)):
+            wrong.append(f"{whole.name} of {whole.placed.parameter.info.spec.name}")
+    assert isinstance(replica.optimizer, Trusting)
+    for (_, name), values in replica.optimizer.trust.items():
+        if values.item() != len(name):
+            (untouched if values.item() == 0.0 else wrong).append(f"trust of {name}")
+    return lines[1:], wrong, sorted(set(untouched))
+
+
+PAIRS = [
+    *(("tp2 dp2", to) for to in ("tp2 dp2", "pp2 dp2", "dp4", "one")),
+    *(("pp2", to) for to in ("pp2", "tp2", "one")),
+    *(("dp2", to) for to in ("dp2", "tp2 dp2", "one")),
+    *(("ep2", to) for to in ("ep2", "ep1")),
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint from each layout."""
+    found = {}
+    for layout in dict.fromkeys(pair[0] for pair in PAIRS):
+        found[layout] = tmp_path_factory.mktemp("from")
+        run_ranks(LAYOUTS[layout][0], write, layout, str(found[layout]))
+    return found
+
+
+@pytest.mark.parametrize("source, target", PAIRS)
+def test_any_layout_takes_them_up(written: dict[str, Path], source: str, target: str) -> None:
+    before, after = (LAYOUTS[layout][1].get("dp", 1) for layout in (source, target))
+    for rank in run_ranks(LAYOUTS[target][0], read, target, str(written[source]), STATES, before, {}):
+        lines, wrong, untouched = rank
+        if target == "ep1":
+            # Each of two replicas has all experts now, where there was one of each half.
+            wrong = [name for name in wrong if ".experts." not in name]
+        assert wrong == []
+        other_dp = before != after or target == "ep1"
+        assert [line for line in lines if "replicas" in line] == (
+            [f"{written[source]}/step-0000004 {mean_line(before if target != 'ep1' else 1, after)}"]
+            if other_dp
+            else []
+        )
+        cut = {LAYOUTS[layout][1].get("tp", 1) for layout in (source, target)}
+        assert set(untouched) <= ({"of_slice"} if len(cut) == 2 or target == "ep1" else set())
+        assert any("of_slice" in line for line in lines) == bool(untouched)
+
+
+def mean_line(before: int, after: int) -> str:
+    return f"has own of {before} replicas, this run has {after}: it takes their mean"
+
+
+def test_another_strategy(written: dict[str, Path]) -> None:
+    """What it shares with the old one and holds otherwise, what it lacks, and what it does not know: one line each."""
+    wanted: Wanted = {
+        "own": ("replicated", "required"),
+        "alike": ("private", "required"),
+        "error": ("private", "zeros"),
+        "anchor": ("sharded", "parameter"),
+    }
+    checkpoint = f"{written['dp2']}/step-0000004"
+    for rank in run_ranks(2, read, "dp2", str(written["dp2"]), wanted, 2, {}):
+        lines, wrong, untouched = rank
+        assert {name.split(" of ")[0] for name in wrong} == {"error", "anchor"}
+        assert untouched == []
+        assert sorted(lines) == sorted(
+            [
+                f"{checkpoint} has own of 2 replicas, this run has one for all: it takes their mean",
+                f"{checkpoint} has no error for this run: it starts from 0",
+                f"{checkpoint} has no anchor for this run: it starts from the parameters",
+            ]
+        )
+
+
+def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, float]:
+    """After a load: the most that a state without a value differs from 0, and one from the main parameters."""
+    wanted: Wanted = {"error": ("private", "zeros"), "anchor": ("private", "parameter")}
+    replica, strategy = remembering(context, "dp2", wanted, load=folder, **more)
+    load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    shard_of = {shard.bucket: shard for shard in strategy.shards}
+    errors, anchors = [0.0], [0.0]
+    for state in strategy.states():
+        shard = shard_of[state.bucket]
+        for placed in state.bucket.placed:
+            values = state.values[placed.start : placed.stop]
+            if state.name == "error":
+                errors.append(values.abs().max().item())
+            else:
+                whole = strategy.gather(shard, shard.main_param.data)[placed.start : placed.stop]
+                anchors.append((values - whole).abs().max().item())
+    return max(errors), max(anchors)
+
+
+def test_what_is_missing_starts_from_zero_or_from_the_parameters(written: dict[str, Path]) -> None:
+    assert run_ranks(2, begun, str(written["tp2 dp2"]), {}) == [(0.0, 0.0)] * 2
+    # With finetune too, but what starts from 0 is left as it was made.
+    assert run_ranks(2, begun, str(written["tp2 dp2"]), {"finetune": True}) == [(1.0, 0.0)] * 2
+
+
+def refused(context: RankContext, folder: str, wanted: Wanted) -> str:
+    replica, _ = remembering(context, "one", wanted, load=folder)
+    with pytest.raises(CheckpointError) as caught:
+        load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    return str(caught.value)
+
+
+def test_what_must_be_there_is_named(written: dict[str, Path]) -> None:
+    message = refused(RankContext(0), str(written["pp2"]), {"owner": ("sharded", "required")})
+    assert "there is no optimizer.owner:" in message and "the nearest is optimizer.own" in message
+
+
+def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, Path]) -> None:
+    """exp_avg in fp32 there, bf16 here: taken up, and said once; from bf16 to fp32 nothing is lost."""
+    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    folder = written["pp2"]
+    lines: list[str] = []
+    replica = build(RankContext(0), tiny_config(1, **SMALL, **bf16, load=str(folder)))
+    load(replica, folder, tokenizer=None, log=lines.append)
+    checkpoint = f"{folder}/step-0000004"
+    assert lines[1:] == [
+        f"{checkpoint} has exp_avg in F32, this run in BF16: it is rounded",
+        f"{checkpoint} has exp_avg_sq in F32, this run in BF16: it is rounded",
+    ]
+
+
+def narrow_and_back(folder: Path) -> list[str]:
+    """Save with bf16 moments and load them into fp32 ones."""
+    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    replica = build(RankContext(0), tiny_config(1, **SMALL, **bf16))
+    moments = replica.optimizer.state(replica.strategy.shards[0].main_param)
+    moments["exp_avg"].copy_(torch.randn(moments["exp_avg"].shape))
+    placed = replica.strategy.shards[0].bucket.placed[0]
+    kept = moments["exp_avg"][placed.start : placed.stop].float()
+    path = save(replica, folder, Progress(1, 8), tokenizer=None)
+    stored = Manifest.from_json((path / MANIFEST_NAME).read_text()).tensors
+    key = f"optimizer.exp_avg:{placed.parameter.info.spec.name}"
+    assert stored[key].dtype == "BF16"
+    lines: list[str] = []
+    other = build(RankContext(0), tiny_config(1, **SMALL, load=str(folder)))
+    load(other, folder, tokenizer=None, log=lines.append)
+    values = other.optimizer.state(other.strategy.shards[0].main_param)["exp_avg"]
+    assert values.dtype == torch.float32
+    assert torch.equal(values[placed.start : placed.stop], kept)
+    return lines[1:]
+
+
+def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
+    assert narrow_and_back(tmp_path) == []
+
+
+def test_inspect_knows_leading_dimensions(
+    written: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written["tp2 dp2"]
+    assert inspect_main([str(folder)]) == 0
+    assert inspect_main([str(folder / "step-0000004"), "--tensors", "own/layers.0.*"]) == 0
+    said = capsys.readouterr().out
+    assert "own/layers.0.mlp.up.weight" in said
+    entry = Manifest.from_json((folder / "step-0000004" / MANIFEST_NAME).read_text()).tensors
+    up = entry["optimizer.own:layers.0.mlp.up.weight"]
+    assert up.global_shape == (2, *entry["weight:layers.0.mlp.up.weight"].global_shape)
+    values = Checkpoint(
+        folder / "step-0000004", Manifest.from_json((folder / "step-0000004" / MANIFEST_NAME).read_text())
+    )
+    both = values.read("optimizer.own:layers.0.mlp.up.weight", device=torch.device("cpu"))
+    assert torch.equal(both[1] - both[0], torch.ones_like(both[0]))
+
+
+NORM = "final_norm.weight"
+
+
+@pytest.mark.parametrize("key", [f"optimizer.{state}:{NORM}" for state in ("own", "alike", "exp_avg")])
+@pytest.mark.parametrize("shape", [[], [1], [8], [16, 1], [2, 8], [1, 1, 16], [1, 2, 2, 2]], ids=str)
+def test_a_manifest_that_lies_about_a_shape(
+    written: dict[str, Path], tmp_path: Path, key: str, shape: list[int]
+) -> None:
+    """Sealed, its files all right, and the tensor of a shape that fits no run: refused by name."""
+    source = written["pp2"] / "step-0000004"
+    target = tmp_path / source.name
+    target.mkdir()
+    for path in source.iterdir():
+        shutil.copyfile(path, target / path.name)
+    body = json.loads((source / MANIFEST_NAME).read_text())
+    body.pop("sha256")
+    entry = body["tensors"][key]
+    entry["global_shape"] = shape
+    entry["parts"] = [{"file": entry["parts"][0]["file"], "slice": [[0, size] for size in shape]}]
+    (target / MANIFEST_NAME).write_text(seal(body))
+    message = refused(RankContext(0), str(tmp_path), STATES)
+    assert key in message and f"{shape} there, [16] here" in message
