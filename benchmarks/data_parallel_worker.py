@@ -85,7 +85,9 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     watch = ReductionWatch(replica.strategy) if case.get("trace") else None
     recorder.begin(case)
     for _ in range(case["steps"]):
-        batches, _ = read_batches(loaders.train, progress.samples, size, topology=topology)
+        batches, _ = read_batches(
+            loaders.train, progress.samples, size, topology=topology, scope=replica.strategy.scope
+        )
         if loaders.train is not None:
             loaders.train.prefetch(progress.samples + size, size)
         result = stepper.step(batches, before=progress, batch_size=size)
@@ -103,6 +105,7 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     facts["state_bytes"] = state_bytes(replica)
     if case.get("validate"):
         facts["validation_loss"] = Evaluator(replica, stepper, loaders.valid).loss()
+    replica.strategy.finish()
     replica.strategy.close()
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is not None:
