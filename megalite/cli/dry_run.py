@@ -22,6 +22,7 @@ from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
 from megalite.planner.bubble import bubble_fraction
 from megalite.planner.communication import group_sizes, step_volumes, wire_factor
+from megalite.planner.data_parallel import time_basis
 from megalite.planner.memory import (
     RankMemory,
     activation_peaks,
@@ -176,7 +177,10 @@ def _memory_report(memory: list[RankMemory], layout: ParallelLayout) -> dict[str
 
 
 def _communication_report(config: RunConfig, num_microbatches: int) -> list[dict[str, Any]]:
-    """Per pipeline rank, group and operation the bytes of a step with the largest batch."""
+    """Per pipeline rank, group and operation the bytes of a step with the largest batch.
+
+    `basis` says what they are of where steps are not alike.
+    """
     sizes = group_sizes(config)
     rows = []
     for rank in range(config.parallel.pp):
@@ -184,7 +188,9 @@ def _communication_report(config: RunConfig, num_microbatches: int) -> list[dict
         for (group, operation), volume in sorted(volumes.items()):
             sent = round(volume * wire_factor(operation, sizes[group]))
             row = {"pipeline_rank": rank, "group": group, "size": sizes[group], "operation": operation}
-            rows.append({**row, "volume_bytes": volume, "sent_bytes": sent})
+            changes = group in ("dp-cp", "expert-dp") and operation != "all-reduce"
+            basis = time_basis(config) if changes else ""
+            rows.append({**row, "volume_bytes": volume, "sent_bytes": sent, "basis": basis})
     return rows
 
 

@@ -136,7 +136,7 @@ def _communication(rows: list[dict[str, Any]], pipeline_rank: int) -> str:
     for row in mine:
         lines.append(
             f"  {row['group']:<10} of {row['size']:<4} {row['operation']:<15} {size(row['volume_bytes']):>11}, "
-            f"{size(row['sent_bytes']):>11} sent"
+            f"{size(row['sent_bytes']):>11} sent{', ' + row['basis'] if row['basis'] else ''}"
         )
     return "\n".join(lines)
 

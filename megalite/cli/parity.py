@@ -18,7 +18,8 @@ USAGE = """usage: megalite parity [--preset NAME] [--config FILE ...] [--SETTING
        megalite parity --fuzz SECONDS [--seed N] [--steps N]
 
 Shrinks the model to laptop size, trains it on one rank and in the layout (gloo on this CPU, float64) and compares every
-loss, gradient and weight. Takes the flags of `megalite train`. Exit status: 0 the same, 1 different, 2 bad input.
+loss, gradient and weight. Takes the flags of `megalite train`, but for strategies, compression and optimizers that are
+not meant to give the numbers of one rank. Exit status: 0 the same, 1 different, 2 bad input.
 
   --steps N          steps to train (default 3)
   --tolerance X      largest relative difference (default 1e-9 in fp64)

@@ -14,11 +14,11 @@ class DataParallelConfig:
     """Settings of the data-parallel strategies; each has an effect with some of them only."""
 
     wire_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Number format in which gradients and exchanged weights travel; sums are made in fp32 either way. fp32 is fp64 in a
-    run of that precision."""
+    """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider either way. fp32 is
+    fp64 in a run of that precision. Parameters that ZeRO and servers hand out travel in the run's precision."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
-    """Order in which gradients of ranks are added: the backend's own, or by rank, which gives the same bits in every
-    strategy and on every machine."""
+    """Order in which gradients of ranks are added: the backend's own, or by rank. Then all-reduce, fused-all-reduce,
+    distributed-optimizer and the synchronous servers (which always add by rank) give the same bits."""
     shard_gradients: bool = option(False)
     """distributed-optimizer: keep only the owned part of the gradients between microbatches, as ZeRO-2 does."""
     fusion_threshold_mb: float = option(64.0)
@@ -58,5 +58,7 @@ class DataParallelConfig:
     """topk: share of the elements that is sent."""
     powersgd_rank: int = option(4)
     """powersgd: rank of the matrices that stand for a gradient."""
-    check_replicas_interval: int | None = option(None)
+    check_replicas_interval: int | None = option(
+        None, flags=("--check-weight-hash-across-dp-replicas-interval",)
+    )
     """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""

@@ -11,7 +11,7 @@ import yaml
 from megalite.config.data_paths import DATA_FILES, PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, sectioned, sections, settings
 from megalite.config.errors import ConfigError
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, WORDS, settings_of_word
 from megalite.config.merge import Level, merge
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
@@ -119,11 +119,15 @@ def _add_key(level: Level, key: Any, value: Any, source: str, section: str | Non
         level.add(setting.name, coerce(setting, value, where), source)
         return
     flag = "--" + name.replace("_", "-")
-    if section is not None and flag in (*SHORTHANDS, *DERIVED, *DATA_FILES):
+    if section is not None and flag in (*SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES):
         raise ConfigError(f"{where}: {key} belongs to no section; write it at the top level of the file")
     if section is None and flag in SHORTHANDS:
         _need_true(key, value, where, f"remove it, or set {' and '.join(SHORTHANDS[flag])} itself")
         for target, fixed in SHORTHANDS[flag].items():
+            level.add(target, fixed, source)
+    elif section is None and flag in WORDS:
+        word = value if isinstance(value, str) else reprlib.repr(value)
+        for target, fixed in settings_of_word(flag, word, f"{where}: {key}").items():
             level.add(target, fixed, source)
     elif section is None and flag in DERIVED:
         if not DERIVED[flag]:
@@ -141,7 +145,7 @@ def _add_key(level: Level, key: Any, value: Any, source: str, section: str | Non
     else:
         known = set(by_key) if section is None else {k for k, s in by_key.items() if s.section == section}
         known |= (
-            {_key_of(f) for f in (*SHORTHANDS, *DERIVED, *DATA_FILES)} | set(sections())
+            {_key_of(f) for f in (*SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES)} | set(sections())
             if section is None
             else set()
         )

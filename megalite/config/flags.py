@@ -13,7 +13,15 @@ from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError
 from megalite.config.files import read_level
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES
+from megalite.config.megatron import (
+    DERIVED,
+    NO_EFFECT,
+    REFUSED_VALUES,
+    SHORTHANDS,
+    VALUES,
+    WORDS,
+    settings_of_word,
+)
 from megalite.config.merge import Level, merge
 from megalite.config.presets import read_preset
 from megalite.config.run import RunConfig
@@ -140,6 +148,10 @@ def _add_setting(level: Level, occurrence: _Occurrence) -> None:
         _no_words(occurrence)
         for name, value in SHORTHANDS[flag].items():
             level.add(name, value, f"flag {flag}")
+    elif flag in WORDS:
+        word = _one_word(occurrence, next(iter(WORDS[flag])))
+        for name, value in settings_of_word(flag, word, flag).items():
+            level.add(name, value, f"flag {flag}")
     elif flag in DERIVED:
         if DERIVED[flag]:
             level.add_derived(flag, _whole_number(flag, _one_word(occurrence, "4")), f"flag {flag}")
@@ -152,7 +164,7 @@ def _add_setting(level: Level, occurrence: _Occurrence) -> None:
     elif flag in NO_EFFECT:
         raise ConfigError(f"{flag} has no effect: {NO_EFFECT[flag]}; remove it")
     else:
-        known = [*_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES]
+        known = [*_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES]
         raise ConfigError(f"unknown flag {flag}{nearest(flag, known)} (--help-all lists all)")
 
 
@@ -186,6 +198,9 @@ def _add_words(setting: Setting, level: Level, occurrence: _Occurrence) -> None:
         raise ConfigError(f"{flag} needs {wanted}")
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
+    for word in words:
+        if word in REFUSED_VALUES.get(setting.name, {}):
+            raise ConfigError(f"{flag} cannot be {word}; {REFUSED_VALUES[setting.name][word]}")
     words = [VALUES.get(setting.name, {}).get(word, word) for word in words]
     level.add(setting.name, from_words(setting, words, flag), f"flag {flag}")
 

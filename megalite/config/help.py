@@ -1,12 +1,13 @@
 """Help and documentation, made from the table of settings."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import Setting, sections, settings
 from megalite.config.flags import RUN_OPTIONS
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES, WORDS
 from megalite.config.presets import preset_names
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
@@ -46,7 +47,7 @@ def full_help(program: str) -> str:
                 lines.append(f"  {_all_spellings(setting)}")
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set something else:"]
-    lines += [f"  {flag:<42} {_sets(flag)}" for flag in SHORTHANDS]
+    lines += [f"  {flag:<42} {_sets(values)}" for flag, values in _words()]
     lines += [f"  {flag}{' N' if takes_value else ''}" for flag, takes_value in DERIVED.items()]
     lines += [f"  {flag} FILE" for flag in DATA_FILES]
     return "\n".join(lines)
@@ -82,7 +83,7 @@ def markdown() -> str:
                 )
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
     lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |"]
-    lines += [f"| `{flag}` | {_sets(flag)} |" for flag in SHORTHANDS]
+    lines += [f"| `{flag}` | {_sets(values)} |" for flag, values in _words()]
     lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
     lines += [f"| `{flag}` | {_DATA_FILE_MEANING[flag]} |" for flag in DATA_FILES]
     for name, words in VALUES.items():
@@ -160,8 +161,14 @@ def _shown(value: Any, absent: str = "none") -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _sets(flag: str) -> str:
-    return ", ".join(f"`{name}: {_shown(value)}`" for name, value in SHORTHANDS[flag].items())
+def _words() -> list[tuple[str, Mapping[str, Any]]]:
+    """Megatron-LM's flags that stand for settings, with the word where they take one, and those settings."""
+    with_word = [(f"{flag} {word}", sets) for flag, words in WORDS.items() for word, sets in words.items()]
+    return [*SHORTHANDS.items(), *with_word]
+
+
+def _sets(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}: {_shown(value)}`" for name, value in values.items())
 
 
 def _code(text: str) -> str:

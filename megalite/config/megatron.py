@@ -1,12 +1,15 @@
 """Megatron-LM's flags that are not the name of a setting here, so that launch scripts port.
 
-Four tables: flags that set a setting to a fixed value, values that have another name here, flags whose value follows
-from other settings, and flags that cannot do anything here and are refused with the reason (never swallowed).
+Flags that set a setting to a fixed value, or by a word; values that have another name here, or none; flags whose value
+follows from other settings; and flags that cannot do anything here and are refused with the reason (never swallowed).
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from megalite.config.errors import ConfigError
+from megalite.config.values import nearest
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -20,6 +23,8 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
         "--use-rope-scaling": {"rope_scaling": "llama3"},
         "--use-distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
+        "--use-torch-fsdp2": {"dp_strategy": "fully-sharded"},
+        "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
         "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
         "--recompute-activations": {"recompute_granularity": "selective"},
         "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
@@ -27,8 +32,29 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Flag without a value -> the settings it stands for."""
 
+WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "--data-parallel-sharding-strategy": {
+            "no_shard": {"dp_strategy": "all-reduce"},
+            "optim": {"dp_strategy": "distributed-optimizer"},
+            "optim_grads": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+            "optim_grads_params": {"dp_strategy": "fully-sharded"},
+        }
+    }
+)
+"""Flag with a word -> the word -> the settings it stands for."""
+
 VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType({"recompute_modules": {"moe_act": "mlp_act"}})
 """Setting -> Megatron's word for one of its values on the command line -> ours."""
+
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "optimizer": {
+            "dist_muon": "use --optimizer muon --dp-strategy distributed-optimizer, which deals out states and matrices"
+        }
+    }
+)
+"""Setting -> Megatron's word for a value that there is not here -> what to use."""
 
 DERIVED: Mapping[str, bool] = MappingProxyType(
     {
@@ -42,7 +68,10 @@ DERIVED: Mapping[str, bool] = MappingProxyType(
 
 _FUSED = "the fastest kernel for the device is picked by itself"
 _ONE_MODEL = "there is one implementation of the model"
-_ALWAYS_FP32 = "gradients are always accumulated and reduced in fp32 (bf16, fp16 and fp32 runs)"
+_ALWAYS_FP32 = "gradients are always accumulated in fp32, and reduced in it unless --wire-dtype bf16 is given"
+_FSDP = "--data-parallel-sharding-strategy, or --dp-strategy, alone says what is sharded"
+_MUON_QKV = "queries, keys and values of a layer are orthogonalised as one matrix"
+_BUCKETS = "use --ddp-bucket-size; buckets are padded so that they divide among the ranks"
 _ONE_FORMAT = "there is one checkpoint format, which any layout can load"
 _ALWAYS_LOGGED = "it is always logged"
 _UNSUPPORTED = "this is not supported"
@@ -70,7 +99,30 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--no-overlap-p2p-communication": "sends and receives are always asynchronous",
         "--distribute-saved-activations": "use --sequence-parallel, which shards what recompute saves",
         "--accumulate-allreduce-grads-in-fp32": _ALWAYS_FP32,
-        "--grad-reduce-in-bf16": _ALWAYS_FP32,
+        "--main-grads-dtype": _ALWAYS_FP32,
+        "--main-params-dtype": "main parameters are fp32; --main-params split keeps of them what bf16 parameters lack",
+        "--use-precision-aware-optimizer": "--main-params, --exp-avg-dtype and --exp-avg-sq-dtype work without it",
+        "--optimizer-cpu-offload": f"{_UNSUPPORTED}: use --dp-strategy distributed-optimizer or fully-sharded",
+        "--optimizer-offload-fraction": f"{_UNSUPPORTED}: use --dp-strategy distributed-optimizer or fully-sharded",
+        "--num-distributed-optimizer-instances": f"{_UNSUPPORTED}: states are sharded over all replicas",
+        "--use-megatron-fsdp": _FSDP,
+        "--use-custom-fsdp": _FSDP,
+        "--overlap-param-gather-with-optimizer-step": "use --overlap-param-gather, which overlaps with the next forward",
+        "--align-param-gather": "each pipeline stage gathers on its own, before the layers that need it",
+        "--no-align-grad-reduce": "each pipeline stage reduces on its own, as its gradients are ready",
+        "--delay-grad-reduce": "use --no-overlap-grad-reduce to reduce after the last backward",
+        "--ddp-num-buckets": _BUCKETS,
+        "--ddp-pad-buckets-for-high-nccl-busbw": _BUCKETS,
+        "--ddp-average-in-collective": "gradients are parts of the global mean already, so that a sum is right",
+        "--use-nccl-ub": _UNSUPPORTED,
+        "--fp8-param-gather": f"{_UNSUPPORTED}: parameters are gathered in the format of --precision",
+        "--init-model-with-meta-device": f"{_UNSUPPORTED}: each rank builds its stages, which are cut then",
+        "--muon-scale-mode": "updates of matrices have the root mean square --muon-scale",
+        "--muon-extra-scale-factor": "use --muon-scale, which is the root mean square of an update",
+        "--muon-split-qkv": _MUON_QKV,
+        "--muon-no-split-qkv": _MUON_QKV,
+        "--decoupled-lr": f"{_UNSUPPORTED}: all parameters have one learning rate",
+        "--decoupled-min-lr": f"{_UNSUPPORTED}: all parameters have one learning rate",
         "--calculate-per-token-loss": "the loss is always the mean over the unmasked tokens of the global batch",
         "--num-workers": "one background thread prepares the next batch",
         "--dataloader-type": "samples are read once an epoch, in the order that --seed and --data-order give",
@@ -149,3 +201,15 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Flag of Megatron-LM that would change nothing here -> why."""
+
+
+def settings_of_word(flag: str, word: str, where: str) -> Mapping[str, Any]:
+    """What a word stands for after a flag of `WORDS`.
+
+    Raises:
+        ConfigError: there is no such word; the message starts with `where`.
+    """
+    words = WORDS[flag]
+    if word not in words:
+        raise ConfigError(f"{where} cannot be {word}{nearest(word, words)} (one of {', '.join(words)})")
+    return words[word]

@@ -51,7 +51,7 @@ class OptimizerConfig:
     end_weight_decay: float | None = option(None)
     """Last value of a moving weight decay."""
     adam_beta1: float = option(0.9)
-    """Decay of the first moment."""
+    """Decay of the first moment, in all optimizers but sgd."""
     adam_beta2: float = option(0.999)
     """Decay of the second moment."""
     adam_eps: float = option(1e-8)
@@ -68,15 +68,15 @@ class OptimizerConfig:
     """lamb, onebit-lamb: highest trust ratio."""
     muon_momentum: float = option(0.95)
     """muon: momentum of matrices (Nesterov)."""
-    muon_steps: int = option(5)
+    muon_steps: int = option(5, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
     muon_scale: float = option(0.2)
     """muon: root mean square of a matrix's update, to fit AdamW's learning rate and weight decay."""
     freeze_step: int | None = option(None)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
     freeze_threshold: float = option(0.96)
-    """1-bit optimizers: the second moment is stable, and the warm-up ends, when its L1 norm has not grown by more than this
-    ratio says over 1/(1-beta2) steps, after the warm-up of the learning rate."""
+    """1-bit optimizers: the second moment is stable, and the warm-up ends, when its L1 norm has changed by less than this
+    ratio, up or down, over 1/(1-beta2) steps, after the warm-up of the learning rate."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
     """1-bit optimizers: the size that signs stand for is one number a tensor, or one a bucket, as in the papers."""
     local_step_clipper: int = option(16)
@@ -88,8 +88,8 @@ class OptimizerConfig:
     main_params: str = option("fp32", choices=("fp32", "split"))
     """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack (2 bytes less each)."""
     exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Number format of the first moment."""
+    """adam: number format of the first moment."""
     exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Number format of the second moment."""
+    """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
-    """Round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
+    """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""

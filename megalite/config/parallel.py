@@ -74,11 +74,12 @@ class ParallelConfig:
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
     ddp_bucket_size: int = option(40_000_000)
-    """Parameters in one gradient bucket."""
+    """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by sizes of their own."""
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
     overlap_param_gather: bool = option(True)
-    """Gather updated parameters while the next forward runs (distributed-optimizer)."""
+    """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
+    next forward runs."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: float = option(10.0)

@@ -14,8 +14,10 @@ from megalite.config.rules.experts import check_experts
 from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
 from megalite.config.rules.layout import check_layout, check_model_cuts, resolve_dp
 from megalite.config.rules.network import LLAMA3_SETTINGS, check_network
+from megalite.config.rules.optimizers import ADAM_SETTINGS, check_optimizer
 from megalite.config.rules.ranges import check_ranges
 from megalite.config.rules.recompute import check_recompute
+from megalite.config.rules.run_lengths import check_run_lengths
 from megalite.config.rules.schedules import check_schedules
 from megalite.config.run import RunConfig
 
@@ -43,6 +45,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     config = replace(config, dp=resolve_dp(config, world_size))
     check_layout(config, explicit)
     check_data_parallel(config, explicit)
+    check_optimizer(config, explicit)
     check_network(config, explicit)
     check_experts(config, explicit)
     check_model_cuts(config)
@@ -50,6 +53,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     config = _resolve(_without_idle(config))
     check_batch(config)
     check_schedules(config, explicit)
+    check_run_lengths(config, explicit)
     check_data(config, explicit)
     check_evaluation(config, explicit)
     check_checkpoint(config, explicit)
@@ -84,6 +88,8 @@ def _without_idle(config: RunConfig) -> RunConfig:
         idle.append("rope_scaling_factor")
     if model.rope_scaling != "llama3":
         idle += LLAMA3_SETTINGS
+    if config.optimizer.optimizer == "sgd":
+        idle += ADAM_SETTINGS
     return replace(config, **{name: settings()[name].default for name in idle})
 
 

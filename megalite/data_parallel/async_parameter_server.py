@@ -11,9 +11,10 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.norm import norm_squared
 from megalite.data_parallel.server import LEADER, Server
 from megalite.data_parallel.server_link import Request, ServerEnd, WorkerEnd
+from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.staleness import ByArrival, ByRank, Kind, Ledger, Order
 from megalite.data_parallel.states import FlatState, Placement
-from megalite.data_parallel.strategy import DataParallelStrategy, Norms, OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import Update
 from megalite.topology.group import DONE, Group, Work

@@ -9,13 +9,17 @@ import torch
 from megalite.data_parallel.background import Background
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.compression.codec import Codec
-from megalite.data_parallel.strategy import StrategyOptions
+from megalite.data_parallel.shards import StrategyOptions
 from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.optimizers.base import Optimizer
+from megalite.optimizers.flat import FlatParameter, Segment, Update
 from megalite.topology.group import DONE, Group, Work
 
 SETTLING_STEPS = 2
 """Steps that are not looked at: memory is touched first and kernels are chosen in them."""
 MEASURED_STEPS = 5
+REHEARSED = 1 << 20
+"""Parameters that the optimizer's work is measured with, at most: it grows as their number."""
 ASSUMED_WARMUP = 0.15
 """Share of the run, where its end is to be found while training."""
 
@@ -32,6 +36,10 @@ class Costs:
     """Seconds of the reduction by itself."""
     codec: float
     """Seconds that coding and decoding take."""
+    latency: float
+    """Seconds of the collectives of lossy means when next to nothing is sent."""
+    optimizer: float
+    """Seconds by which the optimizer's own work is longer."""
     whole_bytes: float
     """That a rank sends in a reduction."""
     lossy_bytes: float
@@ -44,8 +52,13 @@ class Costs:
 
     @property
     def overhead(self) -> float:
-        """o: the codec's time as a share of the step."""
-        return self.codec / self.step
+        """o: what comes on top, as a share of the step."""
+        return self.extra / self.step
+
+    @property
+    def extra(self) -> float:
+        """Seconds of a step with lossy means that do not depend on the link's rate and that others do not have."""
+        return self.codec + self.latency + self.optimizer
 
     @property
     def volume_ratio(self) -> float:
@@ -66,25 +79,31 @@ class Costs:
     def break_even(self) -> float:
         """Bytes per second below which lossy means pay, if what hides of the reduction stays as it is: there
 
-        codec + bytes/(k·R) = bytes/R - hidden.
+        extra + bytes/(k·R) = bytes/R - hidden.
         """
         hidden = max(self.reduction - self.exposed, 0.0)
         saved = self.whole_bytes - self.lossy_bytes
-        return saved / max(self.codec + hidden, 1e-9)
+        return saved / max(self.extra + hidden, 1e-9)
 
-    def line(self, warmup: float | None) -> str:
-        """For the log."""
+    def line(self, warmup: float | None, *, name: str = "1-bit") -> str:
+        """For the log.
+
+        Args:
+            name: of the lossy means.
+        """
         share = ASSUMED_WARMUP if warmup is None else warmup
         speed, limit = self.speed(share), self.break_even * 8e-6
         verdict = (
             f"the run will be about {speed:.2f} times as fast as with whole gradients"
             if speed > 1.0
-            else f"1-bit will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole "
+            else f"{name} will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole "
             "gradients"
         )
         return (
             f"break-even: {verdict}; it pays where ranks send at less than {limit:.0f} Mbit/s (step "
-            f"{self.step * 1e3:.1f} ms, compute c {self.compute:.3f}, codec o {self.overhead:.3f}, reduction at R "
+            f"{self.step * 1e3:.1f} ms, compute c {self.compute:.3f}, overhead o {self.overhead:.3f}: codec "
+            f"{self.codec * 1e3:.1f} ms, latency {self.latency * 1e3:.1f} ms, optimizer "
+            f"{self.optimizer * 1e3:.1f} ms; reduction at R "
             f"{self.bytes_per_second * 8e-6:.0f} Mbit/s, volume 1/k with k {self.volume_ratio:.1f}, warm-up w "
             f"{share:.2f}{' assumed' if warmup is None else ''})"
         )
@@ -119,6 +138,7 @@ class BreakEven:
         background: the run's.
         world: all ranks.
         warmup: share of the run with whole gradients; None: not known yet.
+        name: of the lossy means, for the line.
     """
 
     groups: Mapping[Bucket, Group]
@@ -127,6 +147,8 @@ class BreakEven:
     background: Background
     world: Group
     warmup: float | None
+    name: str = "1-bit"
+    _optimizer: Optimizer | None = field(default=None, init=False)
     _done: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
     _began: float | None = field(default=None, init=False)
@@ -135,6 +157,10 @@ class BreakEven:
 
     def __post_init__(self) -> None:
         self._done = all(group.size == 1 for group in self.groups.values())
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """The run's optimizer, if it works otherwise with lossy means than without."""
+        self._optimizer = optimizer
 
     def begin(self, *, whole: bool) -> str | None:
         """A step begins; the line, once enough of them have been seen.
@@ -154,7 +180,7 @@ class BreakEven:
         if whole and len(self._times) < MEASURED_STEPS:
             return None
         self._done = True
-        return self._costs().line(self.warmup) if self._times else None
+        return self._costs().line(self.warmup, name=self.name) if self._times else None
 
     def wait(self, reductions: Callable[[], None]) -> None:
         """Run what waits for the step's reductions."""
@@ -177,20 +203,27 @@ class BreakEven:
 
     def _costs(self) -> Costs:
         whole, lossy = WireCounter(), WireCounter()
-        reduction = min(sum(self._reduction(bucket, whole) for bucket in self.groups) for _ in range(2))
+        # Once: on a slow link it takes as long as a step, and the run's first steps have warmed the connections up.
+        reduction = sum(self._reduction(bucket, whole) for bucket in self.groups)
         codec = sum(self._codec(bucket, lossy) for bucket in self.groups)
         slowest = torch.tensor(
-            [min(self._times), min(self._waits), reduction, codec, whole.take() / 2, lossy.take() / 2],
+            [
+                *(min(self._times), min(self._waits), reduction, codec),
+                *(sum(self._latency(bucket) for bucket in self.groups), self._optimizer_extra()),
+                *(whole.take(), lossy.take() / 2),
+            ],
             dtype=torch.float64,
             device=self._device,
         )
         self.world.all_reduce(slowest, op="max")
-        step, wait, reduction, codec, whole_bytes, lossy_bytes = slowest.tolist()
+        step, wait, reduction, codec, latency, optimizer, whole_bytes, lossy_bytes = slowest.tolist()
         return Costs(
             step=step,
             exposed=min(wait, reduction, step),
             reduction=reduction,
             codec=codec,
+            latency=latency,
+            optimizer=optimizer,
             whole_bytes=whole_bytes,
             lossy_bytes=lossy_bytes,
         )
@@ -220,3 +253,42 @@ class BreakEven:
             codec.mean(values.clone())
             taken.append(self._now() - before)
         return min(taken)
+
+    def _latency(self, bucket: Bucket) -> float:
+        """Of an exchange and a gather of a byte a rank."""
+        channel = self._channel(Channel, bucket, WireCounter())
+        sent = torch.zeros(channel.size, dtype=torch.uint8, device=bucket.grad.device)
+        taken = []
+        for _ in range(3):
+            before = self._now()
+            received = channel.exchange_raw(sent)
+            channel.gather_raw(received, sent[:1])
+            taken.append(self._now() - before)
+        return min(taken)
+
+    def _optimizer_extra(self) -> float:
+        """On scratch memory, alone: a step without reduced gradients against one with them."""
+        total = sum(bucket.grad.numel() for bucket in self.groups)
+        size = min(total, REHEARSED)
+        flat = _scratch(size, next(iter(self.groups)).grad)
+        alone = None if self._optimizer is None else self._optimizer.alone([flat], freeze_step=3)
+        if alone is None:
+            return 0.0
+        taken = []
+        for step in range(1, 7):
+            update, before = Update(step=step, lr=1e-3, weight_decay=0.1), self._now()
+            if alone.reduces_gradients(step):
+                alone.step(update)
+            else:
+                alone.step(update, lambda flat, values: None)
+            taken.append(self._now() - before)
+        return max(min(taken[4:]) - min(taken[1:3]), 0.0) * total / size
+
+
+def _scratch(size: int, like: torch.Tensor) -> FlatParameter:
+    """A flat parameter of one tensor, with a gradient."""
+    values = torch.arange(size, device=like.device).to(like.dtype).sin_()
+    param = torch.nn.Parameter(values)
+    param.grad = values.clone()
+    whole = Segment("scratch", 0, size, 0, (size,), (size,), None, ((0, size),), counts=True)
+    return FlatParameter(param, True, (whole,))

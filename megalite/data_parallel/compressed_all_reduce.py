@@ -6,11 +6,12 @@ import torch
 
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.data_parallel.all_reduce import AllReduce
+from megalite.data_parallel.break_even import BreakEven
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.compression.build import build_codec
 from megalite.data_parallel.compression.codec import Codec
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.states import FlatState, TensorState
-from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
 from megalite.topology.group import DONE, Work
 
 
@@ -46,6 +47,15 @@ class CompressedAllReduce(AllReduce):
             for bucket in self.all_buckets()
             if bucket.kind.decay and self.channel(bucket).size > 1
         }
+        self._break_even = BreakEven(
+            groups={bucket: groups.replicas(bucket.kind) for bucket in self._codecs},
+            make=lambda bucket, channel: build_codec(settings.grad_compression, bucket, channel, settings),
+            options=options,
+            background=self._background,
+            world=groups.world,
+            warmup=0.0,
+            name=f"grad_compression {settings.grad_compression}",
+        )
         self._may_overflow = self.all_buckets()[0].data.dtype == torch.float16
         self._full: list[Bucket] = []
         """Waiting for all ranks to agree that nothing has overflowed."""
@@ -53,6 +63,13 @@ class CompressedAllReduce(AllReduce):
     def phase(self, step: int) -> str:
         """`gradients` during warm-up, then `compressed`."""
         return "gradients" if step <= self._warmup else "compressed"
+
+    def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
+        """And, when the warm-up has been seen, a line on whether compression pays."""
+        super().begin_step(step, loss_scale=loss_scale)
+        line = self._break_even.begin(whole=self.phase(step) == "gradients")
+        if line is not None:
+            self.notes.append(line)
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients, also those of a step that failed half way."""
@@ -85,7 +102,7 @@ class CompressedAllReduce(AllReduce):
 
     def finish_gradients(self) -> None:
         """Return with all gradients complete. With fp16 one small all-reduce over the world, and then the means."""
-        super().finish_gradients()
+        self._break_even.wait(super().finish_gradients)
         if not self._may_overflow or self.phase(self.step) == "gradients":
             return
         finite = self._all_finite()

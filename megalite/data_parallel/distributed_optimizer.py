@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from megalite.data_parallel.arrivals import Arrivals, first_needed_first
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.gradient_shards import GradientShards
-from megalite.data_parallel.strategy import DataParallelStrategy, OptimizerShard
-from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.data_parallel.shards import OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.topology.group import Work
 
 
@@ -37,33 +38,12 @@ class DistributedOptimizer(DataParallelStrategy):
         # Before the shards are made.
         self._sharded = GradientShards(overlap=common["options"].overlap) if shard_gradients else None
         super().__init__(stages, **common)
-        self._gathering: dict[Bucket, Work] = {}
         shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
-        self._overlap_gather = overlap_param_gather and shared
-        self._watch(stages)
+        self._watch(stages, overlap=overlap_param_gather and shared)
 
-    def _watch(self, stages: Mapping[int, torch.nn.Module]) -> None:
+    def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
         """Have the modules say when they need their parameters."""
-        if self._overlap_gather:
-            bucket_of = {
-                placed.parameter: bucket for bucket in self.all_buckets() for placed in bucket.placed
-            }
-            for stage in stages.values():
-                for module in stage.modules():
-                    self._wait_before(module, bucket_of)
-
-    def _wait_before(self, module: torch.nn.Module, bucket_of: dict[Any, Bucket]) -> None:
-        own = [p for p in module.parameters(recurse=False) if isinstance(p, ShardedParameter)]
-        buckets = tuple(dict.fromkeys(bucket_of[parameter] for parameter in own))
-        if buckets:
-            module.register_forward_pre_hook(lambda *_: self._wait_for(buckets))
-
-    def _wait_for(self, buckets: tuple[Bucket, ...]) -> None:
-        if self._gathering:
-            for bucket in buckets:
-                work = self._gathering.pop(bucket, None)
-                if work is not None:
-                    work.wait()
+        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """This rank's equal part."""
@@ -124,22 +104,16 @@ class DistributedOptimizer(DataParallelStrategy):
 
     def publish_parameters(self) -> None:
         """Round the owned part to the model's precision and start gathering all parts, first-needed first."""
-        # Stages are in the order in which the next forward comes to them, the buckets of each in the backward's.
-        shards = {shard.bucket: shard for shard in self.shards}
-        for shard in (shards[bucket] for buckets in self.buckets.values() for bucket in reversed(buckets)):
-            data = shard.bucket.data
-            own = data[shard.start : shard.stop]
-            if shard.is_copy:
-                own.copy_(shard.main_param.data)
-            self._gathering[shard.bucket] = self.channel(shard.bucket).gather_raw_async(data, own)
-        if not self._overlap_gather:
-            self.wait_for_parameters()
+        super().publish_parameters()
+        for bucket in first_needed_first(self.buckets):
+            start, stop = self.owned_range(bucket)
+            work = self.channel(bucket).gather_raw_async(bucket.data, bucket.data[start:stop])
+            self._arrivals.expect(bucket, work)
+        self._arrivals.wait_unless_overlapped()
 
     def wait_for_parameters(self) -> None:
         """Finish every gather."""
-        for work in self._gathering.values():
-            work.wait()
-        self._gathering.clear()
+        self._arrivals.wait()
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
         """All-gather over the ranks that hold the bucket too."""

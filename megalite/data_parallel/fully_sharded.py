@@ -10,9 +10,9 @@ from torch.autograd import Variable
 
 from megalite.data_parallel.buckets import Bucket, give_memory, has_memory, make_buckets, take_memory
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
+from megalite.data_parallel.shards import ALIGNMENT, OptimizerShard
 from megalite.data_parallel.split_main import SplitMain
 from megalite.data_parallel.states import FlatState, Placement
-from megalite.data_parallel.strategy import ALIGNMENT, OptimizerShard
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
@@ -124,7 +124,9 @@ class FullySharded(DistributedOptimizer):
 
     # ---- gathering
 
-    def _watch(self, stages: Mapping[int, torch.nn.Module]) -> None:
+    def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
+        self._gathering: dict[Bucket, Work] = {}
+        self._overlap_gather = overlap
         bucket_of = {placed.parameter: bucket for bucket in self.all_buckets() for placed in bucket.placed}
         self._needs = [
             [

@@ -10,7 +10,8 @@ import torch
 
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket, make_buckets
-from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, Norms
+from megalite.data_parallel.shards import ALIGNMENT, Norms
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.data_parallel.wire import Several
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Work

@@ -36,8 +36,8 @@ def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
     named = [_name(rank, replicas, strategy) for rank in lost]
     one = len(named) == 1
     return (
-        f"{'; '.join(named)} {'is' if one else 'are'} gone: connections were closed in step {strategy.step}. "
-        f"{'Its own log says' if one else 'Their own logs say'} why, if it could be said; start the run again with "
+        f"{named[0] if one else '; '.join(name.rstrip(',') for name in named)} {'is' if one else 'are'} gone: connections "
+        f"were closed in step {strategy.step}. {'Its own log says' if one else 'One of their logs says'} why, if it could be said; start the run again with "
         "--load to go on from the newest checkpoint"
     )
 

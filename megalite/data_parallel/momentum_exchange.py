@@ -12,8 +12,8 @@ from megalite.data_parallel.break_even import BreakEven
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.compression.onebit import OneBit
 from megalite.data_parallel.norm import norm_squared
+from megalite.data_parallel.shards import Norms, StrategyGroups, StrategyOptions
 from megalite.data_parallel.states import FlatState
-from megalite.data_parallel.strategy import Norms, StrategyGroups, StrategyOptions
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.topology.group import DONE, Work
@@ -74,6 +74,7 @@ class MomentumExchange(AllReduce):
     def follow(self, optimizer: Optimizer) -> None:
         """The optimizer says which steps go by whole gradients. Called once, before the first step."""
         self._optimizer = optimizer
+        self._break_even.follow(optimizer)
 
     def _reduces(self, step: int) -> bool:
         assert self._optimizer is not None, "follow() tells it of the optimizer"

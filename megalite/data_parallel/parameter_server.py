@@ -9,11 +9,13 @@ import torch
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.data_parallel.arrivals import Arrivals, first_needed_first
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, OptimizerShard
-from megalite.data_parallel.wire import Channel, Several, add_in_order
+from megalite.data_parallel.shards import ALIGNMENT, OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.wire import Channel, Several
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import Update
 from megalite.topology.group import DONE, Group, Work
+from megalite.topology.rank_sum import add_in_order
 
 SERVER = 0
 """Index of the server in its group."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megalite.data_parallel.server_link import CLOSED, Request, ServerEnd
+from megalite.data_parallel.shards import OptimizerShard
 from megalite.data_parallel.staleness import JOINT, Event, Kind, Ledger, Order, Report, divisor
-from megalite.data_parallel.strategy import OptimizerShard
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import Update
 from megalite.topology.group import Group

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 
 from megalite.config.data_parallel import DataParallelConfig
-from megalite.data_parallel.arrivals import Arrivals, first_needed_first
 from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
 from megalite.data_parallel.parameter_server import AHEAD, chunk_bytes, chunk_elements
-from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, OptimizerShard
-from megalite.data_parallel.wire import Channel, add_in_order
+from megalite.data_parallel.shards import ALIGNMENT
+from megalite.data_parallel.wire import Channel
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Group, Work
+from megalite.topology.rank_sum import add_in_order
 
 
-class ShardedParameterServer(DataParallelStrategy):
+class ShardedParameterServer(DistributedOptimizer):
     """Every rank is a worker and serves its share of the keys, as co-located servers of BytePS do (OSDI 2020).
 
     A key is a chunk of `server_chunk_mb` at most, and keys are dealt out in turn: key k is served by rank k mod d. In a
@@ -37,20 +38,11 @@ class ShardedParameterServer(DataParallelStrategy):
     expert-dp size.
     """
 
-    shards_over_dp = True
-
     def __init__(
-        self,
-        stages: Mapping[int, torch.nn.Module],
-        *,
-        settings: DataParallelConfig,
-        overlap_param_gather: bool,
-        **common: Any,
+        self, stages: Mapping[int, torch.nn.Module], *, settings: DataParallelConfig, **common: Any
     ) -> None:
         self._chunk_bytes = chunk_bytes(settings)
         super().__init__(stages, **common)
-        shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
-        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap_param_gather and shared)
 
     def _key_elements(self) -> int:
         return chunk_elements(self._chunk_bytes, self.options.wire_dtype or self.options.grad_dtype)
@@ -62,12 +54,6 @@ class ShardedParameterServer(DataParallelStrategy):
             align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
             grad_dtype=self.options.grad_dtype,
         )
-
-    def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """This server's keys."""
-        group = self.groups.replicas(bucket.kind)
-        size = bucket.data.numel() // group.size
-        return group.rank * size, (group.rank + 1) * size
 
     def role(self, group: Group, index: int) -> str:
         """What rank `index` of a group with the same buckets is in it."""
@@ -91,25 +77,6 @@ class ShardedParameterServer(DataParallelStrategy):
                 _add(*coming.popleft())
         while coming:
             _add(*coming.popleft())
-
-    def publish_parameters(self) -> None:
-        """Round the served parameters to the model's precision and start gathering all, first-needed first."""
-        super().publish_parameters()
-        for bucket in first_needed_first(self.buckets):
-            start, stop = self.owned_range(bucket)
-            work = self.channel(bucket).gather_raw_async(bucket.data, bucket.data[start:stop])
-            self._arrivals.expect(bucket, work)
-        self._arrivals.wait_unless_overlapped()
-
-    def wait_for_parameters(self) -> None:
-        """Finish every gather."""
-        self._arrivals.wait()
-
-    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """All-gather over the ranks that hold the bucket too."""
-        whole = values.new_empty(shard.bucket.data.numel())
-        self.groups.replicas(shard.bucket.kind).all_gather(whole, values.contiguous())
-        return whole
 
 
 def _add(key: torch.Tensor, parts: torch.Tensor, work: Work) -> None:

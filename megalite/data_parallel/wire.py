@@ -9,6 +9,7 @@ import torch
 
 from megalite.data_parallel.background import Background
 from megalite.topology.group import DONE, Group, Work
+from megalite.topology.rank_sum import add_in_order
 
 
 @dataclass
@@ -45,16 +46,6 @@ class Several:
         for work in self.works:
             work.wait()
         self.works, self.kept = (), ()
-
-
-def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
-    """`output` [m] becomes the sum over ranks of `parts` [size, m], by rank and in the precision of `output`."""
-    if parts.dtype == output.dtype:
-        torch.sum(parts, dim=0, out=output)
-        return
-    output.copy_(parts[0])
-    for part in parts[1:]:
-        output.add_(part)
 
 
 class Channel:

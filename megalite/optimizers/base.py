@@ -19,6 +19,8 @@ class Optimizer(ABC):
     parameters: Sequence[FlatParameter]
     notes: list[str]
     """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+    from_zeros: frozenset[str] = frozenset()
+    """Names of state tensors that a checkpoint need not have: it is another optimizer's, and they start from 0."""
 
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -33,6 +35,11 @@ class Optimizer(ABC):
     def reduces_gradients(self, step: int) -> bool:
         """The step needs gradients summed over ranks; else the optimizer averages states of its own."""
         return True
+
+    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Optimizer | None":
+        """One of the same kind over other `parameters`, which no other rank has a part in, that reduces gradients up to
+        step `freeze_step` and not after it: to see what steps cost. None: this one always reduces gradients."""
+        return None
 
     @abstractmethod
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """When the second moment of a 1-bit optimizer stops moving."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ def warmup_steps(config: RunConfig) -> int:
 
 
 class FreezePoint:
-    """The last step of the warm-up, F: whether a step is frozen depends on its number and on F alone.
+    """The last step of the warm-up, F: whether a step is frozen depends on its number, on F and, with fp16, on the steps
+    that were skipped.
 
     F is `freeze_step`. Without it, it is the first multiple t of Δ = 1/(1-β₂) after the warm-up of the learning rate at
     which ‖v̂‖₁, over all parameters, has been stable for Δ steps (arXiv 2102.02888, section 4, which asks this of
@@ -61,9 +63,21 @@ class FreezePoint:
         self._every = max(round(1.0 / (1.0 - c.adam_beta2)), 1)
         self._last: tuple[int, float] | None = None
 
-    def frozen(self, step: int) -> bool:
-        """The step, from 1, is after the warm-up."""
-        return self.step is not None and step > self.step
+    def at(self, step: int) -> "FreezePoint":
+        """Another one, of a warm-up that ends after `step` whatever happens."""
+        other = copy.copy(self)
+        other.step = other._given = step
+        other.updates = other._last = None
+        return other
+
+    def frozen(self, step: int, updates: int) -> bool:
+        """The step, from 1, is after the warm-up, in which there were `updates` updates if it ended just before.
+
+        Steps that fp16 skipped are no part of the warm-up: a moment of none would be frozen for ever.
+        """
+        if self.step is None or step <= self.step:
+            return False
+        return self.updates is not None or self._given is None or updates >= self._given
 
     def observe(self, step: int, norm: Callable[[], torch.Tensor]) -> str | None:
         """Look at the second moment after an update of the warm-up; a line for the log if the warm-up ends with it.

@@ -77,9 +77,13 @@ class Direction:
     """ε·√(1 - β₂ᵗ)"""
 
     @classmethod
-    def of(cls, config: OptimizerConfig, updates: int) -> "Direction":
-        """With the bias corrections of update number `updates`, from 1."""
-        below = math.sqrt(1.0 - config.adam_beta2**updates)
+    def of(cls, config: OptimizerConfig, updates: int, *, frozen: int | None = None) -> "Direction":
+        """With the bias corrections of update number `updates`, from 1.
+
+        Args:
+            frozen: updates that v has had, where it has not had all.
+        """
+        below = math.sqrt(1.0 - config.adam_beta2 ** (updates if frozen is None else frozen))
         return cls(scale=below / (1.0 - config.adam_beta1**updates), eps=config.adam_eps * below)
 
     def add_to(

@@ -1,8 +1,7 @@
 """What optimizers have in common whose ranks exchange signs of momentum once the second moment is frozen."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
+from megalite.optimizers.lamb import BLOCKS, Direction
 
 
 def second_moment_norm(
@@ -24,10 +24,18 @@ def second_moment_norm(
     return total / correction
 
 
-def frozen_denominator(moment: torch.Tensor, *, correction: float, eps: float) -> torch.Tensor:
-    """√(v/correction) + ε, and infinite where v is 0: what got no gradient in the warm-up has no scale to step by. A sign
-    there stands for the others' size and would, divided by ε, be a huge step; so it stays as it is."""
-    return (moment / correction).sqrt_().add_(eps).masked_fill_(moment == 0.0, math.inf)
+def silence(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """In place: 0 where the second moment v is. What got no gradient in the warm-up has no scale to step by: a sign there
+    stands for the others' size and would, divided by ε, be a huge step; so it stays as it is."""
+    # v is not negative. A product is several times as fast as a mask, on a CPU.
+    return values.mul_(moment.sign())
+
+
+def ranges(parameter: torch.Tensor) -> Iterator[slice]:
+    """All elements, as many at a time as LAMB takes."""
+    size = BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
+    for start in range(0, parameter.numel(), size):
+        yield slice(start, min(start + size, parameter.numel()))
 
 
 class FrozenMoments(Optimizer):
@@ -54,7 +62,7 @@ class FrozenMoments(Optimizer):
 
     def reduces_gradients(self, step: int) -> bool:
         """In the warm-up."""
-        return not self.freeze.frozen(step)
+        return not self.freeze.frozen(step, self._base.updates)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -96,8 +104,9 @@ class FrozenMoments(Optimizer):
         return 1.0 - self._config.adam_beta2**self.freeze.updates
 
     @property
-    def _momentum_correction(self) -> float:
-        return 1.0 - self._config.adam_beta1**self._base.updates
+    def _direction(self) -> Direction:
+        """m̂/(√v̂ + ε) of the update under way."""
+        return Direction.of(self._config, self._base.updates, frozen=self.freeze.updates)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The two moments."""

@@ -7,7 +7,7 @@ from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Exchange
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.onebit import FrozenMoments, frozen_denominator
+from megalite.optimizers.onebit import FrozenMoments, ranges, silence
 
 
 class OneBitAdam(FrozenMoments):
@@ -21,18 +21,21 @@ class OneBitAdam(FrozenMoments):
     ) -> None:
         super().__init__(parameters, AdamW(parameters, config), config, freeze)
 
+    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "OneBitAdam":
+        """Another one that no other rank takes part in."""
+        return OneBitAdam(parameters, self._config, self.freeze.at(freeze_step))
+
     def _frozen_step(self, update: Update, exchange: Exchange) -> None:
-        rate = -update.lr / self._momentum_correction
+        direction = self._direction
         for flat in self.parameters:
             param, moments = flat.param, self.state(flat.param)
             exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
             assert param.grad is not None
             exp_avg.lerp_(param.grad, 1.0 - self._config.adam_beta1)
             exchange(flat, exp_avg)
-            exp_avg.masked_fill_(exp_avg_sq == 0.0, 0.0)
-            if flat.decay:
-                param.data.mul_(1.0 - update.lr * update.weight_decay)
-            below = frozen_denominator(
-                exp_avg_sq, correction=self._variance_correction, eps=self._config.adam_eps
-            )
-            param.data.addcdiv_(exp_avg, below, value=rate)
+            for part in ranges(param):
+                values, momentum, moment = param.data[part], exp_avg[part], exp_avg_sq[part]
+                silence(momentum, moment)
+                if flat.decay:
+                    values.mul_(1.0 - update.lr * update.weight_decay)
+                direction.add_to(values, momentum, moment, factor=-update.lr)

@@ -1,7 +1,8 @@
 """1-bit LAMB: LAMB until its second moment is stable, then momentum by signs and trust ratios that follow from it."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -9,9 +10,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.base import Exchange
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.lamb import LAMB
-from megalite.optimizers.onebit import FrozenMoments, frozen_denominator
-from megalite.optimizers.tensor_sums import Pieces, TensorSums
+from megalite.optimizers.lamb import LAMB, Block, make_blocks
+from megalite.optimizers.onebit import FrozenMoments
+from megalite.optimizers.tensor_sums import Pieces, TensorSums, norm
 from megalite.topology.group import Group
 
 RATIO_SMOOTHING = 0.9
@@ -55,18 +56,28 @@ class OneBitLAMB(FrozenMoments):
         super().__init__(parameters, self._lamb, config, freeze)
         device = parameters[0].param.device
         self._sums = TensorSums(parameters, group=group, device=device)
-        self._all_pieces, self._pieces = (
-            Pieces(
-                [self._sums.column(each) for flat in flats for each in flat.segments if each.counts],
-                self._sums,
-            )
-            for flats in (parameters, [flat for flat in parameters if flat.decay])
-        )
+        self._blocks = make_blocks(parameters, self._sums)
+        in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
+        self._columns = torch.tensor([column for column, _ in in_tensors], dtype=torch.int64, device=device)
+        self._pieces = Pieces([column for column, counts in in_tensors if counts], self._sums)
         self._fresh = {flat.param: torch.zeros_like(flat.param.data) for flat in parameters}
         """v'."""
         self._ratio, self._factor, self._sigma = self._sums.zeros(3)
+        self._knows_ratios = True
         self._factor += 1.0
         self._sigma += 1.0
+
+    from_zeros = frozenset(("exp_avg_sq_fresh",))
+    """It is made when the warm-up ends."""
+
+    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "OneBitLAMB":
+        """Another one that no other rank takes part in."""
+        return OneBitLAMB(parameters, self._config, self.freeze.at(freeze_step), group=Group.solo("alone"))
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take up saved `counters`. Trust ratios may not have come with them."""
+        super().load_counters(counters)
+        self._knows_ratios = False
 
     def _warmed(self) -> None:
         ratios = self._lamb.trust_ratios
@@ -85,90 +96,110 @@ class OneBitLAMB(FrozenMoments):
             self._find_sigma()
 
     def _find_sigma(self) -> None:
-        table, sizes = self._sums.zeros(2), []
-        norms = []
+        table = self._sums.zeros(2)
         for flat in self.parameters:
             momentum = self.state(flat.param)["exp_avg"]
             for segment in flat.segments:
                 if segment.counts:
-                    norms.append(torch.linalg.vector_norm(momentum[segment.start : segment.stop]))
-                    sizes.append((self._sums.column(segment), segment.stop - segment.start))
-        table[0] = self._all_pieces.add_up(norms)
-        for column, size in sizes:
-            table[1, column] += size
+                    column = self._sums.column(segment)
+                    table[0, column] += norm(momentum[segment.start : segment.stop]).square()
+                    table[1, column] += segment.stop - segment.start
         self._sums.all_reduce(table)
         rms = (table[0] / table[1]).sqrt()
         # A tensor without momentum says nothing of its size.
         self._sigma.copy_(torch.where(rms > 0.0, rms[rms > 0.0].mean() / rms, 1.0))
 
     def _frozen_step(self, update: Update, exchange: Exchange) -> None:
-        largest, norms = self._sums.zeros(1)[0], list[torch.Tensor]()
+        if not self._knows_ratios:
+            # The warm-up was that of a 1-bit optimizer without trust ratios: start as where one ends.
+            self._knows_ratios = True
+            if any(
+                float(ratio) == 0.0
+                for (state, _), ratio in self.tensor_state().items()
+                if state == "trust_ratio"
+            ):
+                self._freeze()
+        direction = self._direction
         for flat in self.parameters:
             self._exchange_momentum(flat, exchange)
-            if flat.decay:
-                norms += self._look_at(flat, update.weight_decay, largest)
+        largest: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []
+        for block in self._blocks:
+            below, mean = self._take_mean(block, direction.eps)
+            if block.column is None:
+                continue
+            largest.append(self._growth(block, below))
+            if block.counts:
+                norms.append(norm(mean))
+                values = block.of(block.param.data)
+                norms.append(norm(torch.add(mean, values, alpha=update.weight_decay / direction.scale)))
         factors = self._factors(largest, norms)
-        for flat in self.parameters:
-            momentum, below, values = self.state(flat.param)["exp_avg"], self._below(flat), flat.param.data
-            for segment in flat.segments:
-                rate, part = update.lr, slice(segment.start, segment.stop)
-                if flat.decay:
-                    rate *= factors[self._sums.column(segment)]
-                    values[part].mul_(1.0 - rate * update.weight_decay)
-                values[part].addcdiv_(momentum[part], below[part], value=-rate / self._momentum_correction)
+        for block in self._blocks:
+            assert block.param.grad is not None
+            rate, values = update.lr, block.of(block.param.data)
+            if block.column is not None:
+                rate *= factors[block.column]
+                values.mul_(1.0 - rate * update.weight_decay)
+            values.add_(block.of(block.param.grad), alpha=-rate * direction.scale)
 
     def _exchange_momentum(self, flat: FlatParameter, exchange: Exchange) -> None:
-        """m, and v' by the mean gradient that it tells."""
-        c, moments = self._config, self.state(flat.param)
-        momentum = moments["exp_avg"]
-        assert flat.param.grad is not None
-        before = momentum.clone()
-        momentum.lerp_(flat.param.grad, 1.0 - c.adam_beta1)
-        if c.onebit_scale == "bucket":
-            sigma = self._sigma.tolist()
-            for segment in flat.segments:
-                momentum[segment.start : segment.stop].mul_(sigma[self._sums.column(segment)])
-            exchange(flat, momentum)
-            for segment in flat.segments:
-                momentum[segment.start : segment.stop].div_(sigma[self._sums.column(segment)])
-        else:
-            exchange(flat, momentum)
-        momentum.masked_fill_(moments["exp_avg_sq"] == 0.0, 0.0)
-        mean_gradient = before.mul_(-c.adam_beta1).add_(momentum).div_(1.0 - c.adam_beta1)
-        self._fresh[flat.param].mul_(c.adam_beta2).addcmul_(
-            mean_gradient, mean_gradient, value=1.0 - c.adam_beta2
+        """The gradient's memory becomes the mean of m_i; m is still m₋."""
+        momentum, grad = self.state(flat.param)["exp_avg"], flat.param.grad
+        assert grad is not None
+        torch.lerp(momentum, grad, 1.0 - self._config.adam_beta1, out=grad)
+        if self._config.onebit_scale == "tensor":
+            exchange(flat, grad)
+            return
+        sigma = self._sigma.tolist()
+        sizes = [sigma[self._sums.column(segment)] for segment in flat.segments]
+        parts = [grad[segment.start : segment.stop] for segment in flat.segments]
+        torch._foreach_mul_(parts, sizes)
+        exchange(flat, grad)
+        torch._foreach_div_(parts, sizes)
+
+    def _take_mean(self, block: Block, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and v' by the mean of m_i; √v + eps, 0 where v is, and m/(√v + eps), which is in the gradient's memory.
+
+        All is done to a block while it is in the cache.
+        """
+        c, states = self._config, self._lamb.state(block.param)
+        assert block.param.grad is not None
+        mean, momentum, moment = (
+            block.of(each) for each in (block.param.grad, states["exp_avg"], states["exp_avg_sq"])
         )
+        known = moment.sign()
+        mean.mul_(known)  # see `silence`
+        told = torch.sub(mean, momentum, alpha=c.adam_beta1)
+        share = (1.0 - c.adam_beta2) / (1.0 - c.adam_beta1) ** 2
+        block.of(self._fresh[block.param]).mul_(c.adam_beta2).addcmul_(told, told, value=share)
+        momentum.copy_(mean)
+        below = torch.sqrt(moment, out=told).add_(eps)
+        mean.div_(below)
+        return below.mul_(known), mean
 
-    def _below(self, flat: FlatParameter) -> torch.Tensor:
-        moment = self.state(flat.param)["exp_avg_sq"]
-        return frozen_denominator(moment, correction=self._variance_correction, eps=self._config.adam_eps)
+    def _growth(self, block: Block, below: torch.Tensor) -> torch.Tensor:
+        """The largest (√v + eps)/(√v' + ε) of a block, []. `below` is used up."""
+        return below.div_(block.of(self._fresh[block.param]).sqrt().add_(self._config.adam_eps)).amax()
 
-    def _look_at(
-        self, flat: FlatParameter, weight_decay: float, largest: torch.Tensor
-    ) -> Iterator[torch.Tensor]:
-        """‖m̂/d‖ and ‖u‖ of each piece that this rank counts; `largest` [tensors] becomes at least its d/(√v' + ε)."""
-        below = self._below(flat)
-        direction = (self.state(flat.param)["exp_avg"] / below).div_(self._momentum_correction)
-        growth = below / self._fresh[flat.param].sqrt().add_(self._config.adam_eps)
-        growth.masked_fill_(below == math.inf, 0.0)
-        u = torch.add(direction, flat.param.data, alpha=weight_decay)
-        for segment in flat.segments:
-            part, column = slice(segment.start, segment.stop), self._sums.column(segment)
-            largest[column] = torch.maximum(largest[column], growth[part].max())
-            if segment.counts:
-                yield torch.linalg.vector_norm(direction[part])
-                yield torch.linalg.vector_norm(u[part])
+    def _factors(self, largest: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[float]:
+        """c̄r of all tensors; 1 for those of which nothing is known.
 
-    def _factors(self, largest: torch.Tensor, norms: Sequence[torch.Tensor]) -> list[float]:
-        """c̄r of all tensors; 1 for those of which nothing is known."""
-        self._sums.all_reduce(largest, op="max")
+        Args:
+            largest: of all blocks that are in a tensor, as `_growth`.
+            norms: of those that are counted, of the two parts of ρ.
+        """
+        growth = self._sums.zeros(1)[0]
+        if largest:
+            found = torch.stack(list(largest)).double() / math.sqrt(self._variance_correction)
+            growth.scatter_reduce_(0, self._columns, found, "amax")
+        self._sums.all_reduce(growth, op="max")
         squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
         self._sums.all_reduce(squares)
         share = torch.where(squares[1] > 0.0, squares[0] / squares[1], 1.0).sqrt_().clamp_(max=1.0)
-        factor = (largest * share + 1.0 - share).clamp_(*FACTOR_RANGE)
+        factor = (growth * share + 1.0 - share).clamp_(*FACTOR_RANGE)
         lowest, highest = self._factor * (1.0 - FACTOR_CHANGE), self._factor * (1.0 + FACTOR_CHANGE)
         factor = torch.minimum(torch.maximum(factor, lowest), highest)
-        self._factor.copy_(torch.where(largest > 0.0, factor, 1.0))
+        self._factor.copy_(torch.where(growth > 0.0, factor, 1.0))
         return (self._ratio * self._factor).tolist()
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """0/1 Adam: a second moment that is updated ever more rarely, then steps of one's own between exchanges of signs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.onebit import frozen_denominator, second_moment_norm
+from megalite.optimizers.lamb import Direction
+from megalite.optimizers.onebit import ranges, second_moment_norm, silence
 
 STATES = ("exp_avg", "exp_avg_sq", "local_update", "synced_param")
 """Names of the state tensors, each of the shape of its parameter."""
@@ -58,9 +60,17 @@ class ZeroOneAdam(Optimizer):
         self._decay, self._rate = 1.0, 0.0
         """D and S."""
 
+    from_zeros = frozenset(("local_update", "synced_param"))
+    """Both are made when the warm-up ends."""
+
+    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "ZeroOneAdam":
+        """Another one that no other rank takes part in."""
+        return ZeroOneAdam(parameters, self._config, self.freeze.at(freeze_step))
+
     def reduces_gradients(self, step: int) -> bool:
         """Where the second moment is updated."""
-        return not self.freeze.frozen(step) and updates_variance(step, self._config.variance_update_scaler)
+        frozen = self.freeze.frozen(step, self._updates)
+        return not frozen and updates_variance(step, self._config.variance_update_scaler)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -68,8 +78,9 @@ class ZeroOneAdam(Optimizer):
 
         Collectives: those of `exchange`, and of `FreezePoint.observe`.
         """
+        frozen = self.freeze.frozen(update.step, self._updates)
         self._updates += 1
-        if self.freeze.frozen(update.step):
+        if frozen:
             assert exchange is not None, "gradients are this rank's own"
             self._local_step(update, exchange)
             return
@@ -91,8 +102,13 @@ class ZeroOneAdam(Optimizer):
     def _momentum_correction(self) -> float:
         return 1.0 - self._config.adam_beta1**self._updates
 
-    def _below(self, moment: torch.Tensor) -> torch.Tensor:
-        return frozen_denominator(moment, correction=self._variance_correction, eps=self._config.adam_eps)
+    def _step_along(self, flat: FlatParameter, momentum: torch.Tensor, factor: float) -> None:
+        """In place: x + factor·momentum/(√v̂ + ε)."""
+        below = math.sqrt(self._variance_correction)
+        direction = Direction(scale=below, eps=self._config.adam_eps * below)
+        moment = self._states[flat.param]["exp_avg_sq"]
+        for part in ranges(flat.param):
+            direction.add_to(flat.param.data[part], momentum[part], moment[part], factor=factor)
 
     def _warmup_step(self, flat: FlatParameter, update: Update, exchange: Exchange | None) -> None:
         c, param, states = self._config, flat.param, self._states[flat.param]
@@ -102,10 +118,10 @@ class ZeroOneAdam(Optimizer):
             exp_avg_sq.mul_(c.adam_beta2).addcmul_(param.grad, param.grad, value=1.0 - c.adam_beta2)
         else:
             exchange(flat, param.grad)
-        exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1).masked_fill_(exp_avg_sq == 0.0, 0.0)
+        silence(exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1), exp_avg_sq)
         if flat.decay:
             param.data.mul_(1.0 - update.lr * update.weight_decay)
-        param.data.addcdiv_(exp_avg, self._below(exp_avg_sq), value=-update.lr / self._momentum_correction)
+        self._step_along(flat, exp_avg, -update.lr / self._momentum_correction)
 
     def _local_step(self, update: Update, exchange: Exchange) -> None:
         c = self._config
@@ -123,7 +139,7 @@ class ZeroOneAdam(Optimizer):
             param, states = flat.param, self._states[flat.param]
             exp_avg, own = states["exp_avg"], states["local_update"]
             assert param.grad is not None
-            exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1).masked_fill_(states["exp_avg_sq"] == 0.0, 0.0)
+            silence(exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
             if flat.decay:
                 own.mul_(kept)
             own.add_(exp_avg, alpha=rate)
@@ -132,16 +148,15 @@ class ZeroOneAdam(Optimizer):
             if due and self._rate > 0.0:
                 self._exchange_steps(flat, exchange)
             else:
-                param.data.addcdiv_(own, self._below(states["exp_avg_sq"]), value=-1.0)
+                self._step_along(flat, own, -1.0)
         if due and self._rate > 0.0:
             self._decay, self._rate = 1.0, 0.0
 
     def _exchange_steps(self, flat: FlatParameter, exchange: Exchange) -> None:
         param, states = flat.param, self._states[flat.param]
-        mean, exp_avg_sq = states["local_update"].div_(self._rate), states["exp_avg_sq"]
+        mean = states["local_update"].div_(self._rate)
         exchange(flat, mean)
-        mean.masked_fill_(exp_avg_sq == 0.0, 0.0)
-        param.data.addcdiv_(mean, self._below(exp_avg_sq), value=-self._rate)
+        self._step_along(flat, silence(mean, states["exp_avg_sq"]), -self._rate)
         torch.mul(mean, self._momentum_correction, out=states["exp_avg"])
         states["synced_param"].copy_(param.data)
         mean.zero_()

@@ -7,6 +7,7 @@ from typing import Any
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
+from megalite.parity.exact import EXACT_STRATEGIES
 from megalite.parity.shrink import MAX_BATCH, MAX_WORLD, Shrunk, shrink
 
 Drawn = dict[str, Any]
@@ -63,13 +64,35 @@ def _layout(generator: random.Random) -> Drawn:
         drawn["cp_comm_type"] = "a2a"
     if pp > 1:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
-    if generator.random() < 0.5:
-        drawn["dp_strategy"] = "distributed-optimizer"
-        drawn["overlap_param_gather"] = generator.random() < 0.5
+    drawn |= _strategy(generator, pp)
+    drawn |= _optimizer(generator)
     drawn["overlap_grad_reduce"] = generator.random() < 0.5
     drawn["ddp_bucket_size"] = generator.choice((1, 200, 1000, 3000))
     drawn["rank_order"] = generator.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
     return drawn
+
+
+def _strategy(generator: random.Random, pp: int) -> Drawn:
+    strategy = generator.choice([name for name in EXACT_STRATEGIES if pp == 1 or name != "fully-sharded"])
+    found: Drawn = {"dp_strategy": strategy}
+    if strategy not in ("all-reduce", "fused-all-reduce"):
+        found["overlap_param_gather"] = generator.random() < 0.5
+    if strategy == "distributed-optimizer":
+        found["shard_gradients"] = generator.random() < 0.5
+    if strategy == "fused-all-reduce":
+        found["fusion_threshold_mb"] = generator.choice((0.0001, 0.005, 64.0))
+    if strategy.endswith("server"):
+        found["server_chunk_mb"] = generator.choice((0.001, 0.003, 4.0))
+    elif generator.random() < 0.3:
+        found["reduction_order"] = "rank"
+    return found
+
+
+def _optimizer(generator: random.Random) -> Drawn:
+    found: Drawn = {"optimizer": generator.choice(("adam", "adam", "sgd", "lamb", "muon"))}
+    if found["optimizer"] == "sgd":
+        found |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
+    return found
 
 
 def _experts(generator: random.Random, drawn: Drawn) -> Drawn:

@@ -11,6 +11,7 @@ from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
+from megalite.parity.exact import check_exact
 from megalite.parity.sizes import (
     Changes,
     attention_changes,
@@ -29,7 +30,12 @@ MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
 _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing")
-_KEPT_OPTIMIZER = ("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+_KEPT_OPTIMIZER = (
+    *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
+    *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_steps", "muon_scale"),
+)
+_FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")
+"""Of what the optimizer keeps: they go with the precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +66,15 @@ def shrink(
 
     Args:
         world_size: ranks to run on; default: those of the layout, with dp at most 2 and the world at most `MAX_WORLD`.
-        keep: of precision and eod_mask_loss those that stay as the config has them.
+        keep: of precision (and the formats of the optimizer's numbers with it) and eod_mask_loss those that stay as
+            the config has them.
         explicit: `Invocation.explicit`.
 
     Raises:
-        ConfigError: the user's own config is not legal, or needs more ranks than `MAX_WORLD`.
+        ConfigError: the user's own config is not legal, is not meant to give the numbers of one rank, or needs more
+            ranks than `MAX_WORLD`.
     """
+    check_exact(config)
     dp = _data_parallel(config, world_size)
     p = config.parallel
     world = p.tp * p.pp * p.cp * dp
@@ -81,7 +90,7 @@ def shrink(
         name: (before[name], after[name])
         for name, setting in settings().items()
         if before[name] != after[name]
-        and setting.section in ("model", "parallel", "training")
+        and (setting.section in ("model", "parallel", "training") or name in _FORMATS)
         and name not in ("device", "train_iters", "train_samples", "initial_loss_scale")
         and not (name == "dp" and before[name] is None)
     }
@@ -136,13 +145,14 @@ def _data_parallel(config: RunConfig, world_size: int | None) -> int:
 def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
     """Everything about the run that is not its sizes."""
     defaults = {name: setting.default for name, setting in settings().items()}
+    kept = _KEPT_OPTIMIZER + (_FORMATS if "precision" in keep else ())
     changes: Changes = {
         name: defaults[name]
         for name, setting in settings().items()
         if (setting.section in _SECTIONS_LEFT_OUT and name not in _KEPT_DATA)
-        or (setting.section == "optimizer" and name not in _KEPT_OPTIMIZER)
+        or (setting.section == "optimizer" and name not in kept)
         or name in ("rampup_batch_size", "train_samples", "eval_interval", "eval_iters", "exit_interval")
-        or name in ("distributed_backend", "pipeline_memory_limit")
+        or name in ("distributed_backend", "pipeline_memory_limit", "check_replicas_interval")
     }
     changes |= {"train_iters": 1000, "lr": 1e-2, "lr_decay_style": "constant", "device": "cpu"}
     changes["adam_eps"] = max(config.optimizer.adam_eps, 1e-5)

@@ -4,39 +4,21 @@ Of strategies that change with time it is the mean over steps (exchanges every s
 Not counted: the sums of LAMB's norms, 16 bytes a tensor, and the matrices that Muon puts together.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.parallel import LOCAL_STRATEGIES
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape, is_hidden_matrix, stage_shapes
+from megalite.models.shapes import ParameterShape
 from megalite.planner.activations import ELEMENT_BYTES
+from megalite.planner.buckets import PlannedBucket, planned_buckets, wire_width
 from megalite.planner.sharing import local_size
-from megalite.planner.stages import StagePlan, shares_embedding
+from megalite.planner.stages import StagePlan
+from megalite.planner.states import moment_widths
+from megalite.planner.whole import gather_counts, units_of
 
 Volume = tuple[str, str, int]
 """Group, operation, bytes."""
-
-ALIGNMENT = 64
-"""A bucket is padded to this many elements for each rank that shares it."""
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket of one stage."""
-
-    group: str
-    """Of the ranks that hold it too: dp-cp or expert-dp."""
-    replicas: int
-    partial: bool
-    """Each tp rank has a part of the gradient."""
-    tied: bool
-    elements: int
-    shapes: tuple[ParameterShape, ...]
-    unit: str = ""
-    """fully-sharded: which module's it is."""
 
 
 def norm_terms(config: RunConfig) -> int:
@@ -48,113 +30,52 @@ def norm_terms(config: RunConfig) -> int:
     return 2 if strategy == "fused-all-reduce" or config.optimizer.optimizer in ONEBIT_OPTIMIZERS else 1
 
 
+def time_basis(config: RunConfig) -> str:
+    """What the replicas' exchanges of a step are of, where steps are not alike; else nothing."""
+    p, d = config.parallel, config.data_parallel
+    if p.dp_strategy in ("local-sgd", "diloco"):
+        return f"mean over {d.sync_interval} steps"
+    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        return "once frozen"
+    if d.grad_compression != "none" and d.compression_warmup_steps:
+        return f"after {d.compression_warmup_steps} steps"
+    t = config.training
+    several = (
+        t.recompute_granularity == "full" and t.recompute_method == "uniform" and t.recompute_num_layers > 1
+    )
+    if p.dp_strategy == "fully-sharded" and several:
+        return "about: layers recomputed together are gathered once more"
+    return ""
+
+
 def gradient_volumes(
     config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...], num_microbatches: int
 ) -> Iterator[Volume]:
     """Of one stage in a step, on the data-parallel rank that sends most."""
     width = max(4, ELEMENT_BYTES[config.training.precision])
-    for bucket in planned_buckets(config, plan, stages):
+    buckets = planned_buckets(config, plan, stages)
+    whole = config.parallel.dp_strategy == "fully-sharded"
+    gathers = gather_counts(config, units_of(config, buckets), num_microbatches) if whole else {}
+    for bucket in buckets:
+        # Where gradients are sharded, what several ranks hold in parts is summed range by range.
+        parts = bucket.replicas if whole or config.data_parallel.shard_gradients else 1
         if bucket.partial:
-            yield "tp", "all-reduce", bucket.elements * width
+            yield "tp", "all-reduce", bucket.elements // parts * width
         if bucket.tied:
-            yield "embedding", "all-reduce", bucket.elements * width
+            yield "embedding", "all-reduce", bucket.elements // parts * width
         if bucket.replicas > 1:
-            for operation, size in _exchanges(config, bucket, num_microbatches):
+            for operation, size in _exchanges(config, bucket, num_microbatches, gathers.get(bucket, 1)):
                 yield bucket.group, operation, round(size)
 
 
-def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
-    """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
-    shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
-    tied_apart = config.model.tie_embeddings and len(stages) > 1
-    if tied_apart and plan.has_head and shares_embedding(stages):
-        # It is the first stage's.
-        shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
-    if config.parallel.dp_strategy != "fully-sharded":
-        return _cut(config, shapes, tied_apart=tied_apart)
-    units: dict[str, list[ParameterShape]] = {}
-    for shape in shapes:
-        parts = shape.name.split(".")
-        units.setdefault(".".join(parts[:2]) if parts[0] == "layers" else parts[0], []).append(shape)
-    return [
-        bucket
-        for unit, members in reversed(units.items())
-        for bucket in _cut(config, members, tied_apart=tied_apart, unit=unit)
-    ]
-
-
-def _cut(
-    config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = ""
-) -> list[PlannedBucket]:
-    p = config.parallel
-    assert p.dp is not None
-    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
-    found: list[PlannedBucket] = []
-    open_kinds: dict[tuple[bool, ...], list[ParameterShape]] = {}
-
-    def close(kind: tuple[bool, ...]) -> None:
-        members = tuple(open_kinds.pop(kind))
-        replicas = expert if kind[3] else dense
-        elements = sum(local_size(shape, config) for shape in members)
-        align = ALIGNMENT * replicas
-        found.append(
-            PlannedBucket(
-                group="expert-dp" if kind[3] else "dp-cp",
-                replicas=replicas,
-                partial=kind[2],
-                tied=kind[4],
-                elements=-(-elements // align) * align,
-                shapes=members,
-                unit=unit,
-            )
-        )
-
-    muon = config.optimizer.optimizer == "muon"
-    for shape in reversed(shapes):
-        kind: tuple[bool, ...] = (
-            shape.decay,
-            shape.shard_dim is not None,
-            is_partial(shape, config),
-            shape.expert,
-            tied_apart and shape.name == "embedding.word.weight",
-            muon and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
-        )
-        members = open_kinds.setdefault(kind, [])
-        members.append(shape)
-        if sum(local_size(member, config) for member in members) >= bucket_size(config):
-            close(kind)
-    for left in list(open_kinds):
-        close(left)
-    return found
-
-
-def bucket_size(config: RunConfig) -> int:
-    """Elements after which a bucket is full."""
-    p, d = config.parallel, config.data_parallel
-    if p.dp_strategy == "fused-all-reduce":
-        return sys.maxsize
-    if p.dp_strategy == "sharded-parameter-server":
-        assert p.dp is not None
-        key = int(1e6 * d.server_chunk_mb / _wire(config)) // ALIGNMENT
-        return p.dp * p.cp * max(1, key) * ALIGNMENT
-    return p.ddp_bucket_size
-
-
-def _wire(config: RunConfig) -> int:
-    """Bytes of an element of a gradient on the wire."""
-    return (
-        2 if config.data_parallel.wire_dtype == "bf16" else max(4, ELEMENT_BYTES[config.training.precision])
-    )
-
-
 def _exchanges(
-    config: RunConfig, bucket: PlannedBucket, num_microbatches: int
+    config: RunConfig, bucket: PlannedBucket, num_microbatches: int, gathers: int
 ) -> Iterable[tuple[str, float]]:
-    """(operation, bytes) over the replicas of one bucket."""
+    """(operation, bytes) over the replicas of one bucket, which is gathered so many times."""
     p, d = config.parallel, config.data_parallel
     n, count = bucket.elements, bucket.replicas
     element = ELEMENT_BYTES[config.training.precision]
-    wire, narrow = _wire(config), d.wire_dtype == "bf16"
+    wire, narrow = wire_width(config), d.wire_dtype == "bf16"
     in_parts = narrow or d.reduction_order == "rank"
     lossy = d.grad_compression != "none" and bucket.shapes[0].decay  # norms and biases travel whole
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
@@ -164,10 +85,8 @@ def _exchanges(
             [("all-to-all", n * wire), ("all-gather", n * wire)] if in_parts else [("all-reduce", n * wire)]
         )
     if p.dp_strategy in ("distributed-optimizer", "fully-sharded"):
-        late = bucket.partial or bucket.tied
-        whole = p.dp_strategy == "fully-sharded"
-        pushes = num_microbatches if (d.shard_gradients or whole) and not late else 1
-        gathers = 2 * num_microbatches if whole else 1
+        sharded = d.shard_gradients or p.dp_strategy == "fully-sharded"
+        pushes = num_microbatches if sharded else 1
         return [
             ("all-to-all" if in_parts else "reduce-scatter", pushes * n * wire),
             ("all-gather", gathers * n * element),
@@ -181,10 +100,11 @@ def _exchanges(
     if p.dp_strategy == "gossip":
         peers = 1 if d.gossip_graph == "one-peer" or count == 2 else 2
         return [("send", peers * n * wire)]
-    times = 1.0 / d.sync_interval
+    size = wire
     if d.average_optimizer_state:
-        times *= 3.0
-    return [("all-to-all", times * n * wire), ("all-gather", times * n * wire)]
+        states = moment_widths(config, bucket.shapes[0])
+        size += len(states) * wire if narrow else sum(states)
+    return [("all-to-all", n * size / d.sync_interval), ("all-gather", n * size / d.sync_interval)]
 
 
 def _compressed(config: RunConfig, bucket: PlannedBucket) -> Iterable[tuple[str, float]]:
@@ -195,10 +115,10 @@ def _compressed(config: RunConfig, bucket: PlannedBucket) -> Iterable[tuple[str,
         size = n / 8 if kind == "onebit" else n
         return [("all-to-all", size), ("all-gather", size)]
     if kind == "topk":
-        each = 6.0 if d.wire_dtype == "bf16" else 8.0
-        return [("all-gather", each * d.topk_density * n * count)]
+        return [("all-gather", (4 + wire_width(config)) * d.topk_density * n * count)]
     numbers = sum(_low_rank(config, shape) for shape in bucket.shapes)
-    return [("all-to-all", 4.0 * numbers), ("all-gather", 4.0 * numbers)]
+    size = numbers * max(4, ELEMENT_BYTES[config.training.precision])  # whatever the wire format
+    return [("all-to-all", size), ("all-gather", size)]
 
 
 def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
@@ -216,12 +136,3 @@ def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
     matrices = size // (rows * columns)
     low = rank * (rows + columns)
     return matrices * low if 2 * low < rows * columns else size
-
-
-def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
-    """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
-    always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    if shape.name.endswith(always):
-        return config.parallel.tp > 1
-    in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))
-    return config.parallel.sequence_parallel and in_sequence_region

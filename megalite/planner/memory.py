@@ -12,10 +12,12 @@ from megalite.config.run import RunConfig
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.planner.activations import recompute_workspace_bytes
+from megalite.planner.pipeline import plan_stages
 from megalite.planner.sharing import local_size
 from megalite.planner.sizes import stage_sizes
 from megalite.planner.stages import StagePlan, shapes_of_rank
 from megalite.planner.states import element_bytes
+from megalite.planner.whole import whole_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class RankMemory:
     activation_bytes: int
     """Of all microbatches in flight at the peak."""
     workspace_bytes: int
-    """What recomputation brings back at once in the backward."""
+    """What recomputation brings back at once in the backward, and what is whole for a while of sharded parameters and
+    gradients."""
 
     @property
     def total_bytes(self) -> int:
@@ -82,5 +85,8 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
         gradient_bytes=math.ceil(gradient),
         optimizer_bytes=math.ceil(optimizer),
         activation_bytes=activation_bytes,
-        workspace_bytes=max(recompute_workspace_bytes(config, plan) for plan in stages),
+        workspace_bytes=max(
+            recompute_workspace_bytes(config, plan) + whole_bytes(config, plan, plan_stages(config))
+            for plan in stages
+        ),
     )

@@ -37,22 +37,22 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
     return ElementBytes(
         parameter=element / (replicas if whole else 1),
         gradient=main / gradient_parts,
-        optimizer=(apart + moment_bytes(config, shape)) / parts + strategy_bytes(config, replicas),
+        optimizer=(apart + sum(moment_widths(config, shape))) / parts + strategy_bytes(config, replicas),
     )
 
 
-def moment_bytes(config: RunConfig, shape: ParameterShape) -> int:
-    """Of the optimizer's states, nothing sharded."""
+def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
+    """Bytes of an element of each of the optimizer's states, nothing sharded."""
     o = config.optimizer
     main = max(4, ELEMENT_BYTES[config.training.precision])
     if o.optimizer == "adam":
-        return sum(2 if dtype == "bf16" else main for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype))
+        return tuple(2 if dtype == "bf16" else main for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype))
     if o.optimizer == "sgd":
-        return main if o.sgd_momentum else 0
+        return (main,) if o.sgd_momentum else ()
     if o.optimizer == "muon" and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay):
-        return main
+        return (main,)
     states = {"onebit-lamb": 3, "zero-one-adam": 4}
-    return states.get(o.optimizer, 2) * main
+    return (main,) * states.get(o.optimizer, 2)
 
 
 def strategy_bytes(config: RunConfig, replicas: int) -> float:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.errors import ConfigError
+from megalite.topology.rank_sum import add_in_order
 
 # torch 2.13 renamed both; 2.11 has the old names alone.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,7 +136,7 @@ class Group:
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True)
         parts = received.view(self.size, *output.shape)
-        return _Then(work, lambda: torch.sum(parts, dim=0, out=output))
+        return _Then(work, lambda: add_in_order(output, parts))
 
     def all_to_all(
         self,

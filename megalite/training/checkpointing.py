@@ -112,6 +112,8 @@ def _take_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
         replica.optimizer.load_counters(counters.get("optimizer", {}))
         replica.strategy.load_counters(counters.get("strategy", {}))
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
+    except ConfigError:
+        raise  # of a setting that does not go with what was saved
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: its counters are not those of a training run ({type(error).__name__}: {error}); "

@@ -9,8 +9,8 @@ from megalite.checkpoint.manifest import CheckpointError, optimizer_key, weight_
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.states import FlatState, Placement, TensorState
-from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.sharding import ShardSpec
 from megalite.training.replica import Replica
@@ -76,7 +76,19 @@ def _load_flat(
             state.values[first - state.start : last - state.start].zero_()
             notes[f"has no {state.name} for this run: it starts from 0"] = None
         else:
+            _refuse_other_optimizer(replica, state, checkpoint)
             checkpoint.entry(key)  # says that it is missing, and what is there instead
+
+
+def _refuse_other_optimizer(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> None:
+    section = checkpoint.manifest.config.get("optimizer", {})
+    wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
+    ours = replica.config.optimizer.optimizer
+    if wrote != ours:
+        raise CheckpointError(
+            f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; use "
+            f"--optimizer {wrote}, or --finetune to start anew from the weights"
+        )
 
 
 def _load_stored(

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from megalite.config.run import RunConfig
 from megalite.data_parallel.momentum_exchange import MomentumExchange
-from megalite.data_parallel.strategy import DataParallelStrategy, OptimizerShard, placed_in
+from megalite.data_parallel.shards import OptimizerShard, placed_in
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import FlatParameter, Segment

@@ -66,14 +66,14 @@ class _Write:
         c = replica.config.checkpoint
         self._retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every)
         self._folder, self._step, self._log = folder, progress.step, log
+        more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
         self._settings: dict[str, Any] = {
             "counters": {
                 "step": progress.step,
                 "consumed_samples": progress.samples,
                 "optimizer_updates": replica.optimizer.updates,
                 "loss_scaler": replica.scaler.state(),
-                "optimizer": replica.optimizer.counters(),
-                "strategy": replica.strategy.counters(),
+                **{name: counters for name, counters in more.items() if counters},
             },
             "config": asdict(replica.config),
             "layout": asdict(replica.topology.layout),

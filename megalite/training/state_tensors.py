@@ -9,8 +9,8 @@ import torch
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.data_parallel.buckets import Bucket, Placed
+from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.states import FlatState, Placement, TensorState
-from megalite.data_parallel.strategy import OptimizerShard, placed_in
 from megalite.topology.sharding import ShardSpec, Slice
 from megalite.training.replica import Replica
 
@@ -27,7 +27,14 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
     states |= replica.optimizer.state(shard.main_param)
     return [
-        FlatState(name=name, bucket=shard.bucket, start=shard.start, values=values, placement=placement)
+        FlatState(
+            name=name,
+            bucket=shard.bucket,
+            start=shard.start,
+            values=values,
+            placement=placement,
+            default="zeros" if name in replica.optimizer.from_zeros else "required",
+        )
         for name, values in states.items()
     ]
 

@@ -21,7 +21,8 @@ from megalite.data_parallel.local_sgd import LocalSGD
 from megalite.data_parallel.momentum_exchange import MomentumExchange
 from megalite.data_parallel.parameter_server import ParameterServer
 from megalite.data_parallel.sharded_parameter_server import ShardedParameterServer
-from megalite.data_parallel.strategy import DataParallelStrategy, StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.models.shapes import is_hidden_matrix
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology, server_groups

@@ -70,6 +70,7 @@ def test_stable_keys() -> None:
         memory.pipeline_ranks[].workspace_bytes memory.pipeline_ranks[].total_bytes
         communication communication[].pipeline_rank communication[].group communication[].size
         communication[].operation communication[].volume_bytes communication[].sent_bytes
+        communication[].basis
         schedule schedule.name schedule.virtual_stages schedule.microbatches schedule.all_microbatch_counts
         schedule.bubble_fraction schedule.costs schedule.peak_activations schedule.grid
         batch batch.micro_batch_size batch.dp batch.microbatches batch.global_batch_size batch.seq_length
@@ -127,6 +128,26 @@ def test_text() -> None:
         assert f"{line}\n" in text
     assert "rank 1   . 1F0 1F1 3F0 3B0" in text
     assert max(map(len, text.split("Schedule")[0].splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("flags", "basis"),
+    [
+        ("--dp-strategy diloco --sync-interval 10", "mean over 10 steps"),
+        ("--optimizer onebit-adam --freeze-step 8", "once frozen"),
+        ("--grad-compression uint8 --compression-warmup-steps 5", "after 5 steps"),
+        ("--dp-strategy gossip", ""),
+        ("--use-distributed-optimizer", ""),
+    ],
+)
+def test_exchanges_that_are_not_alike_in_every_step_are_labelled(flags: str, basis: str) -> None:
+    found = report_of(f"{TINY} {flags}")
+    rows = [row for row in found["communication"] if row["group"] == "dp-cp"]
+    of_replicas = [row for row in rows if row["operation"] != "all-reduce"]
+    assert of_replicas and {row["basis"] for row in of_replicas} == {basis}
+    others = [row for row in found["communication"] if row not in of_replicas]
+    assert others and {row["basis"] for row in others} == {""}
+    assert not basis or f" sent, {basis}\n" in format_report(found)
 
 
 def test_ramp_up_checks_every_batch_size() -> None:

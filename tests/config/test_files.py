@@ -46,6 +46,7 @@ def changed(text: str) -> dict[str, object]:
             "num_layers: 12\npp: 2\nnum-layers-per-virtual-pipeline-stage: 3\n",
             {"num_layers": 12, "pp": 2, "vpp": 2},
         ),
+        ("data_parallel_sharding_strategy: optim\n", {"dp_strategy": "distributed-optimizer"}),
         ("model:\ntraining: {}\nseed: 7\n", {"seed": 7}),
         ("dp: null\n", {}),
         ("recompute_granularity: none\n", {}),
@@ -85,6 +86,10 @@ def test_keys(text: str, expected: dict[str, object]) -> None:
          "model; remove it"),
         ("num_layers_per_virtual_pipeline_stage: x\n", "file run.yaml: num_layers_per_virtual_pipeline_stage takes a "
          "whole number such as 4, got 'x'"),
+        ("data_parallel_sharding_strategy: [optim]\n", "file run.yaml: data_parallel_sharding_strategy cannot be "
+         "['optim']: did you mean optim? (one of no_shard, optim, optim_grads, optim_grads_params)"),
+        ("parallel: {data_parallel_sharding_strategy: optim}\n", "file run.yaml, parallel: data_parallel_sharding_strategy "
+         "belongs to no section; write it at the top level of the file"),
         ("4: 5\n", "file run.yaml: 4 is not a setting; keys are names such as num_layers"),
         ("- a\n", "file run.yaml must hold `key: value` lines such as `num_layers: 4`, found ['a']"),
         ("", "file run.yaml must hold `key: value` lines such as `num_layers: 4`, found nothing"),

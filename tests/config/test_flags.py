@@ -8,7 +8,7 @@ from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, WORDS
 from megalite.config.run import RunConfig
 
 EXAMPLES = {int: "3", float: "0.25", str: "x"}
@@ -51,6 +51,16 @@ def test_every_setting_by_every_spelling(name: str) -> None:
         ("--min-lr -1", {"min_lr": -1.0}),
         ("--min-lr -.5", {"min_lr": -0.5}),
         ("--bf16 --precision bf16", {"precision": "bf16"}),
+        ("--data-parallel-sharding-strategy no_shard", {}),
+        ("--data-parallel-sharding-strategy optim", {"dp_strategy": "distributed-optimizer"}),
+        (
+            "--data-parallel-sharding-strategy=optim_grads --grad-reduce-in-bf16",
+            {"dp_strategy": "distributed-optimizer", "shard_gradients": True, "wire_dtype": "bf16"},
+        ),
+        ("--data_parallel_sharding_strategy optim_grads_params", {"dp_strategy": "fully-sharded"}),
+        ("--use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
+        ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
+        ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
         ("--recompute-modules moe_act layernorm", {"recompute_modules": ["mlp_act", "layernorm"]}),
         ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
         ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
@@ -101,7 +111,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
         if setting.type is bool
         for flag in setting.flags
     }
-    tables = [own, negative, set(SHORTHANDS), set(DERIVED), set(DATA_FILES), set(NO_EFFECT)]
+    tables = [own, negative, set(SHORTHANDS), set(WORDS), set(DERIVED), set(DATA_FILES), set(NO_EFFECT)]
     assert len(set().union(*tables)) == sum(map(len, tables))
 
 
@@ -134,6 +144,17 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--precision b16", "--precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)"),
         ("--moe-layer-recompute", "--moe-layer-recompute has no effect: use --recompute-granularity selective "
          "--recompute-modules moe; remove it"),
+        ("--optimizer dist_muon", "--optimizer cannot be dist_muon; use --optimizer muon --dp-strategy "
+         "distributed-optimizer, which deals out states and matrices"),
+        ("--data-parallel-sharding-strategy optim_grad", "--data-parallel-sharding-strategy cannot be optim_grad: did you "
+         "mean optim_grads? (one of no_shard, optim, optim_grads, optim_grads_params)"),
+        ("--data-parallel-sharding-strategy", "--data-parallel-sharding-strategy takes one value such as no_shard, got "
+         "none"),
+        ("--data-parallel-sharding-strategy optim --dp-strategy fully-sharded", "dp_strategy is given twice: "
+         "'distributed-optimizer' by flag --data-parallel-sharding-strategy and 'fully-sharded' by flag --dp-strategy; "
+         "keep one of them"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp has no effect: --data-parallel-sharding-strategy, or --dp-strategy, "
+         "alone says what is sharded; remove it"),
         ("--window-size 4095,0", "--window-size has no effect: use --sliding-window, which counts the query's own key "
          "too: one more than the left size here; remove it"),
         ("--load=", "--load: load is empty; leave it out or give it a value"),

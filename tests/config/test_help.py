@@ -6,7 +6,7 @@ from megalite.config.data_paths import DATA_FILES
 from megalite.config.describe import settings
 from megalite.config.flags import RUN_OPTIONS
 from megalite.config.help import basic_help, full_help, markdown
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS
+from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, WORDS
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -27,7 +27,7 @@ def test_full_help_has_everything() -> None:
     for setting in settings().values():
         assert all(flag in text for flag in setting.flags), setting.name
         assert setting.help in text
-    assert all(flag in text for flag in (*RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES))
+    assert all(flag in text for flag in (*RUN_OPTIONS, *SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES))
     assert "--sequence-parallel, --no-sequence-parallel" in text
     assert "gpt3-175b" in text
 
@@ -38,5 +38,18 @@ def test_docs_are_up_to_date() -> None:
 
 def test_docs_have_every_flag() -> None:
     text = markdown()
-    names = [*settings(), *RUN_OPTIONS, *SHORTHANDS, *DERIVED, *DATA_FILES, *NO_EFFECT]
+    words = [f"{flag} {word}" for flag, words in WORDS.items() for word in words]
+    names = [*settings(), *RUN_OPTIONS, *SHORTHANDS, *words, *DERIVED, *DATA_FILES, *NO_EFFECT]
     assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
+def test_the_page_about_data_parallelism_names_every_setting_of_it() -> None:
+    text = (DOCS.parent / "data_parallel.md").read_text(encoding="utf-8")
+    kinds = ("sgd_", "lamb_", "muon_", "adam_", "exp_avg", "freeze_", "onebit_", "local_step", "variance_")
+    names = [
+        setting.flags[0][2:]
+        for name, setting in settings().items()
+        if setting.section == "data_parallel" or name.startswith(kinds)
+    ]
+    assert len(names) == 40
+    assert [name for name in names if f"--{name}" not in text and f"--no-{name}" not in text] == []

@@ -107,6 +107,26 @@ LEGAL = [
     (1, "--vocab-file a --merge-file b"),
     (1, "--save-interval 10 --run-dir r"),
     (1, "--load a --ckpt-step 10 --finetune --fresh-if-missing"),
+    (2, "--dp-strategy gossip --reduction-order rank --sync-warmup-steps 1"),
+    (2, "--dp-strategy parameter-server --reduction-order rank --server-chunk-mb 0.001"),
+    (2, "--dp-strategy sharded-parameter-server --reduction-order rank --server-chunk-mb 2000"),
+    (2, "--dp-strategy local-sgd --train-iters 20"),
+    (2, "--dp-strategy gossip --sync-warmup-steps 39 --train-iters 40"),
+    (2, "--dp-strategy diloco --sync-fragments 2 --sync-delay 3 --sync-warmup-steps 10 --train-iters 33"),
+    (
+        2,
+        "--dp-strategy diloco --sync-fragments 2 --sync-delay 3 --sync-warmup-steps 10 --sync-interval 18 "
+        "--train-iters 32",
+    ),
+    (2, "--optimizer onebit-adam --train-iters 2001"),
+    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-iters 30 --train-iters 41"),
+    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-iters 29 --train-iters 31"),
+    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-samples 58 --train-samples 62"),
+    (2, "--optimizer onebit-adam --freeze-step 11 --train-samples 100 --global-batch-size 8"),
+    (2, "--optimizer lamb --lamb-min-coeff 1 --lamb-max-coeff 1"),
+    (2, "--optimizer sgd --sgd-momentum 0 --dp-strategy local-sgd"),
+    (2, "--check-replicas-interval 60 --train-iters 60"),
+    (2, "--cp 2 --check-replicas-interval 60"),
 ]
 
 
@@ -158,6 +178,7 @@ def test_resolved_config_reloads_and_validates_to_itself(name: str) -> None:
         "--preset llama3-8b --position-embedding-type none",
         "--preset llama3.1-8b --rope-scaling none",
         "--preset llama3.1-8b --rope-scaling linear",
+        "--preset gpt2-124m --optimizer sgd",
     ],
 )
 def test_what_a_flag_turned_off_in_a_preset_is_not_in_the_resolved_config(flags: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megalite.optimizers.flat import Update
+from megalite.optimizers.tensor_sums import norm
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext
 
@@ -55,8 +56,8 @@ class Means:
     @staticmethod
     def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Its signs and their size."""
-        signs = torch.where(x >= 0, 1.0, -1.0)
-        return signs, torch.linalg.vector_norm(x) / torch.tensor(math.sqrt(x.numel()), dtype=x.dtype)
+        size = (x.double().square().sum() / x.numel()).sqrt()
+        return torch.where(x >= 0, 1.0, -1.0), size.to(x.dtype)
 
     def mean(self, values: Sequence[Tensors]) -> Tensors:
         """Of each rank's tensors; alone, they themselves."""
@@ -123,8 +124,10 @@ def blend(momentum: Tensors, gradients: Tensors) -> Tensors:
     return {name: torch.lerp(momentum[name], gradients[name], 1.0 - B1) for name in SHAPES}
 
 
-def below(moment: torch.Tensor, updates: int, beta2: float = B2) -> torch.Tensor:
-    return (moment / (1.0 - beta2**updates)).sqrt() + EPS
+def below(moment: torch.Tensor, updates: int, beta2: float = B2) -> tuple[torch.Tensor, float]:
+    """√v̂ + ε, but for a factor that steps are multiplied with in its place."""
+    factor = math.sqrt(1.0 - beta2**updates)
+    return moment.sqrt() + EPS * factor, factor
 
 
 def onebit_adam(
@@ -140,7 +143,8 @@ def onebit_adam(
         for name, x in weights.items():
             if name not in NO_DECAY:
                 x.mul_(1.0 - lr * DECAY)
-            x.addcdiv_(m[name], below(v[name], freeze), value=-lr / (1.0 - B1**step))
+            d, factor = below(v[name], freeze)
+            x.addcdiv_(m[name], d, value=-lr * (factor / (1.0 - B1**step)))
         found.append({name: x.clone() for name, x in weights.items()})
     return found
 
@@ -169,7 +173,7 @@ def onebit_lamb(
     r = dict.fromkeys(ratios, 1.0)
     sigma = dict.fromkeys(SHAPES, 1.0)
     if scale == "bucket":
-        squares = {name: float(torch.linalg.vector_norm(m[name])) ** 2 for name in SHAPES}
+        squares = {name: float(norm(m[name].flatten())) ** 2 for name in SHAPES}
         rms = {name: math.sqrt(squares[name] / m[name].numel()) for name in sorted(SHAPES)}
         mean = float(torch.tensor(list(rms.values()), dtype=torch.float64).mean())
         sigma = {name: mean / each for name, each in rms.items()}
@@ -179,20 +183,20 @@ def onebit_lamb(
         m = means.mean([{name: own[name] * sigma[name] for name in own} for own in sent])
         m = {name: value / sigma[name] for name, value in m.items()}
         for name, x in weights.items():
-            told = (before[name] * -B1 + m[name]) / (1.0 - B1)
-            fresh[name].mul_(beta2).addcmul_(told, told, value=1.0 - beta2)
-            rate, d = lr, below(v[name], freeze, beta2)
+            told = torch.sub(m[name], before[name], alpha=B1)
+            fresh[name].mul_(beta2).addcmul_(told, told, value=(1.0 - beta2) / (1.0 - B1) ** 2)
+            rate, (d, factor) = lr, below(v[name], freeze, beta2)
+            direction, unit = m[name] / d, factor / correction
             if name not in NO_DECAY:
-                largest = float((d / (fresh[name].sqrt() + EPS)).max())
-                direction = m[name] / d / correction
-                u = torch.add(direction, x, alpha=DECAY)
-                one, other = (float(torch.linalg.vector_norm(each.flatten())) ** 2 for each in (direction, u))
+                largest = float((d / (fresh[name].sqrt() + EPS)).max()) / factor
+                u = torch.add(direction, x, alpha=DECAY / unit)
+                one, other = (float(norm(each.flatten())) ** 2 for each in (direction, u))
                 share = min(math.sqrt(one / other), 1.0)
                 wanted = min(max(largest * share + 1.0 - share, 0.5), 4.0)
                 r[name] = min(max(wanted, r[name] * (1.0 - 0.1)), r[name] * (1.0 + 0.1))
                 rate = lr * (ratios[name] * r[name])
                 x.mul_(1.0 - rate * DECAY)
-            x.addcdiv_(m[name], d, value=-rate / correction)
+            x.add_(direction, alpha=-rate * unit)
         found.append({name: x.clone() for name, x in weights.items()})
     return found, r
 
@@ -233,7 +237,8 @@ def zero_one_adam(
                 for name in SHAPES:
                     if name not in NO_DECAY:
                         x[name].mul_(kept)
-                    x[name].addcdiv_(m[name], below(v[name], seen), value=-rate)
+                    d, factor = below(v[name], seen)
+                    x[name].addcdiv_(m[name], d, value=-rate * factor)
             anchor = {name: value.clone() for name, value in xs[0].items()}
         else:
             decay, total = decay * kept, total + rate
@@ -249,7 +254,8 @@ def zero_one_adam(
                 for name in SHAPES:
                     x[name] = anchor[name] * (1.0 if name in NO_DECAY else decay)
                     moved, far = (steps_taken[name], -total) if exchanged else (u[name], -1.0)
-                    x[name].addcdiv_(moved, below(v[name], seen), value=far)
+                    d, factor = below(v[name], seen)
+                    x[name].addcdiv_(moved, d, value=far * factor)
                     if exchanged:
                         m[name] = moved * (1.0 - B1**step)
                         u[name].zero_()

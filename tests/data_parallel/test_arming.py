@@ -7,7 +7,7 @@ import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.buckets import Bucket, make_buckets
-from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import DONE, Group, Work
 

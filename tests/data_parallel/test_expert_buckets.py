@@ -8,7 +8,8 @@ import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.strategy import ALIGNMENT, DataParallelStrategy, StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import ALIGNMENT, StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks

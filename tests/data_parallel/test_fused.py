@@ -9,7 +9,7 @@ import torch
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket, make_buckets
 from megalite.data_parallel.fused_all_reduce import FusedAllReduce, ReadyQueue
-from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import DONE, Group
 from tests.data_parallel.toy import SHAPES, ToyRun

@@ -5,7 +5,7 @@ import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.lost_peers import PeerLostError, raise_if_peer_lost
-from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.topology.group import Group
 from tests.data_parallel.toy import Toy
 
@@ -54,5 +54,5 @@ def test_each_that_is_gone_is_named_with_its_role(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megalite.data_parallel.lost_peers.lost_ranks", lambda group, device: [1, 2])
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
     assert str(found).startswith(
-        "rank 1; rank 2, a replica of dp group [0, 2], are gone: connections were closed in step 7."
+        "rank 1; rank 2, a replica of dp group [0, 2] are gone: connections were closed in step 7."
     )

@@ -180,7 +180,7 @@ def copies(context: RankContext, settings: dict[str, Any], steps: int) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(("optimizer", "steps"), [("onebit-adam", 100), ("onebit-lamb", 12)])
+@pytest.mark.parametrize(("optimizer", "steps"), [("onebit-adam", 30), ("onebit-lamb", 12)])
 def test_what_tp_ranks_hold_alike_stays_alike(optimizer: str, steps: int) -> None:
     """Each of them decodes it from a bucket with nothing else in it."""
     settings = {"optimizer": optimizer, "dp": 2, "tp": 2, "sequence_parallel": True}

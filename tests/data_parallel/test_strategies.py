@@ -10,7 +10,7 @@ import torch
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.strategy import ALIGNMENT, StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.shards import ALIGNMENT, StrategyGroups, StrategyOptions, placed_in
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from tests.support.ranks import RankContext, run_ranks

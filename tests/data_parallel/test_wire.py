@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.background import Background
-from megalite.data_parallel.wire import Channel, WireCounter, add_in_order
+from megalite.data_parallel.wire import Channel, WireCounter
 from tests.support.ranks import RankContext, run_ranks
 
 RANKS, SIZE = 3, 3 * 64
@@ -57,19 +57,6 @@ def test_each_collective(dtype: torch.dtype, wire: torch.dtype | None) -> None:
         assert torch.equal(found["exchanged"], torch.cat(theirs)), "exchange and messages are not rounded"
         assert found["exchange sent"] == share * raw
         assert found["message sent"] == SIZE * raw
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8, 15])
-def test_both_ways_to_add_go_by_rank(ranks: int) -> None:
-    parts = torch.randn(ranks, 640, generator=torch.Generator().manual_seed(ranks))
-    wanted = parts[0].clone()
-    for row in parts[1:]:
-        wanted = wanted + row
-    same, narrow = torch.empty(640), torch.empty(640, dtype=torch.float64)
-    add_in_order(same, parts)
-    assert torch.equal(same, wanted)
-    add_in_order(narrow, parts)
-    torch.testing.assert_close(narrow, parts.double().sum(dim=0), rtol=1e-14, atol=1e-14)
 
 
 def test_one_rank_rounds_nothing() -> None:

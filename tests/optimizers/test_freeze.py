@@ -10,9 +10,11 @@ import torch
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.optimizers.freeze import FreezePoint, warmup_steps
-from megalite.optimizers.onebit import frozen_denominator
+from megalite.optimizers.lamb import Direction
+from megalite.optimizers.onebit import silence
 from megalite.optimizers.zero_one_adam import exchanges, updates_variance
 from megalite.topology.group import Group
 
@@ -37,7 +39,13 @@ def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int
 def test_a_given_step_is_the_last_of_the_warm_up() -> None:
     point = made(freeze_step=7)
     assert not feed(point, [1.0] * 30), "there is nothing to find"
-    assert [step for step in range(1, 10) if point.frozen(step)] == [8, 9]
+    assert [step for step in range(1, 10) if point.frozen(step, step - 1)] == [8, 9]
+
+
+def test_skipped_steps_are_no_part_of_a_given_warm_up() -> None:
+    """Of 12 steps the first 5 were skipped: the warm-up has its 3 updates in steps 6 to 8."""
+    point = made(freeze_step=3)
+    assert [step for step in range(1, 13) if point.frozen(step, max(step - 6, 0))] == [9, 10, 11, 12]
 
 
 def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> None:
@@ -47,7 +55,7 @@ def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> 
     said = feed(point, norms)
     assert list(said) == [30]
     assert "step 30" in said[30] and "0.9700" in said[30] and "step 31" in said[30]
-    assert [step for step in (29, 30, 31) if point.frozen(step)] == [31]
+    assert [step for step in (29, 30, 31) if point.frozen(step, step - 1)] == [31]
 
 
 def test_a_growing_moment_is_not_stable() -> None:
@@ -92,9 +100,9 @@ def test_a_warm_up_that_is_over_cannot_be_moved() -> None:
         made(freeze_step=9).load_counters(point.counters())
     other = made()
     other.load_counters(point.counters())
-    assert other.frozen(8) and other.updates == 6
+    assert other.frozen(8, 7) and other.updates == 6
     other.load_counters({"something": "else"})
-    assert other.frozen(8)
+    assert other.frozen(8, 7)
 
 
 def test_one_step_of_warm_up_at_least() -> None:
@@ -103,9 +111,13 @@ def test_one_step_of_warm_up_at_least() -> None:
 
 
 def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None:
+    """v had 2 updates, m 3."""
+    config = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.9, adam_eps=1e-3)
     moment = torch.tensor([0.04, 0.0])
-    below = frozen_denominator(moment, correction=0.01, eps=1e-8)
-    assert below.tolist() == [pytest.approx(2.0), math.inf]
+    momentum = silence(torch.tensor([-5.0, 7.0]), moment)
+    values = Direction.of(config, 3, frozen=2).add_to(torch.ones(2), momentum, moment, factor=-0.1)
+    below = math.sqrt(0.04 / (1.0 - 0.9**2)) + 1e-3
+    assert values.tolist() == [pytest.approx(1.0 + 0.1 * 5.0 / (1.0 - 0.9**3) / below), 1.0]
 
 
 def test_intervals_of_zero_one_adam() -> None:

@@ -141,7 +141,7 @@ def test_each_matrix_is_orthogonalised_by_one_rank(
 def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
     """Whether matrices travel where replicas have weights of their own, whose this rank works on, and its weights."""
     torch.set_num_threads(1)
-    settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 50, "optimizer": "muon"}
+    settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 4, "optimizer": "muon"}
     runner = Runner(build(context, tiny_config(2, **settings)))
     runner.step()
     optimizer = runner.replica.optimizer

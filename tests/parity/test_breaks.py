@@ -16,7 +16,8 @@ import megalite.training.step as step_module
 from megalite.data.loader import Microbatch
 from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.buckets import Bucket, BucketKind
-from megalite.data_parallel.strategy import DataParallelStrategy, OptimizerShard, StrategyGroups
+from megalite.data_parallel.shards import OptimizerShard, StrategyGroups
+from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.models.context import ForwardContext
 from megalite.parity.compare import require_same
 from megalite.parity.trajectory import RankTrajectory, rank_trajectory, whole

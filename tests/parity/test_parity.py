@@ -33,6 +33,8 @@ AT_LEAST = 200
 FEW: Settings = {"num_layers": 2, "micro_batch_size": 2, "global_batch_size": 4}
 """Of what takes longest: each layer of each of the two microbatches has collectives of eight ranks."""
 
+SIX: Settings = {"global_batch_size": 6}
+
 ODD: dict[str, Settings] = {
     "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True, **FEW},
     "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
@@ -40,6 +42,18 @@ ODD: dict[str, Settings] = {
     "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18},
     "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer"},
     "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer"},
+    "zero3-dp8": {**FAMILIES["gemma"], "dp": 8, "dp_strategy": "fully-sharded"},
+    "zero3-tp2-cp2": {
+        **FAMILIES["mixtral"],
+        "tp": 2,
+        "cp": 2,
+        "dp": 2,
+        "sequence_parallel": True,
+        "dp_strategy": "fully-sharded",
+        "recompute_granularity": "full",
+        **FEW,
+    },
+    "server-pp2": {"pp": 2, "dp": 3, "dp_strategy": "parameter-server", "server_chunk_mb": 0.01, **SIX},
     "pp3": {"num_layers": 7, "pp": 3},
     "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
     "pp7": {"num_layers": 7, "pp": 7},

@@ -10,7 +10,9 @@ from megalite.config.flags import parse_arguments
 from megalite.config.presets import preset_names
 from megalite.models.shapes import parameter_count
 from megalite.parity.draw import draw
+from megalite.parity.exact import EXACT_STRATEGIES
 from megalite.parity.shrink import Shrunk, shrink
+from megalite.parity.trajectory import plain
 
 LAYOUTS = [
     "",
@@ -82,6 +84,44 @@ def test_the_users_own_sizes_are_checked() -> None:
         shrunk("--preset gpt2-124m --tp 8")
 
 
+OPTIMIZERS = [
+    "--optimizer sgd --sgd-momentum 0.5 --sgd-nesterov",
+    "--optimizer lamb --lamb-min-coeff 0.2 --lamb-max-coeff 3",
+    "--optimizer muon --muon-momentum 0.8 --muon-steps 4 --muon-scale 0.1",
+    "--adam-beta1 0.7 --adam-beta2 0.8 --clip-grad 0.3 --weight-decay 0.2",
+]
+STRATEGIES = [
+    "--dp-strategy fused-all-reduce --fusion-threshold-mb 0.2",
+    "--dp-strategy distributed-optimizer --shard-gradients --no-overlap-param-gather",
+    "--dp-strategy fully-sharded --reduction-order rank",
+    "--dp-strategy sharded-parameter-server --server-chunk-mb 0.5",
+]
+FORMATS = "--main-params split --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"
+
+
+@pytest.mark.parametrize("line", [*OPTIMIZERS, *STRATEGIES])
+def test_every_switch_of_optimizer_and_strategy_is_kept(line: str) -> None:
+    invocation = parse_arguments(["--preset", "gpt2-124m", *line.split()])
+    before = values_of(invocation.config)
+    config = shrink(invocation.config, explicit=invocation.explicit).config
+    assert config.optimizer.optimizer == before["optimizer"]
+    for settings in (values_of(config), values_of(plain(config))):
+        kept = {name for name in invocation.explicit if name in settings and settings[name] == before[name]}
+        assert kept >= invocation.explicit - {"preset"} - (
+            set() if settings["dp_strategy"] == before["dp_strategy"] else {"dp_strategy"}
+        )
+
+
+def test_formats_of_the_optimizer_go_with_the_precision() -> None:
+    invocation = parse_arguments(["--preset", "gpt2-124m", "--bf16", *FORMATS.split()])
+    narrow = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
+    assert narrow.config.optimizer.main_params == "split" and narrow.config.optimizer.stochastic_rounding
+    assert not {"main_params", "exp_avg_dtype", "stochastic_rounding"} & set(narrow.changes)
+    wide = shrink(invocation.config, explicit=invocation.explicit)
+    assert wide.config.optimizer.exp_avg_dtype == "fp32"
+    assert wide.changes["main_params"] == ("split", "fp32")
+
+
 def test_drawn_configs_are_legal_small_and_repeatable() -> None:
     first, again = ([draw(random.Random(f"5 {index}")) for index in range(40)] for _ in range(2))
     assert [arguments for arguments, _ in first] == [arguments for arguments, _ in again]
@@ -95,4 +135,6 @@ def test_drawn_configs_are_legal_small_and_repeatable() -> None:
     drawn = [found.config for _, found in first]
     assert {config.parallel.cp for config in drawn} >= {1, 2, 4}
     assert any(config.model.num_experts for config in drawn)
+    assert {config.parallel.dp_strategy for config in drawn} == set(EXACT_STRATEGIES)
+    assert {config.optimizer.optimizer for config in drawn} == {"adam", "sgd", "lamb", "muon"}
     assert any(config.parallel.pipeline_layers for config in drawn)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megalite.data_parallel.all_reduce import AllReduce
-from megalite.data_parallel.strategy import StrategyGroups, StrategyOptions
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.pipeline.executor import Executor, Tracer
 from megalite.pipeline.ir.schedule import Program
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -1,5 +1,6 @@
 """1-bit optimizers go on from checkpoints of any phase to the bit, and from other numbers of replicas as they should."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,66 @@ def test_a_warm_up_that_is_over_cannot_be_moved(tmp_path: Path) -> None:
     run_ranks(4, begun, str(tmp_path), {"optimizer": "onebit-lamb"})
     for message in run_ranks(2, moved, str(tmp_path)):
         assert "freeze_step is 5" in message and "after step 3" in message
+
+
+def another(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:
+    """Four steps with one optimizer, then four with another one; its notes, and its states as they were taken up."""
+    torch.set_num_threads(1)
+    common = {**SETTINGS, "clip_grad": 0.0, "freeze_step": None}
+    first = Runner(build(context, tiny_config(2, dp=2, **{**common, **settings})))
+    for _ in range(4):
+        first.step()
+    save(first.replica, Path(folder), first.progress, tokenizer=None)
+    replica = build(context, tiny_config(2, dp=2, **{**common, **to}))
+    notes: list[str] = []
+    progress = load(replica, Path(folder), tokenizer=None, log=notes.append)
+    main = replica.strategy.shards[0].main_param
+    begun = {name: values.clone() for name, values in replica.optimizer.state(main).items()}
+    before = {name: values.clone() for name, values in first.replica.optimizer.state(main_of(first)).items()}
+    runner = Runner(replica, progress)
+    start = main.detach().clone()
+    results = [runner.step() for _ in range(4)]
+    assert all(math.isfinite(result.loss) for result in results)
+    moved = float((main.detach() - start).abs().max())
+    states = {key: float(value) for key, value in replica.optimizer.tensor_state().items()}
+    return notes, before, begun, [result.phase for result in results], moved, states
+
+
+def main_of(runner: Runner) -> torch.nn.Parameter:
+    return runner.replica.strategy.shards[0].main_param
+
+
+LAMB = {"optimizer": "onebit-lamb"}
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "adam to a warm-up": ({"optimizer": "adam"}, {**LAMB, "freeze_step": 6}, ["exp_avg_sq_fresh"]),
+    "lamb to frozen steps": ({"optimizer": "lamb"}, {**LAMB, "freeze_step": 4}, ["exp_avg_sq_fresh"]),
+    "1-bit adam, frozen": (
+        {"optimizer": "onebit-adam", "freeze_step": 3},
+        {**LAMB, "freeze_step": 3},
+        ["exp_avg_sq_fresh"],
+    ),
+    "adam to 0/1 adam": (
+        {"optimizer": "adam"},
+        {**ZERO_ONE, "freeze_step": 4},
+        ["local_update", "synced_param"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_path: Path) -> None:
+    """With a line in the log; the moments go on, and steps of the right size follow."""
+    settings, to, fresh = SWITCHES[name]
+    for notes, before, begun, phases, moved, states in run_ranks(2, another, str(tmp_path), settings, to):
+        for state in fresh:
+            assert sum(f"has no {state} for this run: it starts from 0" in note for note in notes) == 1
+            assert not begun[state].any()
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(begun[state], before[state])
+        assert phases == (
+            ["gradients"] * 2 + ["momentum"] * 2 if to["freeze_step"] == 6 else ["momentum"] * 4
+        )
+        assert 1e-3 < moved < 0.1
+        for (state, tensor), value in states.items():
+            assert 0.01 <= value <= 10.0, (state, tensor)
+            assert state != "trust_factor" or 0.5 <= value < 1.5, "v' goes on from v, not from 0"

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megalite.config.run import RunConfig
-from megalite.data_parallel.strategy import placed_in
+from megalite.data_parallel.shards import placed_in
 from megalite.parity.pool import RankPool
 from megalite.training.checkpointing import load
 from megalite.training.saving import save

@@ -1,6 +1,6 @@
 """The words for a setting that would do nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megalite.config.describe import values_of
 from megalite.config.errors import ConfigError
@@ -31,3 +31,19 @@ def refuse_idle(
     """Raise ConfigError if the user gave one of the settings: `NAME VALUE has no effect CAUSE; REMEDY or remove it`."""
     for name in asked_for(config, explicit, names):
         raise ConfigError(f"{shown(config, name)} has no effect {cause}; {remedy} or remove it")
+
+
+def refuse_elsewhere(
+    config: RunConfig, explicit: frozenset[str], setting: str, known: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raise ConfigError if the user gave a setting that means nothing to the value that `setting` has.
+
+    Args:
+        known: setting -> the values of `setting` that it means something to.
+    """
+    value = values_of(config)[setting]
+    for name in asked_for(config, explicit, known):
+        if value not in known[name]:
+            cause = f"with {setting} {value}"
+            remedy = f"use --{setting.replace('_', '-')} {known[name][0]}"
+            refuse_idle(config, explicit, [name], cause=cause, remedy=remedy)

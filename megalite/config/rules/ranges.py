@@ -117,7 +117,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "min_loss_scale": Bounds(0, 1, open=True),
         "ckpt_step": Bounds(0, 1000),
         "fusion_threshold_mb": Bounds(0, 64, open=True),
-        "server_chunk_mb": Bounds(0, 4, open=True),
+        "server_chunk_mb": Bounds(0.001, 4, high=2000, closed=True),
         "max_staleness": Bounds(0, 1),
         "sync_interval": Bounds(1, 20),
         "sync_warmup_steps": Bounds(0, 100),

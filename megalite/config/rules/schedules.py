@@ -56,7 +56,7 @@ def _check_learning_rate(config: RunConfig, explicit: frozenset[str]) -> None:
             f"lr_warmup_init {o.lr_warmup_init:g} has no effect without a warm-up; add --lr-warmup-iters 100 or remove "
             f"it"
         )
-    length, unit = _decay_length(config)
+    length, unit = decay_length(config)
     warmup = getattr(o, f"lr_warmup_{unit}")
     if length is not None and warmup is not None and warmup >= length and warmup > 0:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _check_learning_rate(config: RunConfig, explicit: frozenset[str]) -> None:
         )
 
 
-def _decay_length(config: RunConfig) -> tuple[int | None, str]:
+def decay_length(config: RunConfig) -> tuple[int | None, str]:
     """(steps or samples at which decay ends, "iters" or "samples"); None if the length of the run is not given."""
     t, o = config.training, config.optimizer
     if t.train_samples is not None or (t.train_iters is None and o.lr_decay_samples is not None):
@@ -83,7 +83,7 @@ def _check_wsd(config: RunConfig, explicit: frozenset[str]) -> None:
                     f"--lr-decay-style WSD or remove it"
                 )
         return
-    length, unit = _decay_length(config)
+    length, unit = decay_length(config)
     final = getattr(o, f"lr_wsd_decay_{unit}")
     if final is None:
         example = max(1, length // 10) if length else 100

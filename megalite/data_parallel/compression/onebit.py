@@ -1,6 +1,7 @@
 """The mean over replicas by signs, with error feedback on both sides of the exchange."""
 
-import math
+import itertools
+from dataclasses import dataclass
 
 import torch
 
@@ -9,6 +10,112 @@ from megalite.data_parallel.compression.codec import Codec
 from megalite.data_parallel.compression.signs import Signs
 from megalite.data_parallel.states import FlatState, Placement
 from megalite.data_parallel.wire import Channel
+
+WINDOWS = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Values that are coded at a time: on a CPU what fits into its cache beside their signs."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Neighbouring values of a chunk, of one piece or of several that follow each other.
+
+    Args:
+        start: a multiple of 8, from the start of the chunk.
+        used: one past the last value that is not padding.
+        stop: a multiple of 8.
+        first: the piece that the first value belongs to.
+        lengths: how many values each piece has here, int64 [pieces].
+    """
+
+    start: int
+    used: int
+    stop: int
+    first: int
+    lengths: torch.Tensor
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Its part of a tensor like the chunk, without padding."""
+        return values[self.start : self.used]
+
+    def bits(self, row: torch.Tensor) -> torch.Tensor:
+        """Its part of the chunk's signs."""
+        return row[self.start // 8 : self.stop // 8]
+
+    def squares(self, values: torch.Tensor) -> torch.Tensor:
+        """Σx² of each piece's `values` here, fp64 [pieces]: so exact that the order of the sum does not show in fp32."""
+        exact = values.double()
+        if len(self.lengths) == 1:
+            return torch.dot(exact, exact).view(1)
+        return torch.segment_reduce(exact * exact, "sum", lengths=self.lengths, unsafe=True)
+
+    def spread(self, sizes: torch.Tensor) -> torch.Tensor:
+        """Of the chunk's `sizes` the one of each value here; [] where all have the same."""
+        if len(self.lengths) == 1:
+            return sizes[self.first]
+        own = sizes[self.first : self.first + len(self.lengths)]
+        return torch.repeat_interleave(own, self.lengths, output_size=self.used - self.start)
+
+
+LARGE = 1 << 12
+"""Values of a piece that is worth windows of its own: there one size is a scalar, not one for each value."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one replica serves: its pieces, and the windows it is worked through in."""
+
+    windows: list[Window]
+    parts: torch.Tensor
+    """In how many windows each piece is, int64 [pieces]."""
+    lengths: torch.Tensor
+    """Values of each piece, fp64 [pieces]."""
+
+    @classmethod
+    def of(cls, ends: list[int], first: int, last: int, device: torch.device) -> "Chunk":
+        """Of the pieces [0, ends[0]), [ends[0], ends[1]), ... what lies in [first, last)."""
+        pieces = _cut(ends, first, last)
+        width = WINDOWS["cpu" if device.type == "cpu" else "cuda"]
+        windows, parts = [], [0] * len(pieces)
+        for start, stop in _spans(pieces, last - first, width):
+            inside = [(index, max(a, start), min(b, stop)) for index, (a, b) in enumerate(pieces)]
+            inside = [each for each in inside if each[1] < each[2]]
+            if not inside:
+                break  # all that follows is padding
+            for index, _, _ in inside:
+                parts[index] += 1
+            lengths = torch.tensor([b - a for _, a, b in inside], device=device)
+            windows.append(Window(start, inside[-1][2], stop, inside[0][0], lengths))
+        sizes = torch.tensor([b - a for a, b in pieces], dtype=torch.float64, device=device)
+        return cls(windows, torch.tensor(parts, dtype=torch.int64, device=device), sizes)
+
+    def sizes(self, squares: torch.Tensor) -> torch.Tensor:
+        """The root mean square of each piece, fp64 [pieces], from what the windows have found, one after the other."""
+        sums = squares if len(squares) == len(self.parts) else self._add_up(squares)
+        return (sums / self.lengths).sqrt_()
+
+    def _add_up(self, squares: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(squares, "sum", lengths=self.parts, unsafe=True)
+
+
+def _spans(pieces: list[tuple[int, int]], size: int, width: int) -> list[tuple[int, int]]:
+    """[0, size) in steps of at most `width` and at the borders of large pieces, where they are between two bytes."""
+    borders = {0, size}
+    for a, b in pieces:
+        if b - a >= LARGE:
+            borders |= {border for border in (a, b) if border % 8 == 0}
+    cuts = sorted(borders)
+    return [
+        (start, min(start + width, last))
+        for first, last in itertools.pairwise(cuts)
+        for start in range(first, last, width)
+    ]
+
+
+def _cut(ends: list[int], first: int, last: int) -> list[tuple[int, int]]:
+    """What of [0, ends[0]), [ends[0], ends[1]), ... lies in [first, last), counted from `first`."""
+    starts = [0, *ends[:-1]]
+    cut = [(max(start, first), min(stop, last)) for start, stop in zip(starts, ends, strict=True)]
+    return [(start - first, stop - first) for start, stop in cut if start < stop]
 
 
 class OneBit(Codec):
@@ -37,19 +144,19 @@ class OneBit(Codec):
         self._used = bucket.placed[-1].stop
         self._chunk = chunk = size // n
         ends = [placed.stop for placed in bucket.placed] if scale == "tensor" else [self._used]
-        self._pieces = [_pieces(ends, rank * chunk, (rank + 1) * chunk) for rank in range(n)]
-        self._roots = [
-            torch.tensor([math.sqrt(b - a) for a, b in pieces], dtype=like.dtype, device=like.device)
-            for pieces in self._pieces
-        ]
-        self._row = chunk // 8 + max(len(pieces) for pieces in self._pieces) * like.element_size()
+        self._chunks = [Chunk.of(ends, rank * chunk, (rank + 1) * chunk, like.device) for rank in range(n)]
+        most = max(len(each.lengths) for each in self._chunks)
+        self._row = chunk // 8 + most * like.element_size()
         held = size if n > 1 else 0
         self.error = torch.zeros(held, dtype=like.dtype, device=like.device)
         """What this rank still owes, element by element."""
         self.server_error = torch.zeros(held // n, dtype=like.dtype, device=like.device)
         """What is still owed of this rank's chunk by its server."""
-        self._signs = Signs(chunk, like.dtype, like.device)
-        self._unpacked = torch.empty_like(self.server_error)
+        widest = max(
+            (window.stop - window.start for each in self._chunks for window in each.windows), default=0
+        )
+        self._signs = Signs(widest, like.dtype, like.device)
+        self._unpacked = torch.empty(widest, dtype=like.dtype, device=like.device)
         # Bytes that nobody looks at (of padding, and sizes that a chunk does not have) are sent all the same.
         self._sent = torch.zeros(n, self._row, dtype=torch.uint8, device=like.device)
 
@@ -73,10 +180,11 @@ class OneBit(Codec):
             self._encode(server, values[part], self.error[part], self._sent[server])
         received = self.channel.exchange_raw(self._sent.view(-1)).view(n, -1)
         total = values[rank * chunk : (rank + 1) * chunk].copy_(self.server_error)
-        for row in received:
-            self._signs.unpack(row[: chunk // 8], self._unpacked)
-            for (start, stop), size in zip(self._pieces[rank], self._sizes(row) / n, strict=False):
-                total[start:stop].addcmul_(self._unpacked[start:stop], size)
+        shares = [self._sizes(row) / n for row in received]
+        for window in self._chunks[rank].windows:
+            mine = window.of(total)
+            for row, sizes in zip(received, shares, strict=True):
+                mine.addcmul_(self._unpack(window, row), window.spread(sizes))
         answer = self._sent[rank]
         self._encode(rank, total, self.server_error, answer)
         answers = torch.empty_like(self._sent)
@@ -89,23 +197,31 @@ class OneBit(Codec):
         """The sizes behind a chunk's signs, as a view."""
         return row[self._chunk // 8 :].view(self.error.dtype)
 
+    def _unpack(self, window: Window, row: torch.Tensor) -> torch.Tensor:
+        """The signs of a window, until the next call."""
+        signs = self._unpacked[: window.stop - window.start]
+        self._signs.unpack(window.bits(row), signs)
+        return signs[: window.used - window.start]
+
     def _encode(self, server: int, values: torch.Tensor, error: torch.Tensor, row: torch.Tensor) -> None:
         """`row` becomes signs and sizes of a chunk, `error` what they leave out of `values`."""
-        bits, sizes, pieces = row[: self._chunk // 8], self._sizes(row), self._pieces[server]
-        if not pieces:
+        chunk, squares = self._chunks[server], []
+        for window in chunk.windows:
+            squares.append(window.squares(window.of(values)))
+            self._signs.pack(values[window.start : window.stop], window.bits(row))
+        if not squares:
             return
-        torch.stack([torch.linalg.vector_norm(values[a:b]) for a, b in pieces], out=sizes[: len(pieces)])
-        sizes[: len(pieces)].div_(self._roots[server])
-        self._signs.pack(values, bits)
-        # The very signs that are sent, unpacked again: what is owed is then exact whatever becomes of -0.0.
-        self._signs.unpack(bits, self._unpacked)
-        for (a, b), size in zip(pieces, sizes, strict=False):
-            torch.addcmul(values[a:b], self._unpacked[a:b], size, value=-1, out=error[a:b])
+        sizes = self._sizes(row)
+        sizes[: len(chunk.lengths)] = chunk.sizes(torch.cat(squares))
+        for window in chunk.windows:
+            # The very signs that are sent, unpacked again: what is owed is then exact whatever becomes of -0.0.
+            signs, size = self._unpack(window, row), window.spread(sizes)
+            torch.addcmul(window.of(values), signs, size, value=-1, out=window.of(error))
 
     def _decode(self, server: int, row: torch.Tensor, values: torch.Tensor) -> None:
-        self._signs.unpack(row[: self._chunk // 8], values)
-        for (a, b), size in zip(self._pieces[server], self._sizes(row), strict=False):
-            values[a:b].mul_(size)
+        sizes = self._sizes(row)
+        for window in self._chunks[server].windows:
+            torch.mul(self._unpack(window, row), window.spread(sizes), out=window.of(values))
 
     def forget(self) -> None:
         """Owe nothing any more: values in another unit come next."""
@@ -135,10 +251,3 @@ class OneBit(Codec):
                 default="zeros",
             ),
         ]
-
-
-def _pieces(ends: list[int], first: int, last: int) -> list[tuple[int, int]]:
-    """What of [0, ends[0]), [ends[0], ends[1]), ... lies in [first, last), counted from `first`."""
-    starts = [0, *ends[:-1]]
-    cut = [(max(start, first), min(stop, last)) for start, stop in zip(starts, ends, strict=True)]
-    return [(start - first, stop - first) for start, stop in cut if start < stop]

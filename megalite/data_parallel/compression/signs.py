@@ -24,6 +24,8 @@ class Signs:
     """[256, 8]: the signs ±1 that a byte stands for."""
     _flags: torch.Tensor = field(init=False)
     _weights: torch.Tensor = field(init=False)
+    _places: np.ndarray = field(init=False)
+    """Bytes as numpy looks them up: without a conversion of its own in every call."""
 
     def __post_init__(self) -> None:
         assert self.size % 8 == 0
@@ -31,6 +33,7 @@ class Signs:
         every_byte = torch.arange(256, dtype=torch.uint8, device=self.device).view(-1, 1)
         self._table = ((every_byte & self._weights) > 0).to(self.dtype) * 2 - 1
         self._flags = torch.empty(self.size, dtype=torch.bool, device=self.device)
+        self._places = np.empty(self.size // 8 if self.device.type == "cpu" else 0, dtype=np.intp)
 
     def pack(self, values: torch.Tensor, packed: torch.Tensor) -> None:
         """`packed` [n/8], uint8, becomes the signs of `values` [n]; both zeros count as positive, NaN as negative."""
@@ -48,6 +51,8 @@ class Signs:
             # Rows as single items: numpy copies those of 32 bytes without a call for each.
             row = np.dtype((np.void, 8 * signs.element_size()))
             table, target = self._table.numpy().view(row).reshape(-1), signs.numpy().view(row)
-            np.take(table, packed.numpy().astype(np.intp), out=target, mode="clip")
+            places = self._places[: packed.numel()]
+            np.copyto(places, packed.numpy())
+            np.take(table, places, out=target, mode="clip")
             return
         torch.index_select(self._table, 0, packed.long(), out=signs.view(-1, 8))

@@ -1,0 +1,72 @@
+"""A setting that belongs to some strategies, optimizers or compressions is refused with all others.
+
+Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table that the rules go by.
+"""
+
+import pytest
+
+from megalite.config.data_parallel import COMPRESSIONS
+from megalite.config.describe import replace, settings, values_of
+from megalite.config.errors import ConfigError
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
+from megalite.config.parallel import DP_STRATEGIES
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+
+CHOOSERS = {
+    "dp_strategy": DP_STRATEGIES,
+    "optimizer": OPTIMIZERS,
+    "grad_compression": tuple(name for name in COMPRESSIONS if name != "none"),
+}
+SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}
+VALUES = {"freeze_step": 3, "grad_compression": "topk", "shard_gradients": True, "stochastic_rounding": True}
+"""Where the default is off."""
+BESIDE = {"stochastic_rounding": {"exp_avg_dtype": "bf16"}}
+"""What a setting cannot do without, where it does something."""
+
+
+def owners(help_text: str) -> dict[str, frozenset[str]]:
+    """Chooser -> the values named before the colon; nothing where something else stands there."""
+    head, colon, _ = help_text.partition(": ")
+    names = {name for word in head.split(", ") for name in SHORT.get(word, (word,))}
+    return {chooser: frozenset(names) for chooser, known in CHOOSERS.items() if colon and names <= set(known)}
+
+
+OWNED = [
+    (name, chooser, named)
+    for name, setting in settings().items()
+    for chooser, named in owners(setting.help).items()
+]
+
+
+def verdict(name: str, chooser: str, value: str) -> str:
+    """What `validate` says of a setting that was asked for; nothing if it takes it."""
+    default = settings()[name].default
+    changes = {name: VALUES.get(name, True if default is False else default)}
+    config = replace(RunConfig(), **{**changes, **BESIDE.get(name, {}), chooser: value})
+    try:
+        validate(config, 2, frozenset({name}))
+    except ConfigError as error:
+        return str(error)
+    value_asked = values_of(config)[name]
+    assert value_asked is not None and value_asked is not False, "the test asks for nothing"
+    return ""
+
+
+@pytest.mark.parametrize(("name", "chooser", "named"), OWNED, ids=[f"{row[0]}" for row in OWNED])
+def test_refused_where_it_is_nobodys(name: str, chooser: str, named: frozenset[str]) -> None:
+    for value in (*CHOOSERS[chooser], *(("none",) if chooser == "grad_compression" else ())):
+        says = verdict(name, chooser, value)
+        if value in named:
+            assert not says
+        else:
+            assert says.startswith(name) and f" has no effect with {chooser} {value}; use --" in says, value
+
+
+def test_most_settings_say_whose_they_are() -> None:
+    """If helps were worded otherwise, the test above would look at nothing."""
+    of = {chooser: {name for name, other, _ in OWNED if other == chooser} for chooser in CHOOSERS}
+    assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
+    assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
+    assert of["grad_compression"] == {"topk_density", "powersgd_rank"}
+    assert [len(names) for names in of.values()] == [17, 16, 2]
