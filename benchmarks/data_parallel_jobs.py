@@ -29,6 +29,14 @@ GPT: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 """0.87 million parameters on bytes of text."""
+WIDE: dict[str, Any] = {
+    "num_layers": 6,
+    "hidden_size": 320,
+    "num_attention_heads": 5,
+    "micro_batch_size": 1,
+    "global_batch_size": RANKS,
+}
+"""Instead: 7.5 million parameters, beside which messages of a few numbers weigh little, and small batches."""
 LAMB = {"optimizer": "lamb"}
 ONEBIT = {"optimizer": "onebit-lamb", "freeze_step": FREEZE}
 BF16 = {"wire_dtype": "bf16"}
