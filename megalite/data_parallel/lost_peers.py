@@ -37,7 +37,7 @@ def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
     one = len(named) == 1
     return (
         f"{named[0] if one else '; '.join(name.rstrip(',') for name in named)} {'is' if one else 'are'} gone: connections "
-        f"were closed in step {strategy.step}. {'Its own log says' if one else 'One of their logs says'} why, if it could be said; start the run again with "
+        f"were closed in step {strategy.step}. {'Its own log says' if one else 'One of them was the first, whose log says'} why, if it could be said; start the run again with "
         "--load to go on from the newest checkpoint"
     )
 

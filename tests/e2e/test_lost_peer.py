@@ -73,5 +73,5 @@ def test_the_others_name_it(tmp_path: Path, case: str) -> None:
     said = killed(tmp_path, 3, victim, flags)
     for rank, text in enumerate(said):
         if rank != victim:
-            assert f"rank {victim}, {role}," in text, text
+            assert f"rank {victim}, {role}" in text, text
             assert re.search(r"PeerLostError: .* gone: connections were closed in step \d+\.", text), text
