@@ -179,7 +179,7 @@ class DataParallelStrategy(ABC):
         """Return with the sums of the owned ranges complete.
 
         Gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those first:
-        after a reduce-scatter over dp the parts would no longer line up.
+        then what goes over dp is whole.
         """
         late = [bucket for bucket in self.all_buckets() if _waits_for_others(bucket)]
         for bucket in late:
