@@ -51,7 +51,7 @@ class Setup:
     def step(self, number: int, seconds: float = 0.5, waited: float = 0.0, **changes: Any) -> None:
         self.now += seconds
         values = {"loss": 2.0, "grad_norm": 1.5, "lr": 3e-4, "loss_scale": 1.0, "skipped": False}
-        values |= {"auxiliary": {}, **changes}
+        values |= {"auxiliary": {}, "phase": "gradients", "wire_bytes": 96.0, **changes}
         after = Progress(number, 8 * number)
         self.reporter.step(StepResult(**values), after=after, batch_size=8, data_wait_seconds=waited)
 
@@ -133,6 +133,7 @@ def test_every_step_goes_to_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first["kind"], first["loss"], first["ms_per_step"]) == ("train", 1.25, 250.0)
     assert first["tokens_per_second"] == 8 * 16 / 0.25
     assert first["memory_bytes"] > 1 << 20
+    assert (first["dp_phase"], first["dp_wire_bytes"]) == ("gradients", 96.0)
     setup.reporter.close()
     assert setup.sink.closed
 

@@ -315,7 +315,7 @@ def test_what_must_be_there_is_named(written: dict[str, Path]) -> None:
 
 def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, Path]) -> None:
     """exp_avg in fp32 there, bf16 here: taken up, and said once; from bf16 to fp32 nothing is lost."""
-    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     folder = written["pp2"]
     lines: list[str] = []
     replica = build(RankContext(0), tiny_config(1, **SMALL, **bf16, load=str(folder)))
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, P
 
 def narrow_and_back(folder: Path) -> list[str]:
     """Save with bf16 moments and load them into fp32 ones."""
-    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     replica = build(RankContext(0), tiny_config(1, **SMALL, **bf16))
     moments = replica.optimizer.state(replica.strategy.shards[0].main_param)
     moments["exp_avg"].copy_(torch.randn(moments["exp_avg"].shape))
