@@ -71,13 +71,13 @@ class MomentumExchange(AllReduce):
         self._found: float | None = None
         """The ratio of the step under way."""
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """The optimizer says which steps go by whole gradients. Called once, before the first step."""
+    def attach(self, optimizer: Optimizer) -> None:
+        """It says which steps go by whole gradients."""
         self._optimizer = optimizer
         self._break_even.follow(optimizer)
 
     def _reduces(self, step: int) -> bool:
-        assert self._optimizer is not None, "follow() tells it of the optimizer"
+        assert self._optimizer is not None, "attach() tells it of the optimizer"
         return self._optimizer.reduces_gradients(step)
 
     def phase(self, step: int) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig
-from megalite.data_parallel.momentum_exchange import MomentumExchange
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.optimizers.adam import AdamW
@@ -64,10 +64,8 @@ def _make_optimizer(config: RunConfig, strategy: DataParallelStrategy, topology:
         return Muon(matrices, others, config.optimizer, group=group)
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         return RoundedAdamW(parameters, config.optimizer, seed=config.training.seed)
-    if isinstance(strategy, MomentumExchange):
-        onebit = build_onebit_optimizer(config, parameters, topology)
-        strategy.follow(onebit)
-        return onebit
+    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        return build_onebit_optimizer(config, parameters, topology)
     return AdamW(parameters, config.optimizer)
 
 
