@@ -281,3 +281,23 @@ def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) 
     for settings in (LOCAL, STREAMING | {"sync_warmup_steps": 0}):
         for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
             assert all(verdicts), verdicts
+
+
+def counted(context: RankContext, settings: Settings, look: bool) -> list[float]:
+    """Bytes that each of some steps sends, with or without an evaluation between them."""
+    torch.set_num_threads(1)
+    run, found = ToyRun(context.topology(dp=3), settings), []
+    for _ in range(4):
+        run.step()
+        if look:
+            with run.strategy.consensus():
+                pass
+        found.append(run.strategy.wire_counter.take())
+    run.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", [LOCAL, RING], ids=["local-sgd", "gossip"])
+def test_looking_at_the_mean_is_no_part_of_a_step(settings: Settings) -> None:
+    plain, looked = (run_ranks(3, counted, settings, look) for look in (False, True))
+    assert looked == plain and sum(plain[0]) > 0

@@ -257,6 +257,29 @@ def test_an_overflow_on_one_rank_leaves_everything_as_it_is(optimizer: str) -> N
     run_ranks(2, overflowing, optimizer)
 
 
+def skipping(context: RankContext, skipped: list[int]) -> list[str]:
+    """The phases of steps some of which make no update, as after an overflow."""
+    torch.set_num_threads(1)
+    run = ToyRun(context.topology(dp=2), {"optimizer": "onebit-adam", "freeze_step": FREEZE})
+    phases = []
+    for step in range(1, FREEZE + len(skipped) + 3):
+        phases.append(run.strategy.phase(step))
+        if step in skipped:
+            run.gradients()
+            run.steps += 1
+        else:
+            run.step()
+    run.strategy.close()
+    return phases
+
+
+def test_a_warm_up_has_as_many_updates_as_it_was_given() -> None:
+    """Skipped steps make it longer: a second moment of fewer gradients would be frozen."""
+    for skipped in ([], [2], [1, 3, 4]):
+        wanted = ["gradients"] * (FREEZE + len(skipped)) + ["momentum"] * 2
+        assert run_ranks(2, skipping, skipped) == [wanted] * 2
+
+
 def untouched(context: RankContext, optimizer: str) -> None:
     """A row of the table never gets a gradient."""
     settings = {"optimizer": optimizer, "freeze_step": FREEZE, "weight_decay": 0.0}

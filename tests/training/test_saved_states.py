@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifes
 from megalite.cli.inspect import main as inspect_main
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
 from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.wire import Channel
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.schedules import Progress
 from megalite.topology.sharding import ShardSpec
@@ -23,7 +24,7 @@ from megalite.training.optimizer import flat_parameter
 from megalite.training.replica import Replica
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, build, tiny_config
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 Wanted = dict[str, tuple[str, str]]
@@ -392,3 +393,41 @@ def test_a_manifest_that_lies_about_a_shape(
     (target / MANIFEST_NAME).write_text(seal(body))
     message = refused(RankContext(0), str(tmp_path), STATES)
     assert key in message and f"{shape} there, [16] here" in message
+
+
+class Late:
+    """A collective that happens no earlier than it is waited for."""
+
+    def __init__(self, collective: Callable[[], None]) -> None:
+        self._collective = collective
+
+    def wait(self) -> None:
+        self._collective()
+
+
+def overtaken(context: RankContext, folder: str) -> list[str]:
+    """Take up a checkpoint while the parameters of the last step are on their way; what differs from it."""
+    settings = {**SMALL, "dp": 2, "dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
+    runner = Runner(build(context, tiny_config(2, **settings)))
+    save(runner.replica, Path(folder), Progress(0, 0), tokenizer=None)
+    wanted = [bucket.data.clone() for bucket in runner.replica.strategy.all_buckets()]
+
+    def late(channel: Channel, output: torch.Tensor, part: torch.Tensor) -> Late:
+        sent = part.clone()
+        return Late(lambda: channel.group.all_gather(output, sent))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "gather_raw_async", late)
+        runner.step()
+    load(runner.replica, Path(folder), tokenizer=None, log=lambda line: None)
+    runner.replica.strategy.wait_for_parameters()
+    buckets = list(runner.replica.strategy.all_buckets())
+    return [
+        f"bucket {index}"
+        for index, values in enumerate(wanted)
+        if not torch.equal(buckets[index].data, values)
+    ]
+
+
+def test_what_is_on_its_way_does_not_overtake_what_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, overtaken, str(tmp_path)) == [[], []]
