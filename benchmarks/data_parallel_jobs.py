@@ -67,7 +67,8 @@ class Bench:
             started = [self.links.start(rank, worker) for rank in range(self.links.ranks)]
             if any([process.wait() for process in started]):
                 raise SystemExit("a rank failed (see above)")
-            lines = [json.loads(line) for path in Path(folder).glob("rank*.jsonl") for line in path.open()]
+            texts = [path.read_text() for path in Path(folder).glob("rank*.jsonl")]
+            lines = [json.loads(line) for text in texts for line in text.splitlines()]
         return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in cases}
 
 

@@ -9,6 +9,7 @@ import torch
 from megalite.data_parallel.background import Background
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.compression.codec import Codec
+from megalite.data_parallel.means_costs import Costs
 from megalite.data_parallel.shards import StrategyOptions
 from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import Optimizer
@@ -19,94 +20,10 @@ SETTLING_STEPS = 2
 """Steps that are not looked at: memory is touched first and kernels are chosen in them."""
 MEASURED_STEPS = 5
 REHEARSED = 1 << 20
-"""Parameters that the optimizer's work is measured with, at most: it grows as their number."""
-ASSUMED_WARMUP = 0.15
-"""Share of the run, where its end is to be found while training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Of one step with whole gradients, and of lossy means in its place; the slowest rank's."""
-
-    step: float
-    """Seconds from one step to the next."""
-    exposed: float
-    """Of these, spent waiting for the reduction."""
-    reduction: float
-    """Seconds of the reduction by itself."""
-    codec: float
-    """Seconds that coding and decoding take."""
-    latency: float
-    """Seconds of the collectives of lossy means when next to nothing is sent."""
-    optimizer: float
-    """Seconds by which the optimizer's own work is longer."""
-    whole_bytes: float
-    """That a rank sends in a reduction."""
-    lossy_bytes: float
-    """That it sends instead."""
-
-    @property
-    def compute(self) -> float:
-        """c: share of the step that does not wait."""
-        return 1.0 - self.exposed / self.step
-
-    @property
-    def overhead(self) -> float:
-        """o: what comes on top, as a share of the step."""
-        return self.extra / self.step
-
-    @property
-    def extra(self) -> float:
-        """Seconds of a step with lossy means that do not depend on the link's rate and that others do not have."""
-        return self.codec + self.latency + self.optimizer
-
-    @property
-    def volume_ratio(self) -> float:
-        """k: bytes of a reduction over those of lossy means."""
-        return self.whole_bytes / self.lossy_bytes
-
-    @property
-    def bytes_per_second(self) -> float:
-        """R: what the reduction by itself got out of the link."""
-        return self.whole_bytes / self.reduction
-
-    def speed(self, warmup: float) -> float:
-        """How many times as fast a run is: 1/(w + (1-w)(c + (1-c)/k + o)). Lossy means hide behind nothing."""
-        c, k = self.compute, self.volume_ratio
-        return 1.0 / (warmup + (1.0 - warmup) * (c + (1.0 - c) / k + self.overhead))
-
-    @property
-    def break_even(self) -> float:
-        """Bytes per second below which lossy means pay, if what hides of the reduction stays as it is: there
-
-        extra + bytes/(k·R) = bytes/R - hidden.
-        """
-        hidden = max(self.reduction - self.exposed, 0.0)
-        saved = self.whole_bytes - self.lossy_bytes
-        return saved / max(self.extra + hidden, 1e-9)
-
-    def line(self, warmup: float | None, *, name: str = "1-bit") -> str:
-        """For the log.
-
-        Args:
-            name: of the lossy means.
-        """
-        share = ASSUMED_WARMUP if warmup is None else warmup
-        speed, limit = self.speed(share), self.break_even * 8e-6
-        verdict = (
-            f"the run will be about {speed:.2f} times as fast as with whole gradients"
-            if speed > 1.0
-            else f"{name} will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole "
-            "gradients"
-        )
-        return (
-            f"break-even: {verdict}; it pays where ranks send at less than {limit:.0f} Mbit/s (step "
-            f"{self.step * 1e3:.1f} ms, compute c {self.compute:.3f}, overhead o {self.overhead:.3f}: codec "
-            f"{self.codec * 1e3:.1f} ms, latency {self.latency * 1e3:.1f} ms, optimizer "
-            f"{self.optimizer * 1e3:.1f} ms; reduction at R "
-            f"{self.bytes_per_second * 8e-6:.0f} Mbit/s, volume 1/k with k {self.volume_ratio:.1f}, warm-up w "
-            f"{share:.2f}{' assumed' if warmup is None else ''})"
-        )
+"""Parameters that the optimizer's work and the reduction are measured with, at most: both grow as their number, and a whole
+reduction more is a step's worth of bytes."""
+ASSUMED_HIDDEN = 2.0 / 3.0
+"""Share of the computation behind which a reduction hides, where no step with whole gradients is seen: the backward's."""
 
 
 class _Loopback(Channel):
@@ -139,6 +56,7 @@ class BreakEven:
         world: all ranks.
         warmup: share of the run with whole gradients; None: not known yet.
         name: of the lossy means, for the line.
+        all_alike: steps with lossy means are like each other, and tell enough where none before them was seen.
     """
 
     groups: Mapping[Bucket, Group]
@@ -148,8 +66,11 @@ class BreakEven:
     world: Group
     warmup: float | None
     name: str = "1-bit"
+    all_alike: bool = False
     _optimizer: Optimizer | None = field(default=None, init=False)
     _done: bool = field(default=False, init=False)
+    _lossy: bool = field(default=False, init=False)
+    """Steps with lossy means are being looked at."""
     _steps: int = field(default=0, init=False)
     _began: float | None = field(default=None, init=False)
     _times: list[float] = field(default_factory=list, init=False)
@@ -168,16 +89,20 @@ class BreakEven:
         Args:
             whole: it reduces gradients.
 
-        Collectives: once, some reductions and a maximum over the world.
+        Collectives: once, some reductions (of `REHEARSED` numbers in all) and a maximum over the world.
         """
         if self._done:
             return None
         now = self._now()
         if self._began is not None and self._steps > SETTLING_STEPS:
             self._times.append(now - self._began)
+        if self.all_alike and not (whole or self._lossy or self._times):
+            self._lossy, self._steps = True, 0
+            self._waits.clear()
         self._steps += 1
-        self._began = now if whole else None
-        if whole and len(self._times) < MEASURED_STEPS:
+        goes_on = whole or self._lossy
+        self._began = now if goes_on else None
+        if goes_on and len(self._times) < MEASURED_STEPS:
             return None
         self._done = True
         return self._costs().line(self.warmup, name=self.name) if self._times else None
@@ -202,31 +127,40 @@ class BreakEven:
         return next(iter(self.groups)).grad.device
 
     def _costs(self) -> Costs:
-        whole, lossy = WireCounter(), WireCounter()
-        # Once: on a slow link it takes as long as a step, and the run's first steps have warmed the connections up.
-        reduction = sum(self._reduction(bucket, whole) for bucket in self.groups)
+        lossy = WireCounter()
+        reductions = [self._reduction(bucket) for bucket in self.groups]
         codec = sum(self._codec(bucket, lossy) for bucket in self.groups)
         slowest = torch.tensor(
             [
-                *(min(self._times), min(self._waits), reduction, codec),
+                *(min(self._times), min(self._waits), sum(seconds for seconds, _ in reductions), codec),
                 *(sum(self._latency(bucket) for bucket in self.groups), self._optimizer_extra()),
-                *(whole.take(), lossy.take() / 2),
+                *(sum(nbytes for _, nbytes in reductions), lossy.take() / 2),
             ],
             dtype=torch.float64,
             device=self._device,
         )
         self.world.all_reduce(slowest, op="max")
         step, wait, reduction, codec, latency, optimizer, whole_bytes, lossy_bytes = slowest.tolist()
+        exposed = min(wait, reduction, step)
+        if self._lossy:
+            computing = max(step - wait, 0.0)
+            exposed = max(reduction - ASSUMED_HIDDEN * computing, 0.0)
+            step = computing + exposed
         return Costs(
             step=step,
-            exposed=min(wait, reduction, step),
+            exposed=exposed,
             reduction=reduction,
             codec=codec,
             latency=latency,
             optimizer=optimizer,
             whole_bytes=whole_bytes,
             lossy_bytes=lossy_bytes,
+            assumed=self._lossy,
         )
+
+    @property
+    def _elements(self) -> int:
+        return sum(bucket.grad.numel() for bucket in self.groups)
 
     def _channel(self, kind: type[Channel], bucket: Bucket, counter: WireCounter) -> Channel:
         return kind(
@@ -237,11 +171,16 @@ class BreakEven:
             by_rank=self.options.by_rank,
         )
 
-    def _reduction(self, bucket: Bucket, counter: WireCounter) -> float:
-        channel, scratch = self._channel(Channel, bucket, counter), torch.zeros_like(bucket.grad)
+    def _reduction(self, bucket: Bucket) -> tuple[float, float]:
+        """(seconds, bytes) of a bucket's, from a part of it. Once: the run's first steps have warmed the connections up."""
+        counter, size = WireCounter(), bucket.grad.numel()
+        channel = self._channel(Channel, bucket, counter)
+        share = size * REHEARSED // self._elements
+        part = min(size, max(1, -(-share // channel.size)) * channel.size)
+        scratch = bucket.grad.new_zeros(part)
         before = self._now()
         channel.all_reduce_async(scratch).wait()
-        return self._now() - before
+        return (self._now() - before) * size / part, counter.take() * size / part
 
     def _codec(self, bucket: Bucket, counter: WireCounter) -> float:
         codec = self.make(bucket, self._channel(_Loopback, bucket, counter))
@@ -268,7 +207,7 @@ class BreakEven:
 
     def _optimizer_extra(self) -> float:
         """On scratch memory, alone: a step without reduced gradients against one with them."""
-        total = sum(bucket.grad.numel() for bucket in self.groups)
+        total = self._elements
         size = min(total, REHEARSED)
         flat = _scratch(size, next(iter(self.groups)).grad)
         alone = None if self._optimizer is None else self._optimizer.alone([flat], freeze_step=3)

@@ -55,6 +55,7 @@ class CompressedAllReduce(AllReduce):
             world=groups.world,
             warmup=0.0,
             name=f"grad_compression {settings.grad_compression}",
+            all_alike=True,
         )
         self._may_overflow = self.all_buckets()[0].data.dtype == torch.float16
         self._full: list[Bucket] = []
@@ -65,7 +66,7 @@ class CompressedAllReduce(AllReduce):
         return "gradients" if step <= self._warmup else "compressed"
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        """And, when the warm-up has been seen, a line on whether compression pays."""
+        """And, when enough steps have been seen, a line on whether compression pays."""
         super().begin_step(step, loss_scale=loss_scale)
         line = self._break_even.begin(whole=self.phase(step) == "gradients")
         if line is not None:

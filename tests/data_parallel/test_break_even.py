@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.data_parallel.break_even import BreakEven, Costs
+from megalite.data_parallel import break_even
+from megalite.data_parallel.break_even import BreakEven
+from megalite.data_parallel.means_costs import Costs
+from megalite.data_parallel.wire import WireCounter
 from megalite.optimizers.base import Exchange
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.onebit_adam import OneBitAdam
@@ -49,7 +52,7 @@ def test_a_loss_is_said_plainly() -> None:
 
 @pytest.mark.parametrize("name", ["codec", "latency", "optimizer"])
 def test_whatever_comes_on_top_can_turn_the_verdict(name: str) -> None:
-    slow = dataclasses.replace(SLOW_LINK, **{name: 0.9})
+    slow = dataclasses.replace(SLOW_LINK, **dict[str, Any]({name: 0.9}))
     assert "1-bit will be slower here" in slow.line(0.2)
     assert f"{name} 900.0 ms" in slow.line(0.2)
     assert slow.break_even < SLOW_LINK.break_even
@@ -95,12 +98,14 @@ def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(
     assert len(set(sent)) == (1 if freeze == 20 else 2)
 
 
-def compressed(context: RankContext, name: str) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
+def compressed(
+    context: RankContext, name: str, warmup: int
+) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
     """The log's lines by step, the bytes of each step, and weights at the end."""
-    settings = {"grad_compression": name, "compression_warmup_steps": 5, "reduction_order": "rank"}
+    settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
     run = ToyRun(context.topology(dp=2), settings)
     lines, sent = {}, []
-    for step in range(1, 8):
+    for step in range(1, 12):
         run.step()
         if run.strategy.notes:
             lines[step] = list(run.strategy.notes)
@@ -110,22 +115,91 @@ def compressed(context: RankContext, name: str) -> tuple[dict[int, list[str]], l
     return lines, sent, run.weights()["table"]
 
 
-@pytest.mark.parametrize("name", ["onebit", "topk", "powersgd", "uint8"])
-def test_compression_of_gradients_says_it_too(name: str) -> None:
-    """When its warm-up ends; neither bytes nor numbers of the run show it."""
-    runs = run_ranks(2, compressed, name)
+@pytest.mark.parametrize(
+    ("name", "warmup", "at"),
+    [
+        ("onebit", 5, 6),
+        ("topk", 5, 6),
+        ("powersgd", 5, 6),
+        ("uint8", 5, 6),
+        ("onebit", 0, 8),
+        ("topk", 2, 10),
+    ],
+)
+def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -> None:
+    """When its warm-up ends, or after as many steps without one; neither bytes nor numbers of the run show it."""
+    runs = run_ranks(2, compressed, name, warmup)
     lines, sent, table = runs[0]
-    assert runs[1][0] == lines and list(lines) == [6] and len(lines[6]) == 1
-    assert lines[6][0].startswith("break-even: ") and "optimizer 0.0 ms" in lines[6][0]
-    assert len(set(sent[:5])) == len(set(sent[5:])) == 1
-    silent = run_ranks(2, unsaid, name)
+    assert runs[1][0] == lines and list(lines) == [at] and len(lines[at]) == 1
+    assert lines[at][0].startswith("break-even: ") and "optimizer 0.0 ms" in lines[at][0]
+    assert ("no step had whole gradients" in lines[at][0]) == (warmup < 5)
+    assert len(set(sent[:warmup])) == min(1, warmup) and len(set(sent[warmup:])) == 1
+    silent = run_ranks(2, unsaid, name, warmup)
     assert silent[0][0] == {} and torch.equal(silent[0][2], table)
 
 
-def unsaid(context: RankContext, name: str) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
+def unsaid(
+    context: RankContext, name: str, warmup: int
+) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
     """As `compressed`, with nothing measured."""
     with mock.patch.object(BreakEven, "begin", lambda self, *, whole: None):
-        return compressed(context, name)
+        return compressed(context, name, warmup)
+
+
+def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
+    """Bytes of a reduction as they are computed from a part of it, and those that the part sends."""
+    run = ToyRun(context.topology(dp=3), {"grad_compression": "onebit"})
+    strategy: Any = run.strategy
+    sent: list[float] = []
+
+    def counted(counter: WireCounter, nbytes: float) -> None:
+        sent.append(nbytes)
+
+    with (
+        mock.patch.object(break_even, "REHEARSED", rehearsed),
+        mock.patch.object(WireCounter, "add", counted),
+        mock.patch.object(WireCounter, "take", lambda counter: sent[-1]),
+    ):
+        whole = sum(strategy._break_even._reduction(bucket)[1] for bucket in strategy._break_even.groups)
+    run.strategy.close()
+    return whole, sum(sent)
+
+
+def test_a_reduction_is_measured_by_a_part_of_it() -> None:
+    whole = run_ranks(3, parts, 1 << 20)[0]
+    part = run_ranks(3, parts, 96)[0]
+    assert whole[0] == whole[1] == pytest.approx(part[0])
+    assert part[1] < whole[1] / 5
+
+
+def lossy_steps(wait: float, reduction: float) -> Costs:
+    """What is made of five steps with lossy means, 3 s each."""
+    measured = BreakEven(
+        groups={},
+        make=mock.Mock(),
+        options=mock.Mock(),
+        background=mock.Mock(),
+        world=mock.Mock(),
+        warmup=0.0,
+        all_alike=True,
+    )
+    measured._done, measured._lossy = False, True
+    measured._times, measured._waits = [3.0], [wait]
+    bucket = mock.Mock(grad=torch.zeros(4))
+    measured.groups = {bucket: mock.Mock(size=2)}
+    with (
+        mock.patch.object(measured, "_reduction", lambda bucket: (reduction, 100.0)),
+        mock.patch.object(measured, "_codec", lambda bucket, counter: 0.1),
+        mock.patch.object(measured, "_latency", lambda bucket: 0.0),
+    ):
+        return measured._costs()
+
+
+def test_without_a_step_of_whole_gradients_the_backward_hides_what_it_can() -> None:
+    costs = lossy_steps(wait=0.6, reduction=4.0)
+    assert costs.exposed == pytest.approx(4.0 - 1.6)
+    assert costs.step == pytest.approx(2.4 + 2.4)
+    assert lossy_steps(wait=0.6, reduction=1.0).exposed == 0.0
 
 
 def test_the_optimizers_own_work_is_measured_beside_the_run() -> None:

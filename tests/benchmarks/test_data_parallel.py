@@ -1,0 +1,114 @@
+"""The parts of the data-parallel benchmark that no clock decides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import data_parallel
+import pytest
+import shaped_links
+from data_parallel_jobs import GPT, ONEBIT, Bench, end_of, seconds, sent, steps_of
+from data_parallel_peers import PEERS
+from shaped_links import ShapedLinks, sent_and_received, unavailable
+
+SMALL: dict[str, Any] = {
+    **GPT,
+    "num_layers": 1,
+    "hidden_size": 32,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "dp": 2,
+    "mock_data": True,
+    "vocab_size": 64,
+}
+CASES: list[dict[str, Any]] = [
+    {"name": "traced", "steps": 3, "settings": SMALL, "trace": True},
+    {"name": "frozen", "steps": 4, "settings": {**SMALL, **ONEBIT, "freeze_step": 2}, "forget_errors": True},
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What two ranks of the worker write, on the host's own network."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.json").write_text(json.dumps({"cases": CASES}))
+    worker = Path(data_parallel.__file__).with_name("data_parallel_worker.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*launch, str(worker), str(folder / "job.json"), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [
+        json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()
+    ]
+    return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in CASES}
+
+
+def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) -> None:
+    for case in CASES:
+        for rank in range(2):
+            rows = steps_of(records[case["name"]], rank)
+            assert [row["step"] for row in rows] == list(range(1, case["steps"] + 1))
+            assert all(row["sent"] >= row["wire"] > 0 and row["seconds"] > 0 for row in rows)
+            assert end_of(records[case["name"]], rank)["state_bytes"] > 0
+    phases = [row["phase"] for row in steps_of(records["frozen"])]
+    assert phases == ["gradients"] * 2 + ["momentum"] * 2
+    assert sent(records["frozen"]) < sent(records["traced"]) * 4 / 3
+    assert seconds(records["traced"], 2) < seconds(records["traced"])
+
+
+def test_what_hides_is_a_share(records: dict[str, list[dict[str, Any]]]) -> None:
+    reductions = end_of(records["traced"])["reductions"]
+    assert len(reductions) == 3
+    assert all(0.0 <= data_parallel._hidden(step) <= 1.0 for step in reductions)
+
+
+def test_the_hidden_share_by_hand() -> None:
+    """Reductions from 0 to 4 and from 3 to 6, of which the step waits from 5 on: one second of six."""
+    step = {"runs": [[3.0, 6.0], [0.0, 4.0]], "exposed": [5.0, 9.0]}
+    assert data_parallel._hidden(step) == pytest.approx(5 / 6)
+
+
+def test_peers_have_a_pair_of_ours() -> None:
+    assert set(data_parallel.PAIRS) == set(PEERS)
+
+
+def test_without_root_it_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shaped_links.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--parts", "volume"])
+    with pytest.raises(SystemExit, match="nothing measured: it needs root"):
+        data_parallel.main()
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
+def test_links_join_ranks_and_go_away() -> None:
+    """A rank's namespace has an interface of its own, with counters from 0; nothing is left behind."""
+    with ShapedLinks(2) as links:
+        links.set_rate(100.0)
+        say = "from shaped_links import sent_and_received as s; print(*s())"
+        started = subprocess.run(
+            ["ip", "netns", "exec", "mgl-rank1", sys.executable, "-c", say],
+            cwd=Path(shaped_links.__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert all(int(number) < 10_000 for number in started.stdout.split())
+        assert Bench(links, "text").case("one")["settings"]["data_path"] == ["text"]
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert "mgl-" not in listed.stdout
+
+
+def test_an_interface_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="there is no interface eth77"):
+        sent_and_received("eth77")
