@@ -1,8 +1,13 @@
 """`--dry-run`: what a config would do on any number of ranks, as data (`report`); dry_run_text.py prints it."""
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from megalite.cli.dry_run_rank import communication_rows, rank_report
+from megalite.cli.dry_run_rank_text import format_rank
 from megalite.cli.dry_run_text import format_report
 from megalite.config.batch import (
     batch_sizes,
@@ -18,11 +23,10 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.tokenizers.build import build_tokenizer
 from megalite.models.shapes import flops_per_token, parameter_count
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.render import render_grid
-from megalite.pipeline.ir.schedule import Schedule, peak_activations
+from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.planner.bubble import bubble_fraction
-from megalite.planner.communication import group_sizes, step_volumes, wire_factor
-from megalite.planner.data_parallel import time_basis
 from megalite.planner.memory import (
     RankMemory,
     activation_peaks,
@@ -49,9 +53,26 @@ def world_size_of(invocation: Invocation) -> int:
 
 
 def dry_run(invocation: Invocation) -> str:
-    """What `--dry-run` prints: text, or JSON with --json."""
-    found = report(invocation.config, world_size_of(invocation), invocation.explicit)
-    return json.dumps(found, indent=2) if invocation.json else format_report(found)
+    """What `--dry-run` prints: text, or JSON with --json; with --rank of that rank alone."""
+    config, world_size, explicit = invocation.config, world_size_of(invocation), invocation.explicit
+    with _no_collector():
+        if invocation.rank is None:
+            found, as_text = report(config, world_size, explicit), format_report
+        else:
+            found, as_text = rank_report(_checked(config, world_size, explicit), invocation.rank), format_rank
+        return json.dumps(found, indent=2) if invocation.json else as_text(found)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Schedules are up to a million small tuples without a cycle; to look for one takes a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -70,9 +91,7 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
         ConfigError: the config is not legal for this world size, its schedule does not take the number of microbatches,
             or the size of the vocabulary is not known.
     """
-    # What the vocabulary has no part in is reported first.
-    config = validate(config, world_size, explicit)
-    config = validate(_with_vocabulary(config), world_size, explicit)
+    config = _checked(config, world_size, explicit)
     layout = layout_of(config)
     stages = plan_stages(config)
     *smaller, largest = microbatch_counts(config)
@@ -88,12 +107,22 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
         "layout": _layout_report(config, layout),
         "stages": [_stage_report(config, plan) for plan in stages],
         "memory": _memory_report(memory, layout),
-        "communication": _communication_report(config, schedule.num_microbatches),
+        "communication": [
+            row
+            for rank in range(config.parallel.pp)
+            for row in communication_rows(config, rank, schedule.num_microbatches)
+        ],
         "schedule": _schedule_report(config, stages, schedule),
         "batch": _batch_report(config),
         "model": _model_report(config),
         "config": sectioned(config),
     }
+
+
+def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
+    # What the vocabulary has no part in is reported first.
+    config = validate(config, world_size, explicit)
+    return validate(_with_vocabulary(config), world_size, explicit)
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:
@@ -113,12 +142,12 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     small = layout.world_size <= LISTED_RANKS
     groups = {}
     for kind in ParallelLayout.KINDS:
-        lists = layout.groups(kind)
+        lists = layout.groups(kind, None if small else LISTED_GROUPS)
         groups[kind] = {
-            "count": len(lists),
+            "count": layout.group_count(kind),
             "size": len(lists[0]),
             "complete": small,
-            "ranks": [list(ranks) for ranks in (lists if small else lists[:LISTED_GROUPS])],
+            "ranks": [list(ranks) for ranks in lists],
         }
     return {
         "axes": {
@@ -176,24 +205,6 @@ def _memory_report(memory: list[RankMemory], layout: ParallelLayout) -> dict[str
     }
 
 
-def _communication_report(config: RunConfig, num_microbatches: int) -> list[dict[str, Any]]:
-    """Per pipeline rank, group and operation the bytes of a step with the largest batch.
-
-    `basis` says what they are of where steps are not alike.
-    """
-    sizes = group_sizes(config)
-    rows = []
-    for rank in range(config.parallel.pp):
-        volumes = step_volumes(config, rank, num_microbatches)
-        for (group, operation), volume in sorted(volumes.items()):
-            sent = round(volume * wire_factor(operation, sizes[group]))
-            row = {"pipeline_rank": rank, "group": group, "size": sizes[group], "operation": operation}
-            changes = group in ("dp-cp", "expert-dp") and operation != "all-reduce"
-            basis = time_basis(config) if changes else ""
-            rows.append({**row, "volume_bytes": volume, "sent_bytes": sent, "basis": basis})
-    return rows
-
-
 def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> dict[str, Any]:
     drawn = schedule.num_stages <= GRID_STAGES and schedule.num_microbatches <= GRID_MICROBATCHES
     return {
@@ -203,9 +214,14 @@ def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
         "all_microbatch_counts": list(microbatch_counts(config)),
         "bubble_fraction": bubble_fraction(config, stages, schedule.num_microbatches),
         "costs": config.parallel.pipeline_costs or "FLOPs",
-        "peak_activations": list(peak_activations(schedule.actions, forward_only=False)),
+        "peak_activations": _peak_activations(schedule),
         "grid": render_grid(schedule) if drawn else None,
     }
+
+
+def _peak_activations(schedule: Schedule) -> list[int]:
+    units = Sizes.uniform(schedule.num_stages)
+    return [int(peak.size) for peak in memory_peaks(Program(schedule, schedule.actions), units)]
 
 
 def _batch_report(config: RunConfig) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _layout(report: dict[str, Any]) -> str:
         if groups["size"] == 1 and kind != "position-embedding":
             alone.append(kind)
             continue
-        shown = [_rank_list(ranks) for ranks in groups["ranks"][:_SHOWN_GROUPS]]
+        shown = [rank_list(ranks) for ranks in groups["ranks"][:_SHOWN_GROUPS]]
         more = " ..." if groups["count"] > len(shown) else ""
         lines.append(f"  {kind:<18} {groups['count']:>4} of {groups['size']:<4} {' '.join(shown)}{more}")
     if alone:
@@ -47,7 +47,8 @@ def _layout(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rank_list(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
+    """The ranks of a group, shortened."""
     words = [str(rank) for rank in ranks]
     if len(words) > 8:
         words = [*words[:4], "...", words[-1]]
@@ -73,7 +74,7 @@ def _stages(stages: list[dict[str, Any]]) -> str:
     for run in runs:
         first, last = run[0], run[-1]
         ends = [name for name in ("embedding", "head") if first[name]]
-        layers = _layers(first["first_layer"], last["last_layer"])
+        layers = layer_range(first["first_layer"], last["last_layer"])
         each = f" in {len(run)} stages" if len(run) > 1 else ""
         lines.append(
             f"  stage {_range(first['stage'], last['stage']):<6} on pipeline rank "
@@ -83,7 +84,8 @@ def _stages(stages: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _layers(first: int, stop: int) -> str:
+def layer_range(first: int, stop: int) -> str:
+    """Layers `first <= i < stop` in words."""
     if first == stop:
         return "none"
     return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
@@ -108,13 +110,11 @@ def _range(first: int, last: int) -> str:
 
 
 def _memory(memory: dict[str, Any]) -> str:
-    parts = ("parameter", "gradient", "optimizer", "activation", "workspace")
-    header = "".join(f"{part + 's' if part != 'workspace' else part:>13}" for part in parts)
+    rows = memory["pipeline_ranks"]
     lines = [
         "Memory per rank (estimate, without fragmentation and kernel workspaces)",
-        f"  {'':<18}{header}{'total':>13}",
+        f"  {'':<18}{memory_cells(rows[0])[0]}",
     ]
-    rows = memory["pipeline_ranks"]
     fullest = rows[memory["fullest_pipeline_rank"]]
     shown = (
         rows
@@ -122,10 +122,16 @@ def _memory(memory: dict[str, Any]) -> str:
         else [rows[0], *([fullest] if fullest not in (rows[0], rows[-1]) else []), rows[-1]]
     )
     for row in shown:
-        cells = "".join(f"{size(row[part + '_bytes']):>13}" for part in (*parts, "total"))
-        lines.append(f"  pipeline rank {row['pipeline_rank']:<4}{cells}")
+        lines.append(f"  pipeline rank {row['pipeline_rank']:<4}{memory_cells(row)[1]}")
     lines.append(f"  fullest: rank {memory['fullest_rank']} with {size(memory['fullest_bytes'])}")
     return "\n".join(lines)
+
+
+def memory_cells(row: dict[str, int]) -> tuple[str, str]:
+    """The names of the parts of a rank's memory, and below them their sizes."""
+    parts = ("parameter", "gradient", "optimizer", "activation", "workspace", "total")
+    names = "".join(f"{part if part in ('workspace', 'total') else part + 's':>13}" for part in parts)
+    return names, "".join(f"{size(row[part + '_bytes']):>13}" for part in parts)
 
 
 def _communication(rows: list[dict[str, Any]], pipeline_rank: int) -> str:
@@ -133,12 +139,15 @@ def _communication(rows: list[dict[str, Any]], pipeline_rank: int) -> str:
     if not mine:
         return ""
     lines = [f"Communication of a rank of pipeline rank {pipeline_rank} in a step (see docs/parallelism.md)"]
-    for row in mine:
-        lines.append(
-            f"  {row['group']:<10} of {row['size']:<4} {row['operation']:<15} {size(row['volume_bytes']):>11}, "
-            f"{size(row['sent_bytes']):>11} sent{', ' + row['basis'] if row['basis'] else ''}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(volume_line, mine)])
+
+
+def volume_line(row: dict[str, Any]) -> str:
+    """What one kind of collective moves."""
+    return (
+        f"  {row['group']:<10} of {row['size']:<4} {row['operation']:<15} {size(row['volume_bytes']):>11}, "
+        f"{size(row['sent_bytes']):>11} sent{', ' + row['basis'] if row['basis'] else ''}"
+    )
 
 
 def _schedule(schedule: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "--json": ("", "With --dry-run: print it as JSON."),
         "--world-size": ("N", "With --dry-run: number of ranks; default tp·pp·cp·dp."),
+        "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
         "--help": ("", "The settings most runs need."),
         "--help-all": ("", "Every setting."),
         "--version": ("", "Print the version."),
@@ -58,6 +59,8 @@ class Invocation:
     json: bool = False
     world_size: int | None = None
     """As given by --world-size."""
+    rank: int | None = None
+    """As given by --rank."""
     help: str | None = None
     """`basic` or `all` if help was asked for; the rest of the command line is then not read."""
     version: bool = False
@@ -94,15 +97,16 @@ def parse_arguments(argv: list[str]) -> Invocation:
     files = [read_level(path) for path in run_options.get("--config", [])]
     merged = merge([*presets, *files, level])
     dry_run = "--dry-run" in run_options
-    for flag in ("--json", "--world-size"):
+    for flag in ("--json", "--world-size", "--rank"):
         if flag in run_options and not dry_run:
             raise ConfigError(f"{flag} has no effect without --dry-run; add --dry-run or remove it")
-    world_size = run_options.get("--world-size")
+    world_size, rank = run_options.get("--world-size"), run_options.get("--rank")
     return Invocation(
         **vars(merged),
         dry_run=dry_run,
         json="--json" in run_options,
-        world_size=_world_size(world_size[0]) if world_size else None,
+        world_size=_whole_number("--world-size", world_size[0]) if world_size else None,
+        rank=_whole_number("--rank", rank[0], least=0) if rank else None,
     )
 
 
@@ -218,11 +222,7 @@ def _one_word(occurrence: _Occurrence, example: str) -> str:
     return occurrence.words[0]
 
 
-def _whole_number(flag: str, word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise ConfigError(f"{flag} takes a whole number of at least 1, such as 4, got {word}")
+def _whole_number(flag: str, word: str, least: int = 1) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise ConfigError(f"{flag} takes a whole number of at least {least}, such as 4, got {word}")
     return int(word)
-
-
-def _world_size(word: str) -> int:
-    return _whole_number("--world-size", word)

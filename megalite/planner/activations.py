@@ -55,9 +55,24 @@ def _attention(config: RunConfig) -> Iterator[_Kept]:
         yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
         if exchanged:
             yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home
+        if _repeats_keys(config):
+            yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core)
     yield _Kept(e * queries / p.tp)
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole)
+
+
+def _repeats_keys(config: RunConfig) -> bool:
+    """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
+    a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
+    model, training, data = config.model, config.training, config.data
+    if model.query_groups == model.num_attention_heads:
+        return False
+    window = model.sliding_window is not None and model.sliding_window < training.seq_length
+    documents = data.reset_attention_mask or data.packing == "best-fit"
+    ring = config.parallel.cp > 1 and config.parallel.cp_comm_type == "p2p"
+    grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
+    return not (window or documents or ring or grouped_kernel)
 
 
 def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:

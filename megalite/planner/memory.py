@@ -70,6 +70,7 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
     dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    everywhere = plan_stages(config)
     parameters = 0
     parameter = gradient = optimizer = 0.0
     for shape in shapes_of_rank(config, list(stages)):
@@ -86,7 +87,6 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
         optimizer_bytes=math.ceil(optimizer),
         activation_bytes=activation_bytes,
         workspace_bytes=max(
-            recompute_workspace_bytes(config, plan) + whole_bytes(config, plan, plan_stages(config))
-            for plan in stages
+            recompute_workspace_bytes(config, plan) + whole_bytes(config, plan, everywhere) for plan in stages
         ),
     )

@@ -71,7 +71,7 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
         return schedule
     if p.schedule_name == "auto":
         return _auto(_Key(config), placement_of(config), num_microbatches)
-    return build_schedule(
+    return _named(
         p.schedule_name,
         num_ranks=p.pp,
         num_chunks=p.vpp,
@@ -80,6 +80,10 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
         warm_up=p.pipeline_warmup,
         recompute_ahead=config.training.recompute_ahead,
     )
+
+
+# Everything that asks about a step makes its schedule again; a big one is a million actions, so few are kept.
+_named = lru_cache(maxsize=4)(build_schedule)
 
 
 def lowered(config: RunConfig, schedule: Schedule) -> Program:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megalite.config.rules.pipeline import stage_layers
 from megalite.config.run import RunConfig
@@ -37,15 +38,23 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
     pipeline_layers or pipeline_layout if they are set; else the cut whose slowest pipeline rank is fastest, the head
     counting by its FLOPs and the embedding, a lookup, as nothing.
     """
-    model = config.model
-    layers = stage_layers(config) or partition_layers(
-        model.num_layers,
-        placement,
-        layer_cost=[
-            layer_forward_flops(model, index, config.training.seq_length) for index in range(model.num_layers)
-        ],
-        last_cost=head_forward_flops(model),
-    )
+    placement = tuple(placement)
+    return _plans(tuple(stage_layers(config) or _balanced(config, placement)), placement)
+
+
+def _balanced(config: RunConfig, placement: tuple[int, ...]) -> tuple[int, ...]:
+    costs = _layer_flops(config, range(config.model.num_layers))
+    return _partition(tuple(costs), placement, head_forward_flops(config.model))
+
+
+@lru_cache(maxsize=256)
+def _partition(layer_cost: tuple[int, ...], placement: tuple[int, ...], last_cost: int) -> tuple[int, ...]:
+    # Everything that asks about a config cuts it again.
+    return partition_layers(len(layer_cost), placement, layer_cost=layer_cost, last_cost=last_cost)
+
+
+@lru_cache(maxsize=256)
+def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePlan, ...]:
     plans, first = [], 0
     for stage, (rank, count) in enumerate(zip(placement, layers, strict=True)):
         plans.append(
@@ -60,6 +69,17 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
         )
         first += count
     return tuple(plans)
+
+
+def _layer_flops(config: RunConfig, layers: range) -> list[int]:
+    """FLOPs of one token's forward through each of these layers, of which there are two kinds at most."""
+    model = config.model
+    of_kind: dict[bool, int] = {}
+    for index in layers:
+        kind = model.is_moe_layer(index)
+        if kind not in of_kind:
+            of_kind[kind] = layer_forward_flops(model, index, config.training.seq_length)
+    return [of_kind[model.is_moe_layer(index)] for index in layers]
 
 
 def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
@@ -80,8 +100,5 @@ def shares_embedding(stages: Sequence[StagePlan]) -> bool:
 
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
     """FLOPs of one token's forward through the stage."""
-    model, seq_length = config.model, config.training.seq_length
-    layers = sum(
-        layer_forward_flops(model, index, seq_length) for index in range(plan.first_layer, plan.last_layer)
-    )
-    return layers + (head_forward_flops(model) if plan.has_head else 0)
+    layers = sum(_layer_flops(config, range(plan.first_layer, plan.last_layer)))
+    return layers + (head_forward_flops(config.model) if plan.has_head else 0)

@@ -158,7 +158,7 @@ class ParameterFactory:
             own = ShardSpec.split(name, shape, dim=0, index=self.ep.rank, parts=self.ep.size).slice[0]
             spec = ShardSpec(name=name, global_shape=spec.global_shape, slice=(own, *spec.slice[1:]))
         data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
-        if std is not None:
+        if std is not None and not data.is_meta:  # else there are shapes alone
             fill = fill_expert_normal if expert else fill_normal
             fill(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed)
         return data, spec

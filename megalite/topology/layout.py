@@ -5,8 +5,11 @@ places the same ranks on the same nodes.
 """
 
 import itertools
+import math
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from megalite.config.errors import ConfigError
@@ -21,6 +24,27 @@ class Coordinate(NamedTuple):
     cp: int
     dp: int
     pp: int
+
+
+_DENSE_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "world": frozenset({"tp", "cp", "dp", "pp"}),
+        "tp": frozenset({"tp"}),
+        "cp": frozenset({"cp"}),
+        "dp": frozenset({"dp"}),
+        "pp": frozenset({"pp"}),
+        "dp-cp": frozenset({"dp", "cp"}),
+        "model": frozenset({"tp", "pp"}),
+        "tp-cp": frozenset({"tp", "cp"}),
+        "tp-dp-cp": frozenset({"tp", "dp", "cp"}),
+        "embedding": frozenset({"pp"}),
+        "position-embedding": frozenset({"pp"}),
+    }
+)
+"""Kind -> the axes along which the ranks of a group differ. Of the last two only some of a pipeline are in the group."""
+_EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"ep": frozenset({"ep"}), "expert-tp": frozenset({"tp"}), "expert-dp": frozenset({"dp"})}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,35 +154,48 @@ class ParallelLayout:
         place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         return sum(index * self._dense_strides[axis][1] for axis, index in place.items())
 
-    def groups(self, kind: str) -> RankLists:
-        """All groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
+    def groups(self, kind: str, limit: int | None = None) -> RankLists:
+        """The groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
 
         `embedding` holds the ranks of each pipeline with the first and the last stage (they share the tied embedding;
         in a V they are one), and `position-embedding` that with the first; others are in no such group.
+
+        Args:
+            limit: so many of them at most; none of the others is made.
         """
-        pipelines = _grid_groups(self._dense_strides, {"pp"})
+        strides, axes = self._grid(kind)
+        members = self._members(kind)
+        firsts = itertools.islice(_offsets(strides, strides.keys() - axes), limit)
+        return tuple(tuple(first + member for member in members) for first in firsts)
+
+    def group_count(self, kind: str) -> int:
+        """How many groups of one kind there are."""
+        strides, axes = self._grid(kind)
+        return math.prod(size for axis, (size, _) in strides.items() if axis not in axes)
+
+    def group_of(self, kind: str, rank: int) -> tuple[int, ...] | None:
+        """The one group of a kind that has `rank` in it, without making any other; None if there is none."""
+        strides, axes = self._grid(kind)
+        first = rank - sum(rank // strides[axis][1] % strides[axis][0] * strides[axis][1] for axis in axes)
+        found = tuple(first + member for member in self._members(kind))
+        return found if rank in found else None
+
+    def _grid(self, kind: str) -> tuple[dict[str, tuple[int, int]], frozenset[str]]:
+        """The grid that the groups of a kind are cut from, and the axes along which the ranks of one differ."""
+        if not self._experts_apart:
+            kind = {"expert-tp": "tp", "expert-dp": "dp-cp"}.get(kind, kind)
+        if kind in _EXPERT_AXES:
+            return self._expert_strides, _EXPERT_AXES[kind]
+        return self._dense_strides, _DENSE_AXES[kind]
+
+    def _members(self, kind: str) -> list[int]:
+        """By how much the ranks of a group of this kind are above the first rank of their part of the grid."""
+        strides, axes = self._grid(kind)
+        members = list(_offsets(strides, axes))
         first, last = (0, self.pp - 1) if self.placement is None else (self.placement[0], self.placement[-1])
         if kind == "embedding":
-            return tuple(tuple(ranks[place] for place in sorted({first, last})) for ranks in pipelines)
-        if kind == "position-embedding":
-            return tuple((ranks[first],) for ranks in pipelines)
-        dense = {
-            "world": {"tp", "cp", "dp", "pp"},
-            "tp": {"tp"},
-            "cp": {"cp"},
-            "dp": {"dp"},
-            "pp": {"pp"},
-            "dp-cp": {"dp", "cp"},
-            "model": {"tp", "pp"},
-            "tp-cp": {"tp", "cp"},
-            "tp-dp-cp": {"tp", "dp", "cp"},
-        }
-        if kind in dense:
-            return _grid_groups(self._dense_strides, dense[kind])
-        if not self._experts_apart and kind in ("expert-tp", "expert-dp"):
-            return self.groups({"expert-tp": "tp", "expert-dp": "dp-cp"}[kind])
-        expert = {"ep": {"ep"}, "expert-tp": {"tp"}, "expert-dp": {"dp"}}
-        return _grid_groups(self._expert_strides, expert[kind])
+            return [members[place] for place in sorted({first, last})]
+        return [members[first]] if kind == "position-embedding" else members
 
     def pipeline_edges(self) -> RankLists:
         """Directed pairs (sender, receiver) of every pipeline's neighbours, both ways, without repeats.
@@ -187,13 +224,7 @@ def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple
     return strides
 
 
-def _grid_groups(strides: dict[str, tuple[int, int]], axes: set[str]) -> RankLists:
-    """Groups of the ranks that differ in `axes` alone."""
-
-    def offsets(chosen: list[str]) -> list[int]:
-        ranges = [range(0, strides[axis][0] * strides[axis][1], strides[axis][1]) for axis in chosen]
-        return sorted(sum(parts) for parts in itertools.product(*ranges))
-
-    inside = offsets([axis for axis in strides if axis in axes])
-    outside = offsets([axis for axis in strides if axis not in axes])
-    return tuple(tuple(base + offset for offset in inside) for base in outside)
+def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[int]:
+    """Ranks at coordinate 0 of all other axes, ascending: the axes come fastest first, so the last is the outermost."""
+    ranges = [range(0, size * step, step) for axis, (size, step) in reversed(strides.items()) if axis in axes]
+    return map(sum, itertools.product(*ranges))

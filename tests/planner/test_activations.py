@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from megalite.config.describe import replace
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
@@ -110,6 +111,28 @@ def test_heads_exchanged_over_cp_are_kept_twice() -> None:
         for kind in ("p2p", "a2a")
     )
     assert ring - exchanged == 2 * (2 * H) * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("flags", "copies"),
+    [
+        ("--bf16", 0),
+        ("--bf16 --device cpu", 2),
+        ("--fp32", 2),
+        ("--fp32 --cp 2", 0),
+        ("--fp32 --cp 2 --cp-comm-type a2a", 2),
+        ("--fp32 --sliding-window 16 --position-embedding-type rope", 0),
+        ("--fp32 --reset-attention-mask", 0),
+        (f"--fp32 {SELECTIVE} core_attn", 0),
+    ],
+)
+def test_grouped_keys_are_repeated_where_no_kernel_takes_them(flags: str, copies: int) -> None:
+    """Two groups of two heads each: keys and values as wide as the queries instead of half as wide."""
+    config = config_of(f"{GPT} {flags} --num-query-groups 2", 2)
+    element = 2 if "bf16" in flags else 4
+    kept = {groups: layer_activation_bytes(replace(config, num_query_groups=groups)) for groups in (2, 4)}
+    tokens = TOKENS // config.parallel.cp
+    assert kept[4] - kept[2] == (2 - copies) * tokens * (H // 2) * element
 
 
 def test_query_and_key_norms_keep_what_they_were_given() -> None:

@@ -76,6 +76,36 @@ def test_groups_are_what_their_axes_say(order: str) -> None:
             assert layout.rank(**layout.coordinate(rank)._asdict()) == rank
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=2, cp=2, dp=3, pp=2),
+        ParallelLayout(tp=2, cp=2, dp=3, pp=2, order="tp-cp-ep-pp-dp"),
+        ParallelLayout(tp=2, cp=2, dp=2, pp=3, ep=4, etp=1, placement=(1, 0, 2, 1)),
+        ParallelLayout(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
+    ],
+)
+def test_a_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
+    for kind in layout.KINDS:
+        groups = layout.groups(kind)
+        assert layout.group_count(kind) == len(groups)
+        assert layout.groups(kind, 2) == groups[:2]
+        for rank in range(layout.world_size):
+            own = [ranks for ranks in groups if rank in ranks]
+            assert layout.group_of(kind, rank) == (own[0] if own else None)
+
+
+def test_a_thousand_million_ranks_are_not_listed() -> None:
+    layout = ParallelLayout(tp=8, cp=4, pp=64, dp=500_000, ep=64, etp=1)
+    assert layout.world_size == 1_024_000_000
+    assert layout.group_count("tp") == 128_000_000
+    assert layout.groups("tp", 2) == (tuple(range(8)), tuple(range(8, 16)))
+    assert layout.groups("ep", 1) == (tuple(range(64)),)
+    first = 999_999_999 // 64 * 64
+    assert layout.group_of("ep", 999_999_999) == tuple(range(first, first + 64))
+    assert layout.group_of("tp", 999_999_999) == tuple(range(999_999_992, 1_000_000_000))
+
+
 def test_pipeline_edges_are_the_ring_both_ways() -> None:
     assert ParallelLayout(tp=2).pipeline_edges() == ()
     assert set(ParallelLayout(pp=2).pipeline_edges()) == {(0, 1), (1, 0)}
