@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""How well the planner's cost model predicts step times, with constants fitted on part of measured ones.
+
+    python benchmarks/planner_time.py --data FOLDER [--json FILE] [--write FOLDER] [--seed N] [--only PART ...]
+
+FOLDER holds a100_multi_node.csv and a100_single_node.csv: rows of layout and iteration time in ms. Parts:
+
+multi      each model size of the multi-node file in turn is left out: fitted on the others and on 50 single-node rows
+single     fitted on 50 rows of the single-node file, tested on the rest
+published  Korthikanti et al. 2022 table 5 and the 1T row of SC'21, with constants fitted on neither; and table 5 with the
+           GEMM efficiency alone fitted on the other models of the table: its code is faster than that of the measured rows
+all        fitted on the multi-node file and 50 single-node rows; what --write writes
+
+Errors are predicted / measured - 1. The regret of a group (model, GPUs, batch) is the measured time of the layout that the
+model would pick over the best measured one, less 1.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner_rows import Row, published, read_rows
+
+from megalite.planner.cost.calibrate import Calibration, fit
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware.cluster import Cluster, load_cluster, save_cluster
+from megalite.planner.hardware.stack import SoftwareStack, load_stack, save_stack
+
+FITTED_SINGLE = 50
+PARTS = ("multi", "single", "published", "all")
+
+
+EFFICIENCIES = {"gemm": 0.8, "memory": 0.8, "link": 0.66, "network": 0.5, "p2p": 0.4, "small_groups": 0.6}
+HOST = {
+    "operation_seconds": 5e-5,
+    "collective_seconds": 4e-5,
+    "microbatch_seconds": 5e-4,
+    "step_seconds": 3e-3,
+}
+"""Where fits begin, and what their priors are about: not the files' own constants, which have seen all rows."""
+
+
+def start() -> tuple[Cluster, SoftwareStack]:
+    """A100 nodes with the stack of the measured rows, before any fit."""
+    cluster = load_cluster("dgx-a100")
+    cluster = replace(cluster, efficiency=replace(cluster.efficiency, **EFFICIENCIES))
+    return cluster, replace(load_stack("unfused"), **HOST)
+
+
+def errors_of(rows: Sequence[Row], found: Calibration) -> np.ndarray:
+    """predicted / measured - 1."""
+    predicted = [
+        predict(row.measured.config, found.cluster, found.stack, with_memory=False).step_seconds
+        for row in rows
+    ]
+    return np.array(predicted) / [row.measured.seconds for row in rows] - 1.0
+
+
+def summary(errors: np.ndarray) -> dict[str, float]:
+    """Percent."""
+    size = np.abs(errors) * 100
+    return {
+        "rows": len(size),
+        "mean": round(float(size.mean()), 2),
+        "median": round(float(np.median(size)), 2),
+        "bias": round(float(errors.mean()) * 100, 2),
+        "worst": round(float(size.max()), 2),
+    }
+
+
+def regrets(rows: Sequence[Row], errors: np.ndarray) -> list[dict[str, Any]]:
+    """Of each group with a choice."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(at)
+    found = []
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        seconds = {at: rows[at].measured.seconds for at in members}
+        pick = min(members, key=lambda at: seconds[at] * (1.0 + errors[at]))
+        best = min(members, key=lambda at: seconds[at])
+        regret = seconds[pick] / seconds[best] - 1.0
+        found.append(
+            {"pick": rows[pick].label, "best": rows[best].label, "layouts": len(members), "regret": regret}
+        )
+    return sorted(found, key=lambda each: -each["regret"])
+
+
+def constants(found: Calibration) -> dict[str, float]:
+    """What was fitted."""
+    efficiency = {name: round(value, 4) for name, value in vars(found.cluster.efficiency).items()}
+    names = ("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds")
+    return {**efficiency, **{name: float(f"{getattr(found.stack, name):.3g}") for name in names}}
+
+
+def report(
+    title: str, fitted_on: str, rows: Sequence[Row], found: Calibration, worst: int = 5
+) -> dict[str, Any]:
+    """Print a part's errors and give them back."""
+    errors = errors_of(rows, found)
+    order = np.argsort(-np.abs(errors))[:worst]
+    result = {
+        "part": title,
+        "fitted_on": fitted_on,
+        "constants": constants(found),
+        "errors_percent": summary(errors),
+        "worst": [
+            [rows[at].label, round(rows[at].measured.seconds, 3), round(errors[at] * 100, 1)] for at in order
+        ],
+        "regret": regrets(rows, errors),
+    }
+    print(
+        f"\n{title}: fitted on {fitted_on}\n  constants {result['constants']}\n  errors (%) {result['errors_percent']}"
+    )
+    for label, seconds, error in result["worst"]:
+        print(f"    {label}: {seconds} s, {error:+.1f} %")
+    if result["regret"]:
+        values = [each["regret"] for each in result["regret"]]
+        first = result["regret"][0]
+        print(
+            f"  regret over {len(values)} groups: mean {np.mean(values):.1%}, worst {values[0]:.1%} (picked {first['pick']}, "
+            f"best {first['best']})"
+        )
+    return result
+
+
+def one_constant(rows: Sequence[Row], found: Calibration) -> dict[str, Any]:
+    """Each model of a table with the GEMM efficiency of the others."""
+    errors: dict[str, float] = {}
+    for model in dict.fromkeys(row.label.split()[0] for row in rows):
+        others = [row.measured for row in rows if row.label.split()[0] != model]
+        mine = [row for row in rows if row.label.split()[0] == model]
+        refitted = fit(others, found.cluster, found.stack, only=["gemm"])
+        errors |= dict(zip((row.label for row in mine), map(float, errors_of(mine, refitted))))
+    result = {
+        "part": "table 5, one constant",
+        "fitted_on": "as above, and the GEMM efficiency on the other three models of the table",
+        "errors_percent": summary(np.array(list(errors.values()))),
+        "rows": {label: round(error * 100, 1) for label, error in errors.items()},
+    }
+    print(
+        f"\n{result['part']}: fitted on {result['fitted_on']}\n  errors (%) {result['errors_percent']}\n  {result['rows']}"
+    )
+    return result
+
+
+def main() -> None:
+    """Fit, test, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the two CSV files")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument(
+        "--write", type=Path, help="write the fitted cluster and stack files into this folder"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which single-node rows are fitted on")
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
+    arguments = parser.parse_args()
+    multi = read_rows(arguments.data / "a100_multi_node.csv")
+    single = read_rows(arguments.data / "a100_single_node.csv")
+    random.Random(arguments.seed).shuffle(single)
+    few, rest = single[:FITTED_SINGLE], single[FITTED_SINGLE:]
+    cluster, stack = start()
+    results = []
+    if "multi" in arguments.only:
+        together = []
+        for size in dict.fromkeys(row.size for row in multi):
+            others = [row for row in multi if row.size != size] + few
+            found = fit([row.measured for row in others], cluster, stack)
+            tested = [row for row in multi if row.size == size]
+            names = ", ".join(dict.fromkeys(row.size for row in others))
+            results.append(
+                report(f"multi-node, {size} left out", f"{len(others)} rows of {names}", tested, found)
+            )
+            together.append(errors_of(tested, found))
+        pooled = summary(np.concatenate(together))
+        results.append({"part": "multi-node, every size left out once", "errors_percent": pooled})
+        print(f"\nmulti-node, every size left out once: errors (%) {pooled}")
+    if "single" in arguments.only:
+        found = fit([row.measured for row in few], cluster, stack)
+        results.append(report("single node", f"{len(few)} of its rows", rest, found))
+    if "published" in arguments.only or "all" in arguments.only:
+        rows = multi + few
+        source = f"A100 steps of 2 to 512 GPUs ({len(multi)} multi-node, {len(few)} single-node rows)"
+        found = fit([row.measured for row in rows], cluster, stack, source=source)
+        if "all" in arguments.only:
+            results.append(report("all multi-node rows, in sample", source, multi, found))
+        if "published" in arguments.only:
+            tables = published()
+            for size in dict.fromkeys(row.size for row in tables):
+                mine = [row for row in tables if row.size == size]
+                results.append(report(size, source, mine, found, worst=len(mine)))
+            results.append(one_constant([row for row in tables if row.size != "SC'21"], found))
+        if arguments.write:
+            save_cluster(found.cluster, arguments.write / f"{cluster.name}.yaml")
+            save_stack(found.stack, arguments.write / f"{stack.name}.yaml")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

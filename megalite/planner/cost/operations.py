@@ -1,0 +1,252 @@
+"""The pieces of a layer, its embedding and head: products, bytes, collectives and operations, forward and backward.
+
+What is counted of the operations that only move bytes is what they read and write, in passes over [tokens, width]:
+a norm 2 and 3 (forward, backward), an activation gates+1 and 2·gates+1, dropout with residual sum 3 and 2, and of
+attention with scores in memory, b·a/t·s·s/cp of them, softmax 2 and 3 and dropout 2 and 2 with a byte of mask.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.planner.cost.collectives import collective_seconds
+from megalite.planner.cost.gemm import gemm_seconds
+from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.workload import Number, Workload
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Forward, and the two halves of the backward."""
+
+    forward: Parts
+    input_gradient: Parts
+    weight_gradient: Parts
+
+    def __add__(self, other: "Piece") -> "Piece":
+        return Piece(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+    def __mul__(self, times: Number) -> "Piece":
+        return Piece(self.forward * times, self.input_gradient * times, self.weight_gradient * times)
+
+
+@dataclass(frozen=True, eq=False)
+class Pricing:
+    """A workload on a machine with a software stack: prices single operations."""
+
+    work: Workload
+    cluster: Cluster
+    stack: SoftwareStack
+    peak: float
+
+    @classmethod
+    def of(cls, work: Workload, cluster: Cluster, stack: SoftwareStack) -> "Pricing":
+        """Raises ConfigError if the accelerator does not have the precision."""
+        return cls(work, cluster, stack, cluster.peak(work.precision))
+
+    def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
+        """One operation that multiplies `batch` pairs."""
+        seconds = gemm_seconds(
+            m, n, k, batch=batch, element=self.work.element, peak=self.peak, cluster=self.cluster
+        )
+        return Parts(gemm=seconds, operations=1.0)
+
+    def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Piece:
+        """A product with weights [n, k] of m rows, and its two gradients; the weight's is added up in fp32."""
+        return Piece(
+            self.gemm(m, n, k, batch),
+            self.gemm(m, k, n, batch),
+            self.gemm(n, k, m, batch) + self.moved(8.0 * n * k * batch, 0.0),
+        )
+
+    def moved(self, volume: Number, operations: Number = 1.0) -> Parts:
+        """So many bytes read and written."""
+        rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
+        return Parts(memory=volume / rate, operations=operations)
+
+    def passes(self, forward: Number, backward: Number, elements: Number, operations: Number = 1.0) -> Piece:
+        """An operation without weights: passes over so many elements."""
+        size = elements * self.work.element
+        return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
+
+    def tensor(self, operation: str, volume: Number) -> Parts:
+        """A collective of tensor parallelism."""
+        seconds = collective_seconds(operation, volume, self.work.tp, 1.0, self.cluster)
+        return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, 1.0, 0.0))
+
+    def enter(self) -> Parts:
+        """Into a column-parallel layer."""
+        return self.tensor("all-gather", self.work.activation_bytes) * self.work.sequence_parallel
+
+    def leave(self) -> Parts:
+        """Out of a row-parallel layer."""
+        work = self.work
+        parts = self.tensor("reduce-scatter", work.activation_bytes) * work.sequence_parallel
+        return parts + self.tensor("all-reduce", work.activation_bytes) * (1.0 - work.sequence_parallel)
+
+    def block_communication(self) -> Piece:
+        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient."""
+        return Piece(self.enter() + self.leave(), self.enter() * 2.0 + self.leave(), Parts())
+
+
+def norm(price: Pricing, width: Number) -> Piece:
+    """Over rows of all tokens that together are `width` wide."""
+    return price.passes(2.0, 3.0, price.work.tokens * width)
+
+
+def residual(price: Pricing) -> Piece:
+    """Bias, dropout and residual sum at the end of a branch."""
+    work, apart = price.work, 0.0 if price.stack.fused_elementwise else 1.0
+    elements = work.tokens * work.hidden / work.split
+    mask = work.hidden_dropout / work.element
+    return price.passes(
+        3.0 + apart * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * apart
+    )
+
+
+def activation(price: Pricing, rows: Number, width: Number) -> Piece:
+    """The MLP's nonlinearity, to `width` channels."""
+    gates, apart = price.work.gates, 0.0 if price.stack.fused_elementwise else 1.0
+    return price.passes(gates + 1.0 + 2.0 * gates * apart, 2.0 * gates + 1.0, rows * width, 1.0 + apart)
+
+
+def attention_core(price: Pricing) -> Piece:
+    """q·kᵀ, softmax, P·v; with context parallelism what it sends. Its weights' half is empty: it has none."""
+    core = _fused_core(price) if price.stack.fused_attention else _scores_in_memory(price)
+    return _with_context(price, core)
+
+
+def _scores_in_memory(price: Pricing) -> Piece:
+    work, apart = price.work, 0.0 if price.stack.fused_softmax else 1.0
+    batch, rows = work.batch * work.heads / work.tp, work.sequence / work.cp
+    scores = price.gemm(rows, work.sequence, work.head_size, batch)
+    context = price.gemm(rows, work.head_size, work.sequence, batch)
+    backward = price.gemm(rows, work.sequence, work.head_size, batch)
+    backward = backward + price.gemm(work.sequence, work.head_size, rows, batch) * 2.0
+    backward = backward + price.gemm(rows, work.head_size, work.sequence, batch)
+    elements = batch * rows * work.sequence
+    dropout, mask = work.attention_dropout, work.attention_dropout / work.element
+    softmax = price.passes(
+        2.0 + 4.0 * apart + 2.0 * dropout + mask,
+        3.0 + 4.0 * apart + 2.0 * dropout + mask,
+        elements,
+        1.0 + 2.0 * apart + dropout,
+    )
+    # Heads and sequence change places on the way in and out.
+    width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
+    turned = price.passes(2.0, 2.0, work.tokens * width, 4.0)
+    return Piece(scores + context, backward, Parts()) + softmax + turned
+
+
+def _fused_core(price: Pricing) -> Piece:
+    """Two products forward, five backward, over what the causal mask (and the window) leaves."""
+    work = price.work
+    seen = work.keys * (1.0 - work.keys / (2.0 * work.sequence))
+    flops = 4.0 * work.tokens * work.heads / work.tp * work.head_size * seen
+    rate = price.peak * price.cluster.efficiency.gemm * price.stack.attention_efficiency
+    width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
+    io = price.passes(1.0, 2.0, work.tokens * width, 0.0)
+    bounds = [
+        np.maximum(flops * times / rate, moved.memory)
+        for times, moved in ((1.0, io.forward), (2.5, io.input_gradient))
+    ]
+    forward, backward = (Parts(gemm=seconds, operations=1.0 + late) for late, seconds in enumerate(bounds))
+    return Piece(forward, backward, Parts())
+
+
+def _with_context(price: Pricing, core: Piece) -> Piece:
+    """A ring hides behind the core as far as it goes; an exchange of heads does not."""
+    work = price.work
+    keys_and_values = 2.0 * work.tokens * work.groups / work.tp * work.head_size * work.element
+    queries = work.tokens * work.heads / work.tp * work.head_size * work.element
+
+    def sent(volume: Number) -> Number:
+        return collective_seconds("send", volume, work.cp, work.tp, price.cluster) * (work.cp - 1.0)
+
+    def exchanged(volume: Number) -> Number:
+        return collective_seconds("all-to-all", volume, work.cp, work.tp, price.cluster)
+
+    there_and_back = exchanged(queries + keys_and_values) + exchanged(queries)
+    exact = max(4.0, work.element) / work.element
+    forward = np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0)
+    backward = np.maximum(
+        sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0
+    )
+    return core + Piece(
+        Parts(context=work.ring * forward + (1.0 - work.ring) * there_and_back),
+        Parts(context=work.ring * backward + (1.0 - work.ring) * there_and_back),
+        Parts(),
+    )
+
+
+def attention_projections(price: Pricing) -> Piece:
+    """Queries, keys and values in; out; and what turns or normalises them."""
+    work = price.work
+    queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
+    turned = work.tokens * (queries + kv / 2.0)
+    return (
+        price.linear(work.tokens, queries + kv, work.hidden)
+        + price.linear(work.tokens, work.hidden, queries)
+        + price.passes(2.0, 2.0, turned) * work.rope
+        + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm
+    )
+
+
+def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
+    """(products, nonlinearity) of an MLP with `width` channels over all tp ranks."""
+    work = price.work
+    local = width / work.tp
+    products = price.linear(work.tokens, work.gates * local, work.hidden)
+    products = products + price.linear(work.tokens, work.hidden, local)
+    return products, activation(price, work.tokens, local)
+
+
+def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
+    """(products, nonlinearity, exchange) of a MoE layer whose tokens choose evenly."""
+    work = price.work
+    rows = work.tokens / work.tp * work.topk  # of this rank's share of the tokens
+    local = np.maximum(work.experts / work.ep, 1.0)
+    each, width = rows * work.expert_tp / local, work.expert_ffn / work.expert_tp
+    products = price.linear(each, work.gates * width, work.hidden, local)
+    products = products + price.linear(each, work.hidden, width, local)
+    products = products + price.linear(work.tokens / work.tp, np.maximum(work.experts, 1.0), work.hidden)
+    # Rows are put in order by expert and back, and weighed.
+    products = products + price.passes(4.0, 4.0, rows * work.hidden, 6.0)
+    size = rows * work.hidden * work.element
+    dispatch = collective_seconds("all-to-all", size, work.ep, work.tp, price.cluster)
+    dispatch = dispatch + collective_seconds(
+        "all-to-all", size * work.expert_tp, work.expert_tp, 1.0, price.cluster
+    )
+    way = Parts(expert=2.0 * dispatch, collectives=np.where(work.ep * work.expert_tp > 1, 4.0, 0.0))
+    way = way + price.tensor("all-gather", work.activation_bytes) * (1.0 - work.sequence_parallel)
+    return products, activation(price, rows * work.expert_tp, width), Piece(way, way, Parts())
+
+
+def embedding(price: Pricing) -> Piece:
+    """A lookup of rows, dropout, and their sum over tensor parallelism."""
+    work = price.work
+    moved = price.passes(
+        2.0 + 2.0 * work.hidden_dropout, 2.0 + 2.0 * work.hidden_dropout, work.tokens * work.hidden, 3.0
+    )
+    return moved + Piece(price.leave(), price.enter(), Parts())
+
+
+def head(price: Pricing) -> Piece:
+    """Final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward."""
+    work = price.work
+    width = work.vocabulary / work.tp
+    exact = max(4.0, work.element) / work.element
+    loss = price.passes(1.0 + 4.0 * exact, 2.0 * exact, work.tokens * width, 6.0)
+    sums = price.tensor("all-gather", work.tp * 2.0 * work.tokens * 4.0)
+    return (
+        norm(price, work.hidden / work.split)
+        + price.linear(work.tokens, width, work.hidden)
+        + loss
+        + Piece(price.enter() + sums, price.enter() + price.leave(), Parts())
+    )

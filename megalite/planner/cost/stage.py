@@ -1,0 +1,195 @@
+"""Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megalite.config.run import RunConfig
+from megalite.pipeline.ir.simulate import Costs
+from megalite.planner.activations import recompute_units
+from megalite.planner.cost.operations import (
+    Piece,
+    Pricing,
+    attention_core,
+    attention_projections,
+    dense_mlp,
+    embedding,
+    experts,
+    head,
+    norm,
+    residual,
+)
+from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.workload import Number, Workload, workload_of
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack
+from megalite.planner.stages import StagePlan
+
+
+class StageKind(NamedTuple):
+    """All that stages of one config differ by: the arguments of `stage_cost`."""
+
+    dense: float
+    moe: float
+    has_embedding: float
+    has_head: float
+    kept: float
+
+
+def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
+    """What a stage holds."""
+    moe = sum(config.model.is_moe_layer(index) for index in range(plan.first_layer, plan.last_layer))
+    kept = plan.num_layers - sum(map(len, recompute_units(config, plan)))
+    counts = (plan.num_layers - moe, moe, plan.has_embedding, plan.has_head, kept)
+    return StageKind(*map(float, counts))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """One layer for one microbatch."""
+
+    piece: Piece
+    again: Parts
+    """What selective recompute runs again of it, or full recompute: its whole forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageCost:
+    """Seconds of one microbatch on one stage, and of what they are made. Numbers, or arrays over layouts."""
+
+    forward: Number
+    input_gradient: Number
+    weight_gradient: Number
+    recompute: Number
+    forward_parts: Parts
+    backward_parts: Parts
+    """Both gradients."""
+    recompute_parts: Parts
+
+    @property
+    def backward(self) -> Number:
+        """Both gradients, without recomputation."""
+        return self.input_gradient + self.weight_gradient
+
+    @property
+    def total(self) -> Number:
+        """All that the stage does for a microbatch."""
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def parts(self) -> Parts:
+        """The same by kind."""
+        return self.forward_parts + self.backward_parts + self.recompute_parts
+
+
+def layer_parts(price: Pricing, *, moe: bool = False) -> LayerParts:
+    """One block; `moe`: with experts instead of a dense MLP."""
+    work = price.work
+    norms = norm(price, work.hidden / work.split) * 2.0
+    core, communication = attention_core(price), price.block_communication()
+    total = norms + core + attention_projections(price) + communication + residual(price) * 2.0
+    if moe:
+        products, nonlinearity, exchange = experts(price)
+        total = total + products + nonlinearity + exchange
+        feed_forward = products.forward + nonlinearity.forward + exchange.forward
+        if np.any(np.asarray(work.shared_ffn) > 0):
+            products, nonlinearity = dense_mlp(price, work.shared_ffn)
+            total = total + products + nonlinearity + communication
+            feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
+        again = feed_forward * work.recompute_moe
+    else:
+        products, nonlinearity = dense_mlp(price, work.ffn)
+        total = total + products + nonlinearity + communication
+        again = (products.forward + nonlinearity.forward + price.enter()) * work.recompute_mlp
+        again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
+    again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
+    again = again * (1.0 - work.recompute_full) + total.forward * work.recompute_full
+    return LayerParts(total, again)
+
+
+def stage_cost(
+    price: Pricing,
+    *,
+    dense: Number = 0.0,
+    moe: Number = 0.0,
+    has_embedding: Number = 0.0,
+    has_head: Number = 0.0,
+    kept: Number = 0.0,
+) -> StageCost:
+    """A stage with so many layers of each kind.
+
+    Args:
+        dense: layers with a dense MLP.
+        moe: layers with experts.
+        has_embedding, has_head: 0 or 1.
+        kept: layers that full recompute leaves alone (method block).
+    """
+    total = embedding(price) * has_embedding + head(price) * has_head
+    again = Parts()
+    count = dense + moe
+    for number, with_experts in ((dense, False), (moe, True)):
+        if np.any(np.asarray(number) > 0):
+            layer = layer_parts(price, moe=with_experts)
+            total = total + layer.piece * number
+            share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
+            again = again + layer.again * (number * share)
+    return _seconds(price, total, again)
+
+
+def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
+    cluster, stack = price.cluster, price.stack
+    gradients = total.input_gradient + total.weight_gradient
+    backward = gradients.seconds(cluster, stack)
+    whole = gradients.device_seconds(cluster, stack)
+    part = total.weight_gradient.device_seconds(cluster, stack)
+    share = np.divide(part, whole, out=np.zeros(np.shape(whole)), where=np.asarray(whole) > 0)
+    weight = backward * share
+    constant = stack.microbatch_seconds
+    return StageCost(
+        forward=total.forward.seconds(cluster, stack) + constant,
+        input_gradient=backward - weight + constant,
+        weight_gradient=weight,
+        recompute=again.seconds(cluster, stack),
+        forward_parts=total.forward,
+        backward_parts=gradients,
+        recompute_parts=again,
+    )
+
+
+def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe: bool = False) -> StageCost:
+    """One layer alone, without the constant of a microbatch."""
+    price = Pricing.of(work, cluster, stack)
+    layer = layer_parts(price, moe=moe)
+    return _seconds(Pricing(work, cluster, _without_constant(stack), price.peak), layer.piece, layer.again)
+
+
+def _without_constant(stack: SoftwareStack) -> SoftwareStack:
+    return replace(stack, microbatch_seconds=0.0)
+
+
+def stage_costs(
+    config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
+) -> list[StageCost]:
+    """Each virtual stage of a validated config.
+
+    Raises:
+        ConfigError: the accelerator does not have the precision.
+    """
+    price = Pricing.of(workload_of(config), cluster, stack)
+    found: dict[StageKind, StageCost] = {}
+    for plan in stages:
+        kind = stage_kind(config, plan)
+        if kind not in found:
+            found[kind] = stage_cost(price, **kind._asdict())
+    return [found[stage_kind(config, plan)] for plan in stages]
+
+
+def simulator_costs(costs: list[StageCost], *, ahead: bool = False) -> Costs:
+    """For `pipeline.ir.simulate`, without links; `ahead`: an R runs the whole forward again."""
+    return Costs(
+        forward=tuple(float(cost.forward) for cost in costs),
+        backward=tuple(float(cost.backward) for cost in costs),
+        weight_grad=tuple(float(cost.weight_gradient) for cost in costs),
+        recompute=tuple(float(cost.forward if ahead else cost.recompute) for cost in costs),
+    )

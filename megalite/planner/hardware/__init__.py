@@ -1,0 +1,1 @@
+"""Machines and software stacks as data: YAML files of rates, latencies and efficiencies. No torch."""

@@ -1,0 +1,157 @@
+"""`Cluster`: accelerators, the nodes that hold them, the network between, and what of their peaks is reached.
+
+Bandwidths are bytes a second in one direction, latencies seconds, peaks FLOP/s of dense products.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from megalite.config.errors import ConfigError
+from megalite.planner.hardware.reading import (
+    FRACTION,
+    OR_ZERO,
+    PRECISIONS,
+    build,
+    find_file,
+    read_yaml,
+    write_yaml,
+)
+
+_FOLDER = Path(__file__).parent / "clusters"
+SOURCES = ("accelerator", "node", "network")
+"""Sections of vendor's figures: one line of provenance each; each efficiency has a line of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One device, as one rank has it."""
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float] = field(metadata={"keys": PRECISIONS})
+    """Precision -> FLOP/s of the fastest units that it runs on; what is not listed is not supported."""
+    multiprocessors: int
+    """Tiles of a matrix product that run at once (1: products are not cut into waves)."""
+    kernel_seconds: float = field(metadata=OR_ZERO)
+    """What every operation takes on the device on top of its work."""
+    asynchronous: bool
+    """The host starts operations ahead of the device, so that the slower of the two decides; on a CPU their times add
+    up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The machine around some accelerators."""
+
+    accelerators: int
+    link_bandwidth: float
+    """Of one accelerator to the others of its node."""
+    link_latency: float = field(metadata=OR_ZERO)
+    """Of one step of a collective, or a message, inside the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between nodes."""
+
+    nics: int
+    """Adapters of a node, which its accelerators share equally."""
+    nic_bandwidth: float
+    latency: float = field(metadata=OR_ZERO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of the figures above that training reaches."""
+
+    gemm: float = field(metadata=FRACTION)
+    """Of peak_flops, by a product that fills all multiprocessors with whole tiles."""
+    memory: float = field(metadata=FRACTION)
+    """Of memory_bandwidth, by operations that only read and write."""
+    link: float = field(metadata=FRACTION)
+    """Of link_bandwidth, by collectives of large tensors inside a node."""
+    network: float = field(metadata=FRACTION)
+    """Of a rank's share of the adapters, by collectives of large tensors across nodes."""
+    p2p: float = field(metadata=FRACTION)
+    """Of a rank's share of the adapters (in a node: of its links), by messages between pipeline stages."""
+    small_groups: float = field(default=1.0, metadata=FRACTION)
+    """Of what a group over all of a node reaches, by a group of two; by groups in between in powers of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes all alike; how many is the run's affair."""
+
+    name: str
+    description: str
+    accelerator: Accelerator
+    node: Node
+    network: Network
+    efficiency: Efficiency
+    provenance: Mapping[str, str]
+    """`accelerator`, `node`, `network` and `efficiency.NAME` -> where the figures are from: vendor, fitted on, measured
+    by, or assumed."""
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s at that precision.
+
+        Raises:
+            ConfigError: the accelerator has none.
+        """
+        peaks = self.accelerator.peak_flops
+        if precision not in peaks:
+            raise ConfigError(
+                f"cluster {self.name} has no peak for {precision}: {self.accelerator.name} has {', '.join(peaks)}; use "
+                f"--{min(peaks, key=list(PRECISIONS).index) if 'fp16' not in peaks else 'fp16'}"
+            )
+        return peaks[precision]
+
+    @property
+    def nic_share(self) -> float:
+        """Bytes a second of one accelerator to other nodes if all of its node send at once."""
+        return self.network.nics * self.network.nic_bandwidth / self.node.accelerators
+
+
+def cluster_names() -> list[str]:
+    """Names of the files that come with megalite, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """A cluster by its name or from a file.
+
+    Raises:
+        ConfigError: there is none (the nearest names are given), or a field is unknown, missing, of another type or out
+            of range, or has no provenance.
+    """
+    path = find_file(name_or_path, _FOLDER, kind="cluster")
+    cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
+    known = [*SOURCES, *(f"efficiency.{each.name}" for each in fields(Efficiency))]
+    left_out = {
+        f"efficiency.{each.name}"
+        for each in fields(Efficiency)
+        if getattr(cluster.efficiency, each.name) == each.default
+    }
+    for name in known:
+        if name not in cluster.provenance and name not in left_out:
+            raise ConfigError(
+                f"cluster file {path}: provenance: {name} is missing; say where the figures are from, such as vendor, "
+                f"measured with ..., fitted on ..., or assumed"
+            )
+    for name in cluster.provenance:
+        if name not in known:
+            raise ConfigError(
+                f"cluster file {path}: provenance: unknown name {name} (there are {', '.join(known)})"
+            )
+    return cluster
+
+
+def save_cluster(cluster: Cluster, path: str | Path) -> None:
+    """Write a file that `load_cluster` reads back equal.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")

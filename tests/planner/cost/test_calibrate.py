@@ -1,0 +1,74 @@
+"""Constants from measured steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.planner.cost.calibrate import Measured, fit
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware.stack import load_stack
+from tests.planner.cost.machines import BASE, cluster_with, config_of
+
+UNFUSED = load_stack("unfused")
+TRUE = cluster_with(gemm=0.62, memory=0.7, link=0.6, network=0.3)
+HOST = replace(UNFUSED, operation_seconds=7e-5)
+
+
+def _configs() -> list[RunConfig]:
+    layouts = [(1, 1, 16), (2, 1, 8), (8, 1, 2), (8, 2, 1), (4, 4, 1), (1, 4, 4), (16, 1, 1)]
+    return [
+        config_of(16, num_layers=4, hidden_size=h, num_attention_heads=h // 128, tp=t, pp=p, dp=d, micro_batch_size=b,
+                  global_batch_size=64, precision="fp16")
+        for h in (2048, 4096)
+        for t, p, d in layouts
+        for b in (1, 4)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Measured]:
+    return [
+        Measured(config, predict(config, TRUE, HOST, with_memory=False).step_seconds) for config in _configs()
+    ]
+
+
+def test_constants_are_found_again(rows: list[Measured]) -> None:
+    found = fit(rows, BASE, UNFUSED, source="simulated steps")
+    assert max(map(abs, found.errors)) < 0.02
+    assert found.cluster.efficiency.gemm == pytest.approx(0.62, rel=0.05)
+    assert found.cluster.efficiency.network == pytest.approx(0.3, rel=0.15)
+    assert found.stack.operation_seconds == pytest.approx(7e-5, rel=0.05)
+    again = [predict(row.config, found.cluster, found.stack, with_memory=False).step_seconds for row in rows]
+    assert list(found.predicted) == pytest.approx(again)
+    text = f"fitted on {len(rows)} simulated steps"
+    assert found.cluster.provenance["efficiency.gemm"] == text
+    assert found.stack.provenance["operation_seconds"] == text
+    assert found.cluster.provenance["node"] == BASE.provenance["node"]
+
+
+def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
+    spoilt = [
+        Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)
+    ]
+    found = fit(spoilt, BASE, UNFUSED)
+    good = [abs(error) for at, error in enumerate(found.errors) if at not in (3, 11)]
+    assert sorted(good)[len(good) // 2] < 0.02
+    assert found.cluster.efficiency.gemm == pytest.approx(0.62, rel=0.08)
+
+
+def test_only_what_is_asked_for_moves(rows: list[Measured]) -> None:
+    found = fit(rows[:4], BASE, UNFUSED, only=["gemm"])
+    assert found.stack == UNFUSED
+    assert replace(found.cluster.efficiency, gemm=BASE.efficiency.gemm) == BASE.efficiency
+    assert found.cluster.efficiency.gemm != BASE.efficiency.gemm
+
+
+def test_what_cannot_be_fitted(rows: list[Measured]) -> None:
+    with pytest.raises(ConfigError, match="nothing to fit: give at least one measured step"):
+        fit([], BASE, UNFUSED)
+    with pytest.raises(ConfigError, match=r"a measured step takes 0\.0 s"):
+        fit([Measured(rows[0].config, 0.0)], BASE, UNFUSED)
+    with pytest.raises(ConfigError, match="cannot fit gem: did you mean gemm"):
+        fit(rows, BASE, UNFUSED, only=["gem"])

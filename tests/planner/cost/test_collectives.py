@@ -1,0 +1,71 @@
+"""Collectives and messages against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megalite.planner.cost.collectives import collective_seconds, link_rate, members_in_node, message_seconds
+from tests.planner.cost.machines import cluster_with
+
+CLUSTER = cluster_with(
+    accelerators=8, link_bandwidth=200.0, link_latency=0.5, nics=4, nic_bandwidth=20.0, latency=3.0,
+    link=0.5, network=0.5, p2p=0.25, small_groups=1.0,
+)  # fmt: skip
+"""Inside a node 100 bytes a second; across it 5 for each member of a group that it holds."""
+
+
+def test_members_of_a_group_in_a_node() -> None:
+    assert members_in_node(4, 1, CLUSTER) == 4
+    assert members_in_node(16, 1, CLUSTER) == 8
+    assert members_in_node(16, 4, CLUSTER) == 2
+    assert members_in_node(16, 64, CLUSTER) == 1
+
+
+def test_rings_inside_a_node() -> None:
+    assert collective_seconds("all-reduce", 400.0, 4, 1, CLUSTER) == pytest.approx(
+        2 * 3 / 4 * 4.0 + 2 * 3 * 0.5
+    )
+    assert collective_seconds("all-gather", 400.0, 4, 2, CLUSTER) == pytest.approx(3 / 4 * 4.0 + 3 * 0.5)
+    assert collective_seconds("send", 400.0, 4, 1, CLUSTER) == pytest.approx(4.0 + 0.5)
+
+
+def test_few_accelerators_have_fewer_rings_between_them() -> None:
+    cluster = replace(CLUSTER, efficiency=replace(CLUSTER.efficiency, small_groups=0.49))
+    assert [float(link_rate(n, cluster)) for n in (2, 4, 8)] == pytest.approx([49.0, 70.0, 100.0])
+    pair = replace(cluster, node=replace(cluster.node, accelerators=2))
+    assert link_rate(2, pair) == pytest.approx(100.0)
+
+
+def test_groups_across_nodes_have_the_adapters_of_their_members() -> None:
+    # 16 ranks, all 8 of each of two nodes: 8 shares of 5, and one hop between nodes each way.
+    expected = 2 * 15 / 16 * 400.0 / 40.0 + 2 * (7 * 0.5 + 1 * 3.0)
+    assert collective_seconds("all-reduce", 400.0, 16, 1, CLUSTER) == pytest.approx(expected)
+    # One rank on each of 16 nodes: a share of its own, 4 hops deep.
+    expected = 2 * 15 / 16 * 400.0 / 5.0 + 2 * 4 * 3.0
+    assert collective_seconds("all-reduce", 400.0, 16, 8, CLUSTER) == pytest.approx(expected)
+
+
+def test_an_exchange_takes_what_leaves_the_node_through_each_ranks_own_share() -> None:
+    expected = 400.0 * (8 / 16) / 5.0 + 7 * 0.5 + 3.0
+    assert collective_seconds("all-to-all", 400.0, 16, 1, CLUSTER) == pytest.approx(expected)
+
+
+def test_a_group_of_one_says_nothing() -> None:
+    for operation in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
+        assert collective_seconds(operation, 1e9, 1, 1, CLUSTER) == 0.0
+
+
+def test_messages() -> None:
+    assert message_seconds(100.0, True, CLUSTER) == (3.0, pytest.approx(100.0 / (10.0 * 0.25)))
+    assert message_seconds(100.0, False, CLUSTER) == (0.5, pytest.approx(100.0 / (200.0 * 0.25)))
+
+
+def test_arrays_are_their_elements() -> None:
+    sizes, strides = np.array([1.0, 2.0, 8.0, 32.0]), np.array([[1.0], [8.0]])
+    found = collective_seconds("all-gather", 1e3, sizes, strides, CLUSTER)
+    assert found.shape == (2, 4)
+    for i in range(2):
+        for j in range(4):
+            alone = collective_seconds("all-gather", 1e3, float(sizes[j]), float(strides[i, 0]), CLUSTER)
+            assert found[i, j] == alone

@@ -1,0 +1,166 @@
+"""Pieces, stages and their arrays."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megalite.planner.cost.operations import Pricing, attention_core, dense_mlp
+from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
+from megalite.planner.cost.workload import Workload, stacked, with_layouts, workload_of
+from megalite.planner.hardware.stack import load_stack
+from megalite.planner.pipeline import plan_stages
+from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
+
+UNFUSED = load_stack("unfused")
+SLOW_MEMORY = cluster_with(multiprocessors=1, memory_bandwidth=1.0, memory=1.0, kernel_seconds=0.0)
+"""Bytes are seconds."""
+
+
+def test_softmax_and_dropout_of_scores_in_memory_by_their_bytes() -> None:
+    config = config_of(2, tp=2, micro_batch_size=3, attention_dropout=0.1)
+    price = Pricing.of(workload_of(config), SLOW_MEMORY, UNFUSED)
+    core = attention_core(price)
+    scores = 3 * 16 / 2 * 1024 * 1024
+    turned = 2 * 2 * 3 * 1024 * (4 * 16 * 128 / 2)
+    # Softmax reads and writes 2 bytes each, dropout likewise and a byte of mask.
+    assert core.forward.memory == pytest.approx(scores * (2 + 2 + 2 + 2 + 1) + turned)
+    # Softmax reads its output and gradient and writes one; dropout reads gradient and mask and writes one.
+    assert core.input_gradient.memory == pytest.approx(scores * (3 * 2 + 2 * 2 + 1) + turned)
+    # Both products write or read all scores.
+    operands = 3 * 16 / 2 * 2 * (2 * 1024 * 128)
+    assert core.forward.gemm == pytest.approx(2 * scores * 2 + 2 * operands, rel=1e-3)
+
+
+def test_fused_attention_leaves_no_scores_and_half_the_products() -> None:
+    work = workload_of(config_of(1))
+    compute = cluster_with(memory_bandwidth=ENDLESS, gemm=0.5)
+    core = attention_core(Pricing.of(work, compute, replace(STACK, attention_efficiency=0.8)))
+    flops = 4 * 1024 * 2048 * 1024 / 2
+    assert core.forward.gemm == pytest.approx(flops / (312e12 * 0.5 * 0.8))
+    assert core.input_gradient.gemm == pytest.approx(2.5 * core.forward.gemm)
+    window = replace(work, keys=256.0)
+    narrow = attention_core(Pricing.of(window, compute, replace(STACK, attention_efficiency=0.8)))
+    assert narrow.forward.gemm == pytest.approx(core.forward.gemm * (256 * (1 - 256 / 2048)) / 512)
+
+
+def test_products_of_an_mlp_are_its_flops_where_nothing_else_counts() -> None:
+    work = workload_of(config_of(2, tp=2, activation="swiglu", ffn_hidden_size=6144))
+    machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS, gemm=1.0)
+    products, _ = dense_mlp(Pricing.of(work, machine, STACK), work.ffn)
+    flops = 2 * 1024 * 3 * 2048 * 6144 / 2
+    for part in (products.forward, products.input_gradient, products.weight_gradient):
+        assert part.gemm == pytest.approx(flops / 312e12)
+
+
+def test_one_rank_of_tensor_parallelism_communicates_nothing() -> None:
+    cost = layer_seconds(workload_of(config_of(1)), BASE, STACK)
+    assert cost.parts.tensor == 0.0
+    assert cost.parts.collectives == 0.0
+    several = layer_seconds(workload_of(config_of(4, tp=4)), BASE, STACK)
+    assert several.parts.tensor > 0.0
+
+
+def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
+    plain = layer_seconds(workload_of(config_of(4, tp=4)), cluster_with(link_latency=0.0), STACK)
+    split = layer_seconds(
+        workload_of(config_of(4, tp=4, sequence_parallel=True)), cluster_with(link_latency=0.0), STACK
+    )
+    # An all-reduce is a reduce-scatter and an all-gather; the backward gathers the input once more in each half.
+    assert split.forward_parts.tensor == pytest.approx(plain.forward_parts.tensor)
+    assert split.backward_parts.tensor == pytest.approx(1.5 * plain.backward_parts.tensor)
+    assert split.parts.memory < plain.parts.memory
+
+
+def test_communication_hides_behind_products_only_if_the_stack_says_so() -> None:
+    parts = Parts(gemm=3.0, tensor=2.0, memory=1.0)
+    assert parts.device_seconds(BASE, without_host()) == 6.0
+    assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=True)) == 4.0
+    assert Parts(gemm=1.0, tensor=2.0).exposed_tensor(replace(STACK, overlap_tensor_parallel=True)) == 1.0
+
+
+def test_the_slower_of_host_and_device_decides_and_on_a_cpu_both() -> None:
+    stack = replace(without_host(), operation_seconds=1.0)
+    gpu = cluster_with(kernel_seconds=0.0)
+    assert Parts(gemm=100.0, operations=1.0).seconds(gpu, stack) == pytest.approx(100.0)
+    assert Parts(gemm=1.0, operations=100.0).seconds(gpu, stack) == pytest.approx(100.0)
+    assert Parts(gemm=10.0, operations=10.0).seconds(gpu, stack) > 10.0
+    cpu = cluster_with(kernel_seconds=0.0, asynchronous=False)
+    assert Parts(gemm=10.0, operations=7.0).seconds(cpu, stack) == 17.0
+
+
+def test_recompute() -> None:
+    def cost(**settings: object) -> StageCost:
+        config = config_of(1, **settings)
+        return stage_costs(config, plan_stages(config), BASE, without_host(UNFUSED))[0]
+
+    none, full = cost(), cost(recompute_granularity="full")
+    assert none.recompute == 0.0
+    price = Pricing.of(workload_of(config_of(1)), BASE, without_host(UNFUSED))
+    layers = stage_cost(price, dense=8)
+    assert full.recompute == pytest.approx(layers.forward)
+    block = cost(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    assert block.recompute == pytest.approx(full.recompute / 4)
+    core = cost(recompute_granularity="selective")
+    alone = attention_core(price).forward * 8
+    assert core.recompute == pytest.approx(alone.seconds(BASE, without_host(UNFUSED)))
+    mlp = cost(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    assert core.recompute < mlp.recompute < full.recompute
+
+
+def test_experts_cost_what_their_tokens_do() -> None:
+    settings = {"num_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 4096}
+    work = workload_of(config_of(1, **settings))
+    machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS)
+    one, two = (
+        layer_seconds(replace(work, topk=float(k)), machine, without_host(), moe=True) for k in (1, 2)
+    )
+    dense = layer_seconds(work, machine, without_host())
+    rate = 312e12 * machine.efficiency.gemm
+    router, expert = 6 * 1024 * 2048 * 8 / rate, 6 * 1024 * 2 * 2048 * 4096 / rate
+    assert one.parts.gemm == pytest.approx(dense.parts.gemm + router)
+    assert two.parts.gemm == pytest.approx(one.parts.gemm + expert)
+    spread = layer_seconds(workload_of(config_of(4, **settings, ep=4)), BASE, without_host(), moe=True)
+    assert two.parts.expert == 0.0
+    assert spread.parts.expert > 0.0
+
+
+@pytest.mark.parametrize("stack", [STACK, UNFUSED], ids=["fused", "unfused"])
+def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
+    configs = [
+        config_of(
+            8,
+            tp=tp,
+            pp=pp,
+            micro_batch_size=b,
+            num_layers=8,
+            recompute_granularity=r,
+            sequence_parallel=tp > 2,
+        )
+        for tp, pp, b, r in ((1, 1, 1, "none"), (2, 2, 2, "full"), (4, 2, 1, "selective"), (8, 1, 4, "full"))
+    ]
+    works = [workload_of(config) for config in configs]
+    layers = np.array([8.0 / config.parallel.pp for config in configs])
+    heads = np.array([1.0, 0.0, 1.0, 0.0])
+    together = stage_cost(Pricing.of(stacked(works), BASE, stack), dense=layers, has_head=heads)
+    for at, work in enumerate(works):
+        alone = stage_cost(Pricing.of(work, BASE, stack), dense=layers[at], has_head=heads[at])
+        for name in ("forward", "input_gradient", "weight_gradient", "recompute"):
+            assert getattr(together, name)[at] == pytest.approx(getattr(alone, name), rel=1e-12)
+
+
+def test_a_grid_of_layouts_broadcasts() -> None:
+    work: Workload = with_layouts(
+        workload_of(config_of(1)), {"tp": np.array([1.0, 2.0, 4.0])[:, None], "batch": np.array([1.0, 2.0])}
+    )
+    assert layer_seconds(work, BASE, STACK).total.shape == (3, 2)
+
+
+def test_an_embedding_and_a_head_are_extra() -> None:
+    price = Pricing.of(workload_of(config_of(1)), BASE, STACK)
+    middle, first = stage_cost(price, dense=2), stage_cost(price, dense=2, has_embedding=1.0)
+    last = stage_cost(price, dense=2, has_head=1.0)
+    assert middle.total < first.total < last.total
+    flops = 6 * 1024 * 2048 * 51200
+    assert last.total - middle.total > flops / 312e12

@@ -1,0 +1,175 @@
+"""A step as a whole: the simulator's, and what comes on top of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalite.config.batch import microbatch_counts
+from megalite.config.run import RunConfig
+from megalite.models.shapes import flops_per_token
+from megalite.pipeline.ir.simulate import simulate
+from megalite.planner.cost import step
+from megalite.planner.cost.links import crosses_node, links_of
+from megalite.planner.cost.stage import simulator_costs, stage_costs
+from megalite.planner.cost.step import predict
+from megalite.planner.pipeline import lowered, plan_stages, schedule_of
+from tests.planner.cost.machines import BASE, STACK, cluster_with, config_of, free_communication, without_host
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp": {"dp": 4, "global_batch_size": 16},
+    "tp": {"tp": 8, "sequence_parallel": True},
+    "1f1b": {"pp": 4, "dp": 4, "global_batch_size": 64},
+    "interleaved": {"pp": 2, "vpp": 2, "dp": 2, "global_batch_size": 16},
+    "zb-v": {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "dp": 2, "global_batch_size": 16},
+    "zero-1": {"dp": 8, "dp_strategy": "distributed-optimizer", "global_batch_size": 16},
+    "zero-3": {"dp": 16, "dp_strategy": "fully-sharded", "global_batch_size": 32},
+    "experts": {
+        "num_experts": 8,
+        "ep": 4,
+        "dp": 4,
+        "tp": 2,
+        "sequence_parallel": True,
+        "global_batch_size": 8,
+    },
+    "cp": {"cp": 4, "dp": 2, "seq_length": 4096, "global_batch_size": 4},
+}
+
+
+def _config(name: str) -> RunConfig:
+    settings = LAYOUTS[name]
+    world = 1
+    for axis in ("tp", "pp", "dp", "cp"):
+        world *= settings.get(axis, 1)
+    return config_of(world, **settings)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_are_the_step(name: str) -> None:
+    found = predict(_config(name), BASE, STACK)
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds, rel=1e-9)
+    assert all(value >= -1e-12 for value in found.parts.values())
+    assert all(value >= -1e-12 for value in found.exposed.values())
+    assert 0.0 <= found.bubble < 1.0
+    assert len(found.memory) == _config(name).parallel.pp
+
+
+@pytest.mark.parametrize("name", ["one", "1f1b", "interleaved", "zb-v"])
+def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name: str) -> None:
+    config, cluster = _config(name), free_communication()
+    found = predict(config, cluster, without_host())
+    stages = plan_stages(config)
+    costs = simulator_costs(stage_costs(config, stages, cluster, without_host()))
+    timeline = simulate(lowered(config, schedule_of(config, microbatch_counts(config)[-1])), costs)
+    assert found.step_seconds == pytest.approx(timeline.makespan + found.parts["optimizer"], rel=1e-9)
+    assert found.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "figure",
+    ["memory_bandwidth", "link_bandwidth", "nic_bandwidth", "gemm", "memory", "link", "network", "p2p"],
+)
+def test_better_figures_are_never_slower(name: str, figure: str) -> None:
+    config = _config(name)
+    parts = (BASE.accelerator, BASE.node, BASE.network, BASE.efficiency)
+    (value,) = (getattr(part, figure) for part in parts if hasattr(part, figure))
+    better = predict(config, cluster_with(**{figure: value * 1.2}), STACK, with_memory=False)
+    assert better.step_seconds <= predict(config, BASE, STACK, with_memory=False).step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "zero-3"])
+def test_an_extended_step_is_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**LAYOUTS[name], "global_batch_size": LAYOUTS[name]["dp"] * 48}
+    config = config_of(settings.get("pp", 1) * settings["dp"], **settings)
+    whole = predict(config, BASE, STACK, with_memory=False)
+    monkeypatch.setattr(step, "SIMULATED_ACTIONS", 1)
+    extended = predict(config, BASE, STACK, with_memory=False)
+    assert len(extended.timeline.events) < len(whole.timeline.events) / 2
+    assert extended.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+    assert extended.bubble == pytest.approx(whole.bubble, abs=1e-6)
+
+
+def test_throughput_and_mfu() -> None:
+    config = _config("1f1b")
+    found = predict(config, BASE, STACK)
+    tokens = 64 * 1024
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+    for convention, mfu in (("palm", found.mfu), ("megatron", found.mfu_causal)):
+        flops = flops_per_token(config.model, 1024, convention) * tokens
+        assert mfu == pytest.approx(flops / (found.step_seconds * 16 * 312e12))
+
+
+def test_gradients_hide_under_the_last_backward_as_far_as_it_goes() -> None:
+    config = config_of(16, dp=16, global_batch_size=32)
+    hidden = predict(config, BASE, STACK)
+    plain = predict(config, BASE, replace(STACK, overlap_gradients=False))
+    off = predict(config_of(16, dp=16, global_batch_size=32, overlap_grad_reduce=False), BASE, STACK)
+    assert 0.0 < hidden.exposed["gradients"] < plain.exposed["gradients"]
+    assert plain.exposed["gradients"] == pytest.approx(off.exposed["gradients"])
+    slow = cluster_with(nic_bandwidth=1e8)
+    longest = predict(config, slow, replace(STACK, overlap_gradients=False)).exposed["gradients"]
+    backward = hidden.stages[0].backward
+    found = predict(config, slow, STACK).exposed["gradients"]
+    assert longest - backward <= found < longest
+
+
+def test_half_gradients_are_half_as_long() -> None:
+    config = config_of(16, dp=16, overlap_grad_reduce=False)
+    cluster = cluster_with(link_latency=0.0, latency=0.0)
+    full = predict(config, cluster, STACK).exposed["gradients"]
+    assert predict(config, cluster, replace(STACK, half_gradients=True)).exposed[
+        "gradients"
+    ] == pytest.approx(full / 2)
+
+
+def test_messages_cut_over_tensor_parallel_ranks_take_their_share() -> None:
+    config = config_of(32, tp=8, pp=4, global_batch_size=16)
+    whole = links_of(config, BASE, STACK)[0, 1]
+    cut = links_of(config, BASE, replace(STACK, scatter_messages=True))[0, 1]
+    assert cut.seconds_per_message == pytest.approx(whole.seconds_per_message / 8)
+    assert cut.latency > whole.latency  # it is put together again
+
+
+def test_which_neighbours_are_on_other_nodes() -> None:
+    assert not crosses_node(2, 0, 3, BASE)  # ranks 0, 2, 4, 6 of 8
+    assert crosses_node(2, 3, 4, BASE)
+    assert crosses_node(8, 0, 1, BASE)
+    assert crosses_node(3, 1, 2, BASE)  # 3, 4, 5 and 6, 7, 8
+    inside = links_of(config_of(4, pp=4, global_batch_size=8), BASE, STACK)[0, 1]
+    across = links_of(config_of(32, tp=8, pp=4, global_batch_size=8), BASE, STACK)[0, 1]
+    assert across.seconds_per_message > 5 * inside.seconds_per_message
+
+
+def test_slower_links_make_longer_steps() -> None:
+    config = config_of(32, tp=8, pp=4, global_batch_size=16)
+    slow = predict(config, cluster_with(nic_bandwidth=1e9), STACK)
+    assert slow.exposed["pipeline"] > predict(config, BASE, STACK).exposed["pipeline"] > 0.0
+
+
+def test_a_large_run_has_no_need_of_more_than_a_few_microbatches() -> None:
+    config = config_of(
+        1024, num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, tp=8, pp=8,
+        global_batch_size=12288, recompute_granularity="full", sequence_parallel=True,
+    )  # fmt: skip
+    found = predict(config, BASE, STACK)
+    assert microbatch_counts(config)[-1] == 768
+    assert len(found.timeline.events) <= step.SIMULATED_ACTIONS + 64
+    assert 0.25 < found.mfu < 0.7
+
+
+def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() -> None:
+    settings = {"dp": 16, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
+    cluster = cluster_with(link_latency=0.0, latency=0.0)
+    hidden = predict(config_of(16, **settings), cluster, STACK)
+    plain = predict(config_of(16, **settings, overlap_param_gather=False), cluster, STACK)
+    gathered = plain.exposed["parameters"]
+    # All of them in bf16, of which a ring over two nodes of 8 receives 15 of 16 parts.
+    rate = 8 * BASE.nic_share * BASE.efficiency.network
+    elements = plain.memory[0].parameters
+    assert gathered == pytest.approx(15 / 16 * 2 * elements / rate, rel=1e-3)
+    # Gathered ahead, they hide under the first forward.
+    left = max(0.0, gathered - float(hidden.stages[0].forward))
+    assert hidden.exposed["parameters"] == pytest.approx(left)
+    assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
