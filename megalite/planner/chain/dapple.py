@@ -1,0 +1,233 @@
+"""DAPPLE's planner: branch and bound over cuts, replication and placement, for the least synchronous latency."""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush, nsmallest
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.planner.chain.costs import all_reduce_seconds, hop_seconds, memory_bytes, shares
+from megalite.planner.chain.judging import Problem
+from megalite.planner.chain.placement import Counts, placements, taken_from
+from megalite.planner.chain.plan import Stage, Stages
+from megalite.planner.chain.profile import Array
+
+
+class Found(NamedTuple):
+    """What the search for one number of microbatches gave."""
+
+    plans: list[tuple[float, Stages]]
+    """(latency, stages), the best first."""
+    complete: bool
+    """No plan of this family has a lower latency: the search did not stop at its limit."""
+    nodes: int
+    """Partial plans that were looked into."""
+
+
+class _Node(NamedTuple):
+    """The first stages of a plan. What comes after them matters through `entry`, `ending` and `last` alone."""
+
+    begin: int
+    """The first layer that has no stage."""
+    free: Counts
+    stages: Stages
+    entry: float
+    """When the first microbatch leaves the last stage."""
+    ending: float
+    """From when a gradient gets to the last stage until all of these are done with it, and have reduced."""
+    pivot: float
+    """The latency with any of these stages as the pivot."""
+
+
+class _Options(NamedTuple):
+    """Where a stage can go, given what is free."""
+
+    devices: list[Counts]
+    left: list[Counts]
+    replicas: Array
+    """[options, 1]."""
+    samples: Array
+    """[options, 1]: of a microbatch, on the slowest replica."""
+    reduce: Array
+    """[options, 1]: seconds that a byte of parameters takes to reduce."""
+    free: Array
+    """[options, 1]: how many devices are left; at least 1, so that one can divide by it."""
+    none_left: npt.NDArray[np.bool_]
+
+
+class _Grown(NamedTuple):
+    """All that can follow a node: [option, end] each. Most of it is never looked at, so it stays in arrays."""
+
+    node: _Node
+    options: _Options
+    ends: npt.NDArray[np.int64]
+    entry: Array
+    ending: Array
+    pivot: Array
+
+    def child(self, row: int, column: int) -> _Node:
+        """The prefix that is longer by one stage."""
+        node, end = self.node, int(self.ends[column])
+        return _Node(
+            end,
+            self.options.left[row],
+            (*node.stages, Stage(node.begin, end, self.options.devices[row])),
+            float(self.entry[row, column]),
+            float(self.ending[row, column]),
+            float(self.pivot[row, column]),
+        )
+
+
+class Search:
+    """For one number of microbatches: best bound first, dominated prefixes dropped.
+
+    The latency of a plan is the maximum over pivots (`latency`), and the pivot of a stage depends on nothing behind it:
+
+        L_q = entry_q + M (F_q + B_q) + ending_q
+
+    So what a prefix has reached only grows. Of the rest one knows that some stage has at least an even share of its
+    work on the devices that are left; a prefix whose bound is not below the best plan is dropped. Bounds are
+    admissible: with `limit` not reached, no plan whose stages are placed by `placements` has a lower latency.
+
+    With `grain` above 1 a stage has a multiple of that many devices: a coarse search that ends soon.
+
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is a branch and bound of our own.
+    """
+
+    def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
+        self._problem = problem
+        self._count = microbatches
+        self._size = problem.global_batch // microbatches
+        self._limit, self._keep, self._grain = limit, keep, grain
+        self._options: dict[Counts, _Options] = {}
+        self._rates: dict[tuple[Counts, Counts], float] = {}
+        self._best = float("inf")
+        self._plans: list[tuple[float, int, Stages]] = []
+        self._seen: dict[tuple[int, Counts, Counts], list[tuple[float, float, float]]] = {}
+        self._queue: list[tuple[float, int, _Grown, int, int]] = []
+        self._number = 0
+
+    def run(self, best: float) -> Found:
+        """The plans with a latency below `best`, as far as they could be found."""
+        self._best = best
+        self._expand(_Node(0, self._problem.cluster.empty, (), 0.0, 0.0, 0.0))
+        nodes = 1
+        while self._queue and nodes < self._limit:
+            bound, _, grown, row, column = heappop(self._queue)
+            if bound >= self._best:
+                self._queue.clear()
+                break
+            node = grown.child(row, column)
+            if not self._dominated(node):
+                nodes += 1
+                self._expand(node)
+        plans = nsmallest(self._keep, self._plans)
+        return Found([(seconds, stages) for seconds, _, stages in plans], not self._queue, nodes)
+
+    def _expand(self, node: _Node) -> None:
+        profile, options = self._problem.profile, self._options_of(node.free)
+        hops = self._hops(node, options)[:, None]
+        ends = np.arange(node.begin + 1, len(profile.layers) + 1)
+        forward = options.samples * (profile.forward[ends] - profile.forward[node.begin])
+        backward = options.samples * (profile.backward[ends] - profile.backward[node.begin])
+        reduce = options.reduce * (profile.parameters[ends] - profile.parameters[node.begin])
+        entry = node.entry + hops
+        ending = np.maximum(node.ending + hops, reduce)
+        pivot = np.maximum(node.pivot, entry + self._count * (forward + backward) + ending)
+        # A message is a pivot as well: M of them, and the work on its far side once.
+        pivot = np.maximum(pivot, entry + (self._count - 1) * hops + forward + backward + ending)
+        rest = (profile.forward[-1] - profile.forward[ends]) + (profile.backward[-1] - profile.backward[ends])
+        after = entry + forward + self._count * self._size * rest / options.free + backward + ending
+        self._close(node, options, pivot[:, -1])
+        bound = np.maximum(pivot, after)
+        # Nothing is left for the layers behind, or they have been closed above.
+        bound[options.none_left, :] = np.inf
+        bound[:, -1] = np.inf
+        bound[~self._fits(node.begin, ends, options)] = np.inf
+        grown = _Grown(node, options, ends, entry + forward, ending + backward, pivot)
+        rows, columns = np.nonzero(bound < self._best)
+        for bounded, row, column in zip(
+            bound[rows, columns].tolist(), rows.tolist(), columns.tolist(), strict=True
+        ):
+            self._number += 1
+            heappush(self._queue, (bounded, self._number, grown, row, column))
+
+    def _dominated(self, node: _Node) -> bool:
+        """Another prefix of the same layers on the same devices is no worse in anything that matters later."""
+        if not node.stages:
+            return False
+        mine = (node.entry, node.ending, node.pivot)
+        rivals = self._seen.setdefault((node.begin, node.free, node.stages[-1].devices), [])
+        if any(a <= mine[0] and b <= mine[1] and c <= mine[2] for a, b, c in rivals):
+            return True
+        rivals.append(mine)
+        return False
+
+    def _close(self, node: _Node, options: _Options, latencies: Array) -> None:
+        """The plans whose last stage is the rest of the chain, on any number of devices."""
+        last = len(self._problem.profile.layers)
+        for row in np.argsort(latencies)[: self._keep]:
+            if latencies[row] >= self._best:
+                break
+            stages = (*node.stages, Stage(node.begin, last, options.devices[row]))
+            plan = self._problem.plan(stages, self._count)
+            if max(memory_bytes(plan, self._problem.profile)) > self._problem.memory:
+                continue
+            self._number += 1
+            heappush(self._plans, (float(latencies[row]), self._number, stages))
+            if len(self._plans) >= self._keep:
+                self._plans = nsmallest(self._keep, self._plans)
+                # Sorted lists are heaps.
+                self._best = min(self._best, self._plans[-1][0])
+
+    def _options_of(self, free: Counts) -> _Options:
+        if free not in self._options:
+            whole = self._problem.cluster.gpus_per_machine
+            devices = [
+                counts
+                for wanted in range(self._grain, sum(free) + 1, self._grain)
+                for counts in placements(free, wanted, whole=whole)
+            ]
+            left = [taken_from(free, counts) for counts in devices]
+            cluster, profile = self._problem.cluster, self._problem.profile
+            replicas = [sum(counts) for counts in devices]
+            free_after = np.array([sum(counts) for counts in left])
+            self._options[free] = _Options(
+                devices,
+                left,
+                replicas=_column(replicas),
+                samples=_column([profile.slice_samples(self._size, count) for count in replicas]),
+                reduce=_column([all_reduce_seconds(counts, 1.0, cluster) for counts in devices]),
+                free=_column(np.maximum(free_after, 1).tolist()),
+                none_left=free_after == 0,
+            )
+        return self._options[free]
+
+    def _hops(self, node: _Node, options: _Options) -> Array:
+        """Per option, the seconds of a message from the stage before; 0 for the first stage."""
+        if not node.stages:
+            return np.zeros(len(options.devices))
+        cluster = self._problem.cluster
+        size = float(self._problem.profile.outputs[node.begin]) * self._size
+        before = node.stages[-1].devices
+        return np.array([size * self._byte_seconds(before, there) for there in options.devices]) + (
+            cluster.latency_us * 1e-6
+        )
+
+    def _byte_seconds(self, here: Counts, there: Counts) -> float:
+        if (here, there) not in self._rates:
+            self._rates[here, there] = hop_seconds(shares(here, there), 1.0, self._problem.cluster)
+        return self._rates[here, there]
+
+    def _fits(self, begin: int, ends: npt.NDArray[np.int64], options: _Options) -> npt.NDArray[np.bool_]:
+        """[options, ends]: a device could hold the stage, with another stage behind it."""
+        profile = self._problem.profile
+        state = profile.state_factor * (profile.parameters[ends] - profile.parameters[begin])
+        samples = np.ceil(self._size / options.replicas) * min(2, self._count)
+        kept = samples * (profile.activations[ends] - profile.activations[begin])
+        return state + kept <= self._problem.memory
+
+
+def _column(values: Sequence[float]) -> Array:
+    return np.array(values, dtype=np.float64)[:, None]

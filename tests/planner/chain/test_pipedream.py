@@ -1,0 +1,71 @@
+"""PipeDream's planner: its objective, against all plans."""
+
+from itertools import combinations, product
+
+import pytest
+
+from megalite.planner.chain.cluster import ChainCluster
+from megalite.planner.chain.pipedream import pipedream_plan
+from megalite.planner.chain.plan import Stages
+from megalite.planner.chain.profile import ChainProfile
+from tests.planner.chain.chains import chain, cluster, random_chain
+
+
+def slowest(
+    ends: tuple[int, ...], replicas: tuple[int, ...], profile: ChainProfile, machines: ChainCluster
+) -> float:
+    """The objective on single-device machines, written down once more."""
+    found = 0.0
+    for number, (first, last, count) in enumerate(zip(ends, ends[1:], replicas, strict=False)):
+        layers = profile.layers[first:last]
+        work = sum(layer.forward_ms + layer.backward_ms for layer in layers) / 1e3
+        weights = sum(layer.parameter_bytes for layer in layers)
+        speed = machines.network_gb_per_s * 1e9
+        found = max(found, (work + 4 * (count - 1) * weights / (speed * count)) / count)
+        if number:
+            output = profile.layers[first - 1].output_bytes
+            found = max(found, 2 * output / (machines.message_gb_per_s * 1e9 * count))
+    return found
+
+
+def of(stages: Stages) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0, *(stage.last for stage in stages)), tuple(stage.replicas for stage in stages)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_minimises_its_objective(seed: int) -> None:
+    profile, machines = random_chain(seed, 6), cluster(4, 1, network=1.0)
+    every = [
+        ((0, *cuts, 6), replicas)
+        for count in range(1, 5)
+        for cuts in combinations(range(1, 6), count - 1)
+        for replicas in product(range(1, 5), repeat=count)
+        if sum(replicas) == 4
+    ]
+    least = min(slowest(*plan, profile, machines) for plan in every)
+    stages = pipedream_plan(profile, machines)
+    assert slowest(*of(stages), profile, machines) == pytest.approx(least)
+
+
+def test_pays_for_weights_with_every_microbatch() -> None:
+    # 400 MB of weights at 1 GB/s: it will not replicate, whatever the batch.
+    profile = chain([(10.0, 0.1, 100.0)] * 4)
+    assert [stage.replicas for stage in pipedream_plan(profile, cluster(4, 1, network=1.0))] == [1, 1, 1, 1]
+    light = chain([(10.0, 100.0, 0.0)] * 4)
+    assert [stage.replicas for stage in pipedream_plan(light, cluster(4, 1, network=1.0))] == [4]
+
+
+def test_a_machine_is_a_component_of_the_level_above() -> None:
+    # Weights are cheap to reduce over links, not over the network: two machines, each a replicated stage.
+    profile = chain([(10.0, 0.1, 20.0)] * 2)
+    stages = pipedream_plan(profile, cluster(2, 2, network=0.1, message=1.0))
+    assert [(stage.first, stage.last, stage.devices) for stage in stages] == [(0, 1, (2, 0)), (1, 2, (0, 2))]
+
+
+def test_a_pipeline_inside_a_replicated_machine() -> None:
+    # Between machines nothing is heavy; inside them, with slow links, weights are.
+    profile = chain([(10.0, 0.001, 40.0)] * 2)
+    slow_links = cluster(2, 2, network=1000.0, message=0.0001)
+    slow_links = ChainCluster(**{**vars(slow_links), "link_gb_per_s": 0.5})
+    stages = pipedream_plan(profile, slow_links)
+    assert [stage.devices for stage in stages] == [(1, 1), (1, 1)]
