@@ -1,0 +1,257 @@
+"""`megalite profile`: measures this machine and writes a cluster file for the planner."""
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megalite.cli.output import show
+from megalite.cli.profile_text import format_profile
+from megalite.config.errors import ConfigError, RankError
+from megalite.config.values import nearest
+from megalite.planner.hardware.cluster import Cluster, save_cluster
+from megalite.planner.hardware.stack import SoftwareStack, load_stack, save_stack
+from megalite.profiling.cluster_file import describe, fit_cluster, stand_in
+from megalite.profiling.machine import Machine, describe_machine
+from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_dtypes, measure
+from megalite.profiling.stack_file import fit_stack
+from megalite.profiling.timing import Timer
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import (
+    Launch,
+    ProcessGroups,
+    Topology,
+    start_distributed,
+    stop_distributed,
+)
+
+BAD_INPUT, INTERRUPTED = 2, 130
+"""Exit statuses."""
+
+LEAST_SECONDS = 1.0
+
+_BASE_STACK = "fused"
+"""What megalite itself runs: flash attention, gradients summed during the last backward."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; 0 if all went well, 2 on bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    try:
+        return profile(arguments, command=shlex.join(["megalite", "profile", *words]))
+    except ConfigError as error:
+        _refuse(error)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        if _is_first_rank():
+            print("interrupted; nothing was written", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megalite profile",
+        description="Measure matrix products, attention, memory and small operations of this machine, and under torchrun "
+        "what moves between its ranks, and write a cluster file: megalite plan --cluster FILE.",
+        epilog="Between ranks: torchrun --nproc-per-node 4 -m megalite.cli.profile --output FILE. docs/profile.md",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="cluster file to write (.yaml)"
+    )
+    parser.add_argument(
+        "--output-stack",
+        type=Path,
+        metavar="FILE",
+        help="write a stack file too: what the host takes to start operations on this machine",
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long to measure (60)")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        metavar="NAME",
+        help=f"precisions to measure, of {', '.join(DTYPES)}; the first decides efficiencies (bf16 on a GPU, fp32 on a CPU)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+    parser.add_argument(
+        "--like",
+        metavar="CLUSTER",
+        help="name or file of the cluster whose figures stand for what is not measured; default: the one with this "
+        "accelerator, or cpu-box",
+    )
+    parser.add_argument("--name", help="of the cluster; default: that of the file")
+    return parser
+
+
+def profile(
+    arguments: argparse.Namespace,
+    *,
+    command: str,
+    launch: Launch | None = None,
+    made: ProcessGroups | None = None,
+) -> int:
+    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes.
+
+    Args:
+        arguments: as parsed.
+        command: for the provenance.
+        launch: of a job that has been joined already; default: what torchrun says.
+        made: process groups to re-use, as for `Topology.create`.
+
+    Raises:
+        ConfigError: the same on every rank, before anything is measured.
+    """
+    joined = launch is not None
+    launch = launch or Launch.from_environment()
+    device = launch.device(arguments.device)
+    dtypes = _dtypes(arguments, device)
+    agreed = False
+    try:
+        if not joined:
+            start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
+        layout = ParallelLayout(dp=launch.world_size)
+        world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
+        machine, base, nominal, stack = _prepare(arguments, world, device, dtypes)
+        timer = Timer(device, world, crowded=machine.crowded)
+        say = show if launch.rank == 0 else _silent
+        say(f"measuring {describe(machine)}; about {arguments.seconds:g} s")
+        started = time.monotonic()
+        measured = measure(
+            machine,
+            timer,
+            dtypes=dtypes,
+            seconds=arguments.seconds,
+            made=made,
+            progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
+        )
+        error: ConfigError | None = None
+        if launch.rank == 0:
+            try:
+                _write(arguments, measured, base, nominal=nominal, stack=stack, command=command)
+            except ConfigError as found:
+                error = found
+        world.agree(error, device)
+        agreed = True
+    except ConfigError:
+        agreed = True
+        raise
+    finally:
+        if not joined:
+            stop_distributed(agreed=agreed)
+    return 0
+
+
+def _silent(line: str) -> None:
+    """Ranks other than 0."""
+
+
+def _dtypes(arguments: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
+    """What to measure, and the other numbers of the command line; needs no other rank."""
+    if not LEAST_SECONDS <= arguments.seconds < float("inf"):
+        raise ConfigError(
+            f"--seconds is {arguments.seconds:g}; measuring takes at least {LEAST_SECONDS:g} s, and 60 are good"
+        )
+    names = [name for word in arguments.dtype or () for name in word.split(",")]
+    for name in names:
+        if name not in DTYPES:
+            raise ConfigError(
+                f"--dtype cannot be {name}{nearest(name, DTYPES)} (one or more of {', '.join(DTYPES)})"
+            )
+    return tuple(dict.fromkeys(names)) or default_dtypes(device)
+
+
+def _prepare(
+    arguments: argparse.Namespace, world: Group, device: torch.device, dtypes: Sequence[str]
+) -> tuple[Machine, Cluster, bool, SoftwareStack]:
+    """All that can be wrong is found here, on every rank, before anything is measured."""
+    machine = describe_machine(world, device)
+    error: ConfigError | None = None
+    prepared = None
+    try:
+        base, nominal = stand_in(machine, arguments.like)
+        prepared = base, nominal, load_stack(_BASE_STACK)
+        if world.rank == 0:
+            for path in (arguments.output, arguments.output_stack):
+                _check_writable(path)
+            if arguments.output == arguments.output_stack:
+                raise ConfigError(
+                    f"--output and --output-stack are both {arguments.output}; they are two files, e.g. --output-stack "
+                    f"{arguments.output.with_name(arguments.output.stem + '-stack.yaml')}"
+                )
+    except ConfigError as found:
+        error = found
+    world.agree(error, device)
+    assert prepared is not None
+    check_dtypes(dtypes, world, device)
+    return machine, *prepared
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the name of a file, e.g. {path / 'my-cluster.yaml'}")
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"cluster and stack files end in .yaml, got {path}; e.g. {path.with_suffix('.yaml')}"
+        )
+    try:
+        if path.exists():
+            with path.open("a"):
+                pass
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give a file in a folder that exists and can be written"
+        ) from None
+
+
+def _write(
+    arguments: argparse.Namespace,
+    measured: Measurements,
+    base: Cluster,
+    *,
+    nominal: bool,
+    stack: SoftwareStack,
+    command: str,
+) -> None:
+    """The files and the table; on rank 0."""
+    machine, today = measured.machine, datetime.date.today().isoformat()
+    source = f"measured on {today} on {machine.device_name}, torch {machine.torch_version}, by {command}"
+    if machine.ranks > 1:
+        source += f" on {machine.ranks} ranks"
+    name = arguments.name or arguments.output.stem
+    fitted = fit_cluster(measured, base, nominal=nominal, name=name, source=source)
+    save_cluster(fitted.cluster, arguments.output)
+    own = fit_stack(measured, fitted.cluster, stack, name=name, source=source)
+    if arguments.output_stack is not None:
+        save_stack(own, arguments.output_stack)
+    show(format_profile(measured, fitted, own, base if nominal else None))
+    show(f"wrote {arguments.output}" + (f" and {arguments.output_stack}" if arguments.output_stack else ""))
+
+
+def _refuse(error: ConfigError) -> None:
+    """Print an error once that all ranks have; or on the one rank that has it."""
+    if isinstance(error, RankError) or _is_first_rank():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
+        time.sleep(5.0)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

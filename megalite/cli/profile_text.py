@@ -1,0 +1,182 @@
+"""What `megalite profile` measured, as tables."""
+
+from collections.abc import Sequence
+
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack
+from megalite.profiling.cluster_file import Fitted
+from megalite.profiling.run import Measurements
+from megalite.profiling.timing import Timing
+
+NOISY = 0.25
+"""Spread above which a row is marked."""
+
+
+def format_profile(
+    measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None
+) -> str:
+    """Tables of what was measured, then the constants that came of it.
+
+    Args:
+        nominal: the cluster with the vendor's figures of this accelerator, if there is one.
+    """
+    parts = [
+        _gemms(measured, nominal),
+        _attention(measured),
+        _memory(measured, nominal),
+        _collectives(measured),
+        _constants(fitted, stack),
+    ]
+    noisy = [timing for timing in _timings(measured) if timing.spread > NOISY]
+    if noisy:
+        parts.append(
+            f"* {len(noisy)} of {len(_timings(measured))} measurements spread by more than {NOISY:.0%}: something else "
+            "runs here, or --seconds is short"
+        )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _timings(measured: Measurements) -> list[Timing]:
+    groups = (measured.gemms, measured.attention, measured.memory, measured.collectives)
+    small = [measured.overheads.operation, measured.overheads.step]
+    return [row.timing for rows in groups for row in rows] + small
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need; the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [
+        "  "
+        + "  ".join(
+            word.ljust(width) if column == 0 else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join([title, *lines])
+
+
+def _time(timing: Timing) -> list[str]:
+    """Median and spread."""
+    mark = "*" if timing.spread > NOISY else ""
+    return [duration(timing.seconds), f"{timing.spread:.0%}{mark}"]
+
+
+def _gemms(measured: Measurements, nominal: Cluster | None) -> str:
+    header = ["product", "m x n x k", "time", "spread", "FLOP/s", *(["of peak"] if nominal else [])]
+    rows = []
+    for time in measured.gemms:
+        peak = nominal.accelerator.peak_flops.get(time.dtype) if nominal else None
+        share = [f"{time.flops_per_second / peak:.0%}" if peak else "-"] if nominal else []
+        rows.append(
+            [
+                f"{time.dtype} {time.product}",
+                f"{time.m} x {time.n} x {time.k}",
+                *_time(time.timing),
+                rate(time.flops_per_second, "F"),
+                *share,
+            ]
+        )
+    return _table("Matrix products", header, rows)
+
+
+def _attention(measured: Measurements) -> str:
+    rows = [
+        [
+            f"{time.dtype} {time.kind} {'backward' if time.backward else 'forward'}",
+            f"{time.shape.b} x {time.shape.heads} x {time.shape.s} x {time.shape.d}",
+            *_time(time.timing),
+            rate(time.flops_per_second, "F"),
+        ]
+        for time in measured.attention
+    ]
+    header = ["attention", "b x heads x s x d", "time", "spread", "FLOP/s"]
+    return _table("Attention, by the FLOPs of all scores", header, rows)
+
+
+def _memory(measured: Measurements, nominal: Cluster | None) -> str:
+    peak = nominal.accelerator.memory_bandwidth if nominal else None
+    header = ["pass", "elements", "time", "spread", "bytes/s", *(["of peak"] if peak else [])]
+    rows = [
+        [
+            time.operation,
+            f"{time.elements}",
+            *_time(time.timing),
+            rate(time.bytes_per_second, "B"),
+            *([f"{time.bytes_per_second / peak:.0%}"] if peak else []),
+        ]
+        for time in measured.memory
+    ]
+    return _table("Memory", header, rows)
+
+
+def _collectives(measured: Measurements) -> str:
+    rows = [
+        [
+            f"{time.operation} {time.place}",
+            str(time.ranks),
+            size(time.message_bytes),
+            *_time(time.timing),
+            rate(time.bytes_per_second, "B"),
+        ]
+        for time in sorted(measured.collectives, key=lambda time: (time.place, time.operation, time.ranks))
+    ]
+    if not rows:
+        return "Between ranks nothing was measured: start several with torchrun"
+    header = ["operation", "ranks", "tensor", "time", "spread", "sent/s"]
+    return _table("Between ranks, all groups at once", header, rows)
+
+
+def _constants(fitted: Fitted, stack: SoftwareStack) -> str:
+    """What the files say, and how well the planner's formulas give the measured times with it."""
+    cluster = fitted.cluster
+    accelerator, node, network, share = (
+        cluster.accelerator,
+        cluster.node,
+        cluster.network,
+        cluster.efficiency,
+    )
+    peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
+    lines = [
+        f"Cluster {cluster.name}: {cluster.description}",
+        f"  peak {peaks}; products reach {share.gemm:.0%}, an operation {duration(accelerator.kernel_seconds)} more",
+        f"  memory {rate(accelerator.memory_bandwidth, 'B')}/s, operations reach {share.memory:.0%}",
+        f"  in a node {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
+        f"{duration(node.link_latency)}; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
+        f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
+        f"collectives reach {share.network:.0%}",
+        f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
+        f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
+        "  not measured: "
+        + (
+            ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed"))
+            or "nothing"
+        ),
+        "  formulas beside measured times, mean error: "
+        + ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items()),
+    ]
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def rate(value: float, unit: str) -> str:
+    """Three digits with the prefix that fits, such as `95.2 GF`."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def size(count: int) -> str:
+    """Bytes in powers of 1024."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} B"

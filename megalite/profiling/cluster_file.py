@@ -1,0 +1,239 @@
+"""From measured times to a `Cluster`: fits of the very formulas that the planner prices with."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from megalite.config.errors import ConfigError
+from megalite.planner.cost.gemm import gemm_seconds
+from megalite.planner.hardware.cluster import (
+    Accelerator,
+    Cluster,
+    Network,
+    Node,
+    cluster_names,
+    load_cluster,
+)
+from megalite.profiling.collectives import CollectiveTime
+from megalite.profiling.fit import Fit, fit_times
+from megalite.profiling.gemm import GemmTime
+from megalite.profiling.machine import Machine
+from megalite.profiling.memory import MemoryTime
+from megalite.profiling.run import Measurements
+
+ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A cluster, and how well its formulas give the measured times."""
+
+    cluster: Cluster
+    errors: dict[str, float]
+    """Part -> mean of |formula / measured - 1|."""
+
+
+def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
+    """The cluster whose figures stand for what is not measured, and whether its accelerator is this one.
+
+    Args:
+        like: its name or file, if given.
+
+    Raises:
+        ConfigError: none was given and none is known for this accelerator.
+    """
+    if like is not None:
+        base = load_cluster(like)
+        return base, _same_accelerator(machine, base)
+    if machine.device_type == "cpu":
+        return load_cluster("cpu-box"), False
+    for name in cluster_names():
+        base = load_cluster(name)
+        if _same_accelerator(machine, base):
+            return base, True
+    raise ConfigError(
+        f"no cluster file is known for {machine.device_name}, and one machine cannot show its network; say whose figures "
+        f"stand for what is not measured, e.g. --like dgx-h100 (there are {', '.join(cluster_names())})"
+    )
+
+
+def _same_accelerator(machine: Machine, base: Cluster) -> bool:
+    """Its model is in the device's name, it has the same memory, and it is no card with lower clocks."""
+    model = base.accelerator.name.split("-")[0]
+    words = machine.device_name.replace("-", " ").split()
+    close = abs(machine.memory_bytes / base.accelerator.memory_bytes - 1) < 0.1
+    return (
+        machine.device_type == "cuda"
+        and model in words
+        and close
+        and "PCI" not in machine.device_name.upper()
+    )
+
+
+def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
+    """The cluster of these measurements.
+
+    Args:
+        base: gives what was not measured.
+        nominal: the accelerator is the base's: its peaks are the vendor's and efficiencies are shares of them. Else the
+            peaks are the highest rates that were reached.
+        source: when, with what and how it was measured, for the provenance.
+    """
+    machine = measured.machine
+    provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
+    accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
+    provenance["accelerator"] = (
+        f"vendor, from cluster {base.name}; kernel_seconds {source}" if nominal else f"highest rates {source}"
+    )
+    provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
+    provenance["efficiency.memory"] = source
+    node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node)
+    network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
+    inside = [time for time in measured.collectives if time.place == "inside"]
+    across = [time for time in measured.collectives if time.place == "across"]
+    if inside:
+        latency, link, p2p, errors["inside"] = fit_links(inside)
+        peak = node.link_bandwidth if nominal else max(link, p2p)
+        node = Node(accelerators=node.accelerators, link_bandwidth=peak, link_latency=latency)
+        shares = dataclasses.replace(shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak))
+        provenance["node"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
+        provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
+    if across:
+        latency, link, p2p, errors["across"] = fit_links(across)
+        nics = base.network.nics if nominal else 1
+        share = nics * base.network.nic_bandwidth / node.accelerators if nominal else max(link, p2p)
+        network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=latency)
+        shares = dataclasses.replace(shares, network=min(1.0, link / share), p2p=min(1.0, p2p / share))
+        provenance["network"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
+        provenance["efficiency.network"] = provenance["efficiency.p2p"] = f"across nodes, {source}"
+    cluster = Cluster(
+        name=name,
+        description=describe(machine),
+        accelerator=accelerator,
+        node=node,
+        network=network,
+        efficiency=shares,
+        provenance=provenance,
+    )
+    return Fitted(cluster=cluster, errors=errors)
+
+
+def describe(machine: Machine) -> str:
+    """The machine in a line, with what ranks share."""
+    ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
+    threads = f", {_count(machine.threads, 'thread')} a rank" if machine.device_type == "cpu" else ""
+    shared = (
+        f"; all ranks of a node measured at once, on {machine.cores} cores between them: the rates are what each has beside "
+        f"the others"
+        if machine.shares_cores
+        else ""
+    )
+    return f"{machine.device_name}, {ranks}{threads}{shared}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _fit_accelerator(
+    measured: Measurements, base: Cluster, *, nominal: bool
+) -> tuple[Accelerator, float, float, dict[str, float]]:
+    """(accelerator, efficiency of products, of memory, errors)."""
+    machine = measured.machine
+    reached = {
+        name: max(time.flops_per_second for time in measured.gemms if time.dtype == name)
+        for name in measured.dtypes
+    }
+    start = measured.overheads.operation.seconds
+    highest, rate, memory_error = fit_memory(measured.memory, start)
+    bandwidth = base.accelerator.memory_bandwidth if nominal else highest
+    memory = min(1.0, rate / bandwidth)
+    accelerator = Accelerator(
+        name=machine.device_name,
+        memory_bytes=float(machine.memory_bytes),
+        memory_bandwidth=bandwidth,
+        peak_flops={**reached, **base.accelerator.peak_flops} if nominal else reached,
+        multiprocessors=machine.multiprocessors,
+        kernel_seconds=0.0,
+        asynchronous=machine.device_type != "cpu",
+    )
+    first, *others = measured.dtypes
+    trial = dataclasses.replace(
+        base, accelerator=accelerator, efficiency=dataclasses.replace(base.efficiency, memory=memory)
+    )
+    gemm, kernel, error = fit_gemm([time for time in measured.gemms if time.dtype == first], trial)
+    errors = {f"gemm {first}": error, "memory": memory_error}
+    peaks = dict(accelerator.peak_flops)
+    for name in others:
+        share, _, errors[f"gemm {name}"] = fit_gemm(
+            [time for time in measured.gemms if time.dtype == name], trial
+        )
+        if not nominal:
+            peaks[name] *= share / gemm  # so that the one efficiency gives the rate of each type
+    return dataclasses.replace(accelerator, kernel_seconds=kernel, peak_flops=peaks), gemm, memory, errors
+
+
+def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float, float]:
+    """(highest rate, rate of operations, mean relative error).
+
+    The second is the median over all operations and sizes: on a CPU a part of what training touches lies in caches. The
+    `start` seconds of an operation are not counted to its bytes.
+    """
+    rates = [time.bytes_moved / max(time.timing.seconds - start, time.timing.seconds / 10) for time in times]
+    rate = statistics.median(rates)
+    errors = [abs((start + time.bytes_moved / rate) / time.timing.seconds - 1) for time in times]
+    highest = max(time.bytes_per_second for time in times)
+    return max(highest, rate), rate, statistics.fmean(errors)
+
+
+def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float, float]:
+    """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`.
+
+    Both are searched over a grid for the least sum of absolute relative errors: what another program disturbed does not
+    draw the fit after it.
+
+    Args:
+        times: of one type.
+        cluster: everything but its efficiency of products.
+    """
+    dtype, seconds = times[0].dtype, np.array([time.timing.seconds for time in times])
+    m, n, k = (np.array([float(getattr(time, letter)) for time in times]) for letter in "mnk")
+    # The gradient of weights is added to what is there: 4 bytes read and written.
+    rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
+    added = np.array([8.0 * time.m * time.n * (time.product == "weight-gradient") for time in times]) / rate
+    kernels = np.concatenate([[0.0], np.geomspace(1e-7, 1e-4, 31)])
+    best = (np.inf, 0.0, 0.0)
+    for share in np.geomspace(0.01, 1.0, 400):
+        trial = dataclasses.replace(
+            cluster, efficiency=dataclasses.replace(cluster.efficiency, gemm=float(share))
+        )
+        work = gemm_seconds(m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=trial)
+        errors = np.abs((work + added + kernels[:, None]) / seconds - 1).mean(axis=1)
+        index = int(errors.argmin())
+        best = min(best, (float(errors[index]), float(share), float(kernels[index])))
+    error, share, kernel = best
+    return share, kernel, error
+
+
+def fit_links(times: Sequence[CollectiveTime]) -> tuple[float, float, float, float]:
+    """(latency, bytes a second of collectives, of messages, mean relative error) of one place."""
+    messages = [time.operation == "p2p" for time in times]
+    fit: Fit = fit_times(
+        [
+            [time.latencies for time in times],
+            [0.0 if message else time.wire_bytes for time, message in zip(times, messages)],
+            [time.wire_bytes if message else 0.0 for time, message in zip(times, messages)],
+        ],
+        [time.timing.seconds for time in times],
+    )
+    latency, collective, message = fit.constants
+    return latency, _rate(collective, times, p2p=False), _rate(message, times, p2p=True), fit.error
+
+
+def _rate(slope: float, times: Sequence[CollectiveTime], *, p2p: bool) -> float:
+    """1 / slope; the highest rate reached where times do not grow with the bytes."""
+    reached = max(time.bytes_per_second for time in times if (time.operation == "p2p") == p2p)
+    return 1.0 / slope if slope > 0 and math.isfinite(1.0 / slope) else reached

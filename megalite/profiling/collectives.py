@@ -1,0 +1,193 @@
+"""What moves between ranks: collectives inside a node and across nodes, and messages between neighbours.
+
+Every group of a kind works at once, as the groups of a training run do: the ranks of a node share its links and adapters.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.profiling.machine import Machine
+from megalite.profiling.timing import Timer, Timing
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import ProcessGroups, Topology
+
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+PLACES = ("inside", "across")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """One operation at one size of message."""
+
+    operation: str
+    """One of OPERATIONS, or `p2p`."""
+    place: str
+    """`inside` a node or `across` nodes."""
+    ranks: int
+    """Of the group."""
+    message_bytes: int
+    """The whole tensor: what is reduced, gathered, scattered or exchanged by one rank."""
+    timing: Timing
+
+    @property
+    def latencies(self) -> float:
+        """That follow each other: n - 1 in a ring inside a node, the depth of a tree across nodes, 1 of a message."""
+        if self.operation == "p2p":
+            return 1.0
+        depth = self.ranks - 1 if self.place == "inside" else math.ceil(math.log2(self.ranks))
+        return 2.0 * depth if self.operation == "all-reduce" else float(depth)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a rank sends: (n - 1)/n of the whole with a ring, twice that for an all-reduce, all of a message."""
+        if self.operation == "p2p":
+            return float(self.message_bytes)
+        part = self.message_bytes * (self.ranks - 1) / self.ranks
+        return 2 * part if self.operation == "all-reduce" else part
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Sent, achieved."""
+        return self.wire_bytes / self.timing.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """The groups of one place that this rank is in."""
+
+    place: str
+    groups: tuple[Group, ...]
+    """One for each size."""
+    edges: tuple[Group, Group] | None
+    """To a neighbour and back; None where this rank has no neighbour of that kind."""
+
+
+def make_channels(
+    machine: Machine, rank: int, device: torch.device, *, made: ProcessGroups | None = None
+) -> list[Channels]:
+    """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
+
+    Args:
+        made: as for `Topology.create`.
+
+    Collectives: makes process groups; every rank calls it at the same time.
+    """
+    made = {} if made is None else made
+    local, nodes = machine.ranks_per_node, machine.nodes
+
+    def topology(**axes: int | str) -> Topology:
+        layout = ParallelLayout(**axes)  # type: ignore[arg-type]
+        return Topology.create(layout, rank=rank, device=device, made=made)
+
+    found = []
+    if local > 1:
+        sizes = sorted({2, local} if local % 2 == 0 else {local})
+        groups = tuple(topology(tp=size, dp=local * nodes // size).tp for size in sizes)
+        # With an odd number the first two ranks of each node exchange messages, and the rest look on.
+        pair = 2 if local % 2 == 0 else local
+        neighbours = topology(pp=pair, dp=local * nodes // pair, order="tp-cp-ep-pp-dp")
+        found.append(Channels(place="inside", groups=groups, edges=_first_pair(neighbours)))
+    if nodes > 1:
+        pair = 2 if nodes % 2 == 0 else nodes
+        across = topology(tp=local, dp=nodes).dp
+        neighbours = topology(tp=local, pp=pair, dp=nodes // pair, order="tp-cp-ep-pp-dp")
+        found.append(Channels(place="across", groups=(across,), edges=_first_pair(neighbours)))
+    return found
+
+
+def _first_pair(topology: Topology) -> tuple[Group, Group] | None:
+    """The groups of pipeline ranks 0 -> 1 and 1 -> 0 of this rank's pipeline."""
+    if topology.pp.rank > 1:
+        return None
+    return topology.edges[0, 1], topology.edges[1, 0]
+
+
+def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[int]:
+    """Bytes, `count` powers of two from smallest to largest, evenly spread."""
+    low, high = smallest.bit_length() - 1, max(smallest, largest).bit_length() - 1
+    steps = max(1, min(count - 1, high - low))
+    return sorted({1 << (low + round((high - low) * index / steps)) for index in range(steps + 1)})
+
+
+def measure_collectives(
+    timer: Timer, channels: Channels, *, sizes: Sequence[int], seconds: float
+) -> Iterator[CollectiveTime]:
+    """Every operation at every size, `seconds` in all.
+
+    Collectives: those that are measured, and barriers and gathers over the timer's world.
+    """
+    each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
+    for size in sizes:
+        for group in channels.groups:
+            for operation in OPERATIONS:
+                run, whole = _collective(operation, group, size, timer.device)
+                timing = timer.over_ranks(timer.together(run, seconds=each))
+                yield CollectiveTime(
+                    operation=operation,
+                    place=channels.place,
+                    ranks=group.size,
+                    message_bytes=whole,
+                    timing=timing,
+                )
+        yield _messages(timer, channels, size, each)
+
+
+def _collective(
+    operation: str, group: Group, size: int, device: torch.device
+) -> tuple[Callable[[], object], int]:
+    """The call, and the bytes of its whole tensor: `size` rounded up to equal parts."""
+    part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
+    whole = torch.zeros(part.numel() * group.size, device=device)
+    other = torch.zeros_like(whole)
+    run: Callable[[], object]
+    if operation == "all-reduce":
+
+        def run() -> None:
+            group.all_reduce(whole)
+
+    elif operation == "all-gather":
+
+        def run() -> None:
+            group.all_gather(whole, part)
+
+    elif operation == "reduce-scatter":
+
+        def run() -> None:
+            group.reduce_scatter(part, whole)
+
+    else:
+
+        def run() -> None:
+            group.all_to_all_equal(other, whole)
+
+    return run, whole.numel() * whole.element_size()
+
+
+def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:
+    """There and back again between neighbours; half of it is one message."""
+    tensor = torch.zeros(max(1, size // 4), device=timer.device)
+    edges = channels.edges
+
+    def run() -> None:
+        if edges is None:
+            return
+        there, back = edges
+        if there.rank == 0:
+            there.send_async(tensor, to=1).wait()
+            back.receive_async(tensor, source=0).wait()
+        else:
+            there.receive_async(tensor, source=0).wait()
+            back.send_async(tensor, to=1).wait()
+
+    both = timer.over_ranks(timer.together(run, seconds=seconds), idle=edges is None)
+    return CollectiveTime(
+        operation="p2p",
+        place=channels.place,
+        ranks=2,
+        message_bytes=tensor.numel() * tensor.element_size(),
+        timing=Timing(seconds=both.seconds / 2, spread=both.spread, samples=both.samples),
+    )

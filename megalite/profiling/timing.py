@@ -1,0 +1,146 @@
+"""How long an operation takes: warm-up, samples until a window of time is full, median and spread.
+
+Short operations are repeated inside a sample, so that reading the clock and waiting for the device cost nothing beside
+them. On several ranks every rank's windows open together: what is measured is the speed that a rank has while the others
+of its node compute as well, as they do in training.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.topology.group import Group
+
+FEWEST, MOST = 3, 400
+"""Samples of one operation."""
+MOST_REPEATS = 10_000
+"""Runs in a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One operation's time."""
+
+    seconds: float
+    """Median."""
+    spread: float
+    """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
+    samples: int
+
+
+def timing_of(samples: Sequence[float]) -> Timing:
+    """Median and spread of at least two samples, in seconds."""
+    median = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(seconds=median, spread=(high - low) / median if median else 0.0, samples=len(samples))
+
+
+class Timer:
+    """Times operations on one device of each rank of `world`.
+
+    Args:
+        device: where the operations run; it is waited for before each look at the clock.
+        world: all ranks that measure at the same time.
+        crowded: there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median
+            would be the speed of a rank that has a core to itself.
+        clock: seconds; tests give their own.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        world: Group,
+        *,
+        crowded: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.device, self.world, self._clock = device, world, clock
+        # A sample is many times what it costs to take it: waiting for a GPU takes some 10 µs.
+        self._shortest = 2e-3 if device.type == "cuda" else 5e-4
+        if crowded:
+            self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
+
+    def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
+        """Every rank runs `run` by itself for about `seconds`, all at once.
+
+        Collectives: a barrier over the world.
+        """
+        repeats, _ = self._repeats(run, agree=lambda seconds: seconds)
+        self.barrier()
+        samples: list[float] = []
+        stop = self._clock() + seconds
+        while len(samples) < FEWEST or (len(samples) < MOST and self._clock() < stop):
+            samples.append(self._sample(run, repeats))
+        # The others still measure: what is left of the window is filled, so that the last samples of a slower rank are
+        # taken under the same load as its first.
+        while self.world.size > 1 and self._clock() < stop:
+            self._sample(run, repeats)
+        return timing_of(samples)
+
+    def together(self, run: Callable[[], object], *, seconds: float) -> Timing:
+        """The ranks run `run`, in which they wait for each other, equally often, for about `seconds`.
+
+        Collectives: those of `run`, a barrier and the maximum of a number over the world.
+        """
+        self.barrier()
+        repeats, sample = self._repeats(run, agree=self._slowest)
+        count = max(FEWEST, min(MOST, int(seconds / max(sample, 1e-9))))
+        self.barrier()
+        return timing_of([self._sample(run, repeats) for _ in range(count)])
+
+    def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
+        """The median of the ranks' medians, and of their spreads; the same on every rank.
+
+        Args:
+            idle: this rank took no part, and does not count. Not all ranks may be idle.
+
+        Collectives: a gather over the world.
+        """
+        mine = None if idle else [timing.seconds, timing.spread, timing.samples]
+        rows = [row for row in self.world.gather_json(mine, self.device) if row is not None]
+        seconds, spreads, samples = zip(*rows, strict=True)
+        return Timing(
+            seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples)
+        )
+
+    def barrier(self) -> None:
+        """Every rank has come here."""
+        self._slowest(0.0)
+
+    def _slowest(self, seconds: float) -> float:
+        if self.world.size == 1:
+            return seconds
+        number = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        self.world.all_reduce(number, op="max")
+        return float(number.item())
+
+    def _repeats(self, run: Callable[[], object], *, agree: Callable[[float], float]) -> tuple[int, float]:
+        """(runs in a sample, about how many seconds it takes), after a warm-up.
+
+        The number grows step by step: one short run may have had a core to itself by luck.
+        """
+        self._sample(run, 1)
+        repeats = 1
+        while True:
+            once = agree(self._sample(run, repeats))
+            wanted = min(MOST_REPEATS, math.ceil(self._shortest / max(once, 1e-9)))
+            if wanted < 2 * repeats:
+                return repeats, once * repeats
+            repeats = min(wanted, 20 * repeats)
+
+    def _sample(self, run: Callable[[], object], repeats: int) -> float:
+        """Seconds of one run, by the mean of `repeats`."""
+        self._wait()
+        started = self._clock()
+        for _ in range(repeats):
+            run()
+        self._wait()
+        return (self._clock() - started) / repeats
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,147 @@
+"""Measurements as a known cluster would give them, by the planner's own formulas."""
+
+import dataclasses
+
+import numpy as np
+
+from megalite.planner.cost.collectives import collective_seconds, message_seconds
+from megalite.planner.cost.gemm import gemm_seconds
+from megalite.planner.hardware.cluster import Cluster
+from megalite.profiling.attention import AttentionShape, AttentionTime
+from megalite.profiling.cluster_file import ELEMENT_BYTES
+from megalite.profiling.collectives import OPERATIONS, CollectiveTime
+from megalite.profiling.gemm import PRODUCTS, GemmTime, chosen_shapes
+from megalite.profiling.machine import Machine
+from megalite.profiling.memory import MemoryTime
+from megalite.profiling.overheads import Overheads
+from megalite.profiling.run import Measurements
+from megalite.profiling.timing import Timing
+
+CPU = Machine(
+    device_type="cpu",
+    device_name="Some CPU",
+    memory_bytes=8 << 30,
+    multiprocessors=1,
+    threads=1,
+    cores=4,
+    nodes=2,
+    ranks_per_node=4,
+    accelerators_per_node=4,
+    torch_version="2.13.0",
+)
+START = 2e-6
+"""Of every operation."""
+
+
+def took(seconds: float) -> Timing:
+    """Without spread."""
+    return Timing(seconds=float(seconds), spread=0.0, samples=9)
+
+
+def gemms(cluster: Cluster, dtype: str) -> list[GemmTime]:
+    """Of shapes of all sizes."""
+    rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
+    times = []
+    for shape in chosen_shapes(count=12, most_flops=1e11, most_bytes=1e9, itemsize=4):
+        for product in PRODUCTS:
+            m, n, k = shape.product(product)
+            seconds = gemm_seconds(
+                m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=cluster
+            )
+            added = 8 * m * n / rate if product == "weight-gradient" else 0.0
+            seconds += added + cluster.accelerator.kernel_seconds
+            times.append(GemmTime(product=product, m=m, n=n, k=k, dtype=dtype, timing=took(seconds)))
+    return times
+
+
+def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
+    """Groups in a node of 2 and of all ranks, groups across, and messages."""
+    times = []
+    local, nodes = machine.ranks_per_node, machine.nodes
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        for place, ranks, stride in (("inside", 2, 1), ("inside", local, 1), ("across", nodes, local)):
+            for operation in OPERATIONS if ranks > 1 else ():
+                seconds = float(collective_seconds(operation, size, ranks, stride, cluster))
+                times.append(
+                    CollectiveTime(
+                        operation=operation,
+                        place=place,
+                        ranks=ranks,
+                        message_bytes=size,
+                        timing=took(seconds),
+                    )
+                )
+        for place in ("inside", "across") if nodes > 1 else ("inside",):
+            latency, busy = message_seconds(size, np.array(place == "across"), cluster)
+            times.append(
+                CollectiveTime(
+                    operation="p2p",
+                    place=place,
+                    ranks=2,
+                    message_bytes=size,
+                    timing=took(float(latency + busy)),
+                )
+            )
+    return times
+
+
+def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = ("fp32",)) -> Measurements:
+    """All of them."""
+    rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
+    memory = [
+        MemoryTime(
+            operation=name,
+            elements=elements,
+            bytes_moved=each * elements,
+            timing=took(START + each * elements / rate),
+        )
+        for elements in (1 << 20, 1 << 24)
+        for name, each in (("copy", 8), ("add", 12), ("adam", 28))
+    ]
+    shape = AttentionShape(b=1, heads=8, s=1024, d=64)
+    flops = cluster.peak(dtypes[0]) * cluster.efficiency.gemm / 2  # half the rate of products
+    attention = [
+        AttentionTime(
+            kind=kind,
+            backward=backward,
+            shape=shape,
+            dtype=dtypes[0],
+            timing=took(
+                cluster.accelerator.kernel_seconds + shape.flops / 2 * (2.5 if backward else 1.0) / flops
+            ),
+        )
+        for kind in ("fused", "unfused")
+        for backward in (False, True)
+    ]
+    return Measurements(
+        machine=machine,
+        dtypes=dtypes,
+        gemms=tuple(time for name in dtypes for time in gemms(cluster, name)),
+        attention=tuple(attention),
+        memory=tuple(memory),
+        overheads=Overheads(
+            operation=took(START),
+            layer_forward=2e-4,
+            layer_backward=4e-4,
+            pass_forward=1e-5,
+            pass_backward=3e-5,
+            step=took(5e-5),
+        ),
+        collectives=tuple(collectives(cluster, machine)) if machine.ranks > 1 else (),
+    )
+
+
+def cpu_cluster(base: Cluster) -> Cluster:
+    """A cluster of CPUs with no two figures alike."""
+    return dataclasses.replace(
+        base,
+        accelerator=dataclasses.replace(
+            base.accelerator,
+            peak_flops={"fp32": 9e10, "bf16": 3e10},
+            memory_bandwidth=2e10,
+            kernel_seconds=3e-6,
+        ),
+        node=dataclasses.replace(base.node, accelerators=4, link_bandwidth=3e9, link_latency=7e-5),
+        network=dataclasses.replace(base.network, nics=1, nic_bandwidth=1.2e9, latency=2e-4),
+        efficiency=dataclasses.replace(base.efficiency, gemm=0.8, memory=0.5, link=0.6, network=0.7, p2p=0.9),
+    )

@@ -1,0 +1,165 @@
+"""Cluster files from measurements of a machine whose constants are known."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.planner.cost.collectives import collective_seconds, message_seconds
+from megalite.planner.cost.gemm import gemm_seconds
+from megalite.planner.hardware.cluster import Cluster, load_cluster, save_cluster
+from megalite.profiling.cluster_file import describe, fit_cluster, fit_gemm, stand_in
+from megalite.profiling.machine import Machine
+from tests.profiling.made_up import CPU, collectives, cpu_cluster, gemms, measurements, took
+
+BASE = load_cluster("cpu-box")
+TRUTH = cpu_cluster(BASE)
+GPU = dataclasses.replace(
+    CPU,
+    device_type="cuda",
+    device_name="NVIDIA A100-SXM4-80GB",
+    memory_bytes=85_000_000_000,
+    multiprocessors=108,
+    nodes=1,
+    ranks_per_node=8,
+    accelerators_per_node=8,
+)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Cluster:
+    return fit_cluster(measurements(TRUTH, CPU), BASE, nominal=False, name="mine", source="measured").cluster
+
+
+def test_products_take_what_was_measured(fitted: Cluster) -> None:
+    """Peak and efficiency are one product; the start of an operation is told apart from it."""
+    assert fitted.peak("fp32") * fitted.efficiency.gemm == pytest.approx(0.8 * 9e10, rel=0.03)
+    assert fitted.accelerator.kernel_seconds == pytest.approx(3e-6, rel=0.3)
+    rate = fitted.accelerator.memory_bandwidth * fitted.efficiency.memory
+    assert rate == pytest.approx(1e10, rel=0.01)
+    mnk = (512.0, 3072.0, 768.0)
+    ours, theirs = (
+        gemm_seconds(*mnk, element=4.0, peak=cluster.peak("fp32"), cluster=cluster)
+        for cluster in (fitted, TRUTH)
+    )
+    assert float(ours) == pytest.approx(float(theirs), rel=0.03)
+
+
+@pytest.mark.parametrize("operation", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+@pytest.mark.parametrize(("ranks", "stride"), [(2, 1), (4, 1), (2, 4)])
+def test_collectives_take_what_was_measured(fitted: Cluster, operation: str, ranks: int, stride: int) -> None:
+    for size in (1 << 10, 1 << 20, 1 << 26):
+        ours, theirs = (
+            float(collective_seconds(operation, size, ranks, stride, cluster)) for cluster in (fitted, TRUTH)
+        )
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_messages_take_what_was_measured(fitted: Cluster) -> None:
+    """Across nodes exactly; the one efficiency of messages is that across, where both were measured."""
+    ours, theirs = (message_seconds(1 << 20, True, cluster) for cluster in (fitted, TRUTH))
+    assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
+    alone = dataclasses.replace(CPU, nodes=1)
+    inside = [time for time in collectives(TRUTH, CPU) if time.place == "inside"]
+    measured = dataclasses.replace(measurements(TRUTH, alone), collectives=tuple(inside))
+    cluster = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster
+    ours, theirs = (message_seconds(1 << 20, False, one) for one in (cluster, TRUTH))
+    assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
+
+
+def test_a_second_type_gets_its_own_rate() -> None:
+    """By all of its products, not by the one that was fastest."""
+    measured = measurements(TRUTH, CPU, ("fp32", "bf16"))
+    *others, last = measured.gemms
+    lucky = dataclasses.replace(last, timing=took(last.timing.seconds / 2))
+    measured = dataclasses.replace(measured, gemms=(*others, lucky))
+    cluster = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster
+    assert cluster.peak("bf16") * cluster.efficiency.gemm == pytest.approx(0.8 * 3e10, rel=0.05)
+
+
+def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> None:
+    save_cluster(fitted, tmp_path / "mine.yaml")
+    assert load_cluster(str(tmp_path / "mine.yaml")) == fitted
+    assert not any(text.startswith("assumed") for text in fitted.provenance.values())
+    assert "4 ranks" not in fitted.description
+    assert (
+        "8 ranks on 2 nodes, 1 thread a rank; all ranks of a node measured at once, on 4 cores"
+        in fitted.description
+    )
+
+
+def test_one_process_assumes_links_and_network() -> None:
+    alone = dataclasses.replace(CPU, nodes=1, ranks_per_node=1, accelerators_per_node=1)
+    cluster = fit_cluster(
+        measurements(TRUTH, alone), BASE, nominal=False, name="mine", source="measured"
+    ).cluster
+    assumed = {key for key, text in cluster.provenance.items() if text == "assumed, from cluster cpu-box"}
+    assert assumed == {"node", "network", "efficiency.link", "efficiency.network", "efficiency.p2p"}
+    assert (cluster.network, cluster.node.link_bandwidth) == (BASE.network, BASE.node.link_bandwidth)
+    assert "at once" not in describe(alone)
+
+
+def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
+    """Efficiencies are shares of them, recovered through tiles and waves."""
+    base, nominal = stand_in(GPU, None)
+    assert (base.name, nominal) == ("dgx-a100", True)
+    truth = dataclasses.replace(
+        base,
+        accelerator=dataclasses.replace(base.accelerator, kernel_seconds=4e-6),
+        efficiency=dataclasses.replace(base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33),
+    )
+    measured = measurements(truth, GPU, ("bf16",))
+    cluster = fit_cluster(measured, base, nominal=True, name="mine", source="measured").cluster
+    assert cluster.accelerator.peak_flops == base.accelerator.peak_flops
+    assert cluster.accelerator.memory_bandwidth == base.accelerator.memory_bandwidth
+    assert cluster.efficiency.gemm == pytest.approx(0.61, rel=0.02)
+    assert cluster.efficiency.memory == pytest.approx(0.82, rel=0.01)
+    assert cluster.efficiency.link == pytest.approx(0.55, rel=0.01)
+    assert cluster.provenance["accelerator"] == "vendor, from cluster dgx-a100; kernel_seconds measured"
+
+
+def test_the_formulas_give_back_what_they_made() -> None:
+    errors = fit_cluster(measurements(TRUTH, CPU), BASE, nominal=False, name="mine", source="measured").errors
+    assert set(errors) == {"gemm fp32", "memory", "inside", "across"}
+    assert max(errors.values()) < 0.02
+
+
+def test_a_disturbed_product_does_not_draw_the_fit() -> None:
+    times = gemms(TRUTH, "fp32")
+    clean = fit_gemm(times, TRUTH)
+    slow = dataclasses.replace(times[5].timing, seconds=times[5].timing.seconds * 20)
+    times[5] = dataclasses.replace(times[5], timing=slow)
+    assert fit_gemm(times, TRUTH)[:2] == pytest.approx(clean[:2], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("machine", "known"),
+    [
+        (dataclasses.replace(GPU, device_name="NVIDIA H100 80GB HBM3"), "dgx-h100"),
+        (dataclasses.replace(GPU, device_name="NVIDIA H200", memory_bytes=150_000_000_000), "dgx-h200"),
+        (CPU, "cpu-box"),
+    ],
+)
+def test_accelerators_are_known_by_name_and_memory(machine: Machine, known: str) -> None:
+    base, nominal = stand_in(machine, None)
+    assert (base.name, nominal) == (known, machine is not CPU)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        dataclasses.replace(GPU, device_name="NVIDIA H100 PCIe"),
+        dataclasses.replace(GPU, memory_bytes=40_000_000_000),
+        dataclasses.replace(GPU, device_name="NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_an_unknown_accelerator_needs_a_stand_in(machine: Machine) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no cluster file is known for NVIDIA .*--like dgx-h100 \(there are"
+    ):
+        stand_in(machine, None)
+    base, nominal = stand_in(machine, "dgx-h100")
+    assert (base.name, nominal) == ("dgx-h100", False)
+    with pytest.raises(ConfigError, match="unknown cluster dgx-h10: did you mean dgx-h100"):
+        stand_in(machine, "dgx-h10")

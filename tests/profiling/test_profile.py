@@ -1,0 +1,171 @@
+"""`megalite profile` as a command, on one process and on gloo ranks that take each other for neighbours."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli.profile import _dtypes, _parser, main, profile
+from megalite.cli.profile_text import duration, rate
+from megalite.config.errors import ConfigError
+from megalite.planner.hardware.cluster import load_cluster
+from megalite.planner.hardware.stack import load_stack
+from megalite.profiling.collectives import make_channels
+from megalite.profiling.machine import describe_machine
+from megalite.topology.topology import Launch
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY
+from tests.support.ranks import RankContext, run_ranks
+
+
+def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, str]:
+    """(what it printed, or its error)."""
+    launch = Launch(rank=context.rank, world_size=size, local_rank=context.rank)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            arguments = _parser().parse_args(words)
+            assert profile(arguments, command="megalite profile", launch=launch, made=context.made) == 0
+    except ConfigError as error:
+        return said.getvalue(), str(error)
+    return said.getvalue(), ""
+
+
+def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
+    output, stack = tmp_path / "mine.yaml", tmp_path / "stack.yaml"
+    words = ["--output", str(output), "--output-stack", str(stack), "--seconds", "1"]
+    (said, failed), other = run_ranks(2, _profile, words, 2)
+    assert failed == ""
+    assert other == ("", "")  # rank 0 alone speaks
+    cluster = load_cluster(str(output))
+    assert (cluster.name, cluster.node.accelerators, list(cluster.accelerator.peak_flops)) == (
+        "mine",
+        2,
+        ["fp32"],
+    )
+    assert f"torch {torch.__version__}, by megalite profile on 2 ranks" in cluster.provenance["node"]
+    assert cluster.provenance["network"] == "assumed, from cluster cpu-box"
+    assert "2 ranks on 1 node, 1 thread a rank; all ranks of a node measured at once" in cluster.description
+    own = load_stack(str(stack))
+    assert own.operation_seconds > 0
+    for title in ("Matrix products", "Attention", "Memory", "Between ranks, all groups at once"):
+        assert title in said
+    for operation in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p"):
+        assert f"{operation} inside" in said
+    assert "not measured: network, efficiency.network" in said
+
+
+def _channels(
+    context: RankContext, hosts: list[str]
+) -> list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]]:
+    world = context.topology(dp=len(hosts)).world
+    machine = describe_machine(world, torch.device("cpu"), node=hosts[context.rank])
+    found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
+    return [
+        (
+            channels.place,
+            [group.ranks for group in channels.groups],
+            channels.edges[0].ranks if channels.edges else (),
+        )
+        for channels in found
+    ]
+
+
+def test_groups_inside_nodes_and_across() -> None:
+    on_rank = run_ranks(4, _channels, ["a", "a", "b", "b"])
+    assert on_rank[3] == [("inside", [(2, 3)], (2, 3)), ("across", [(1, 3)], (1, 3))]
+    assert on_rank[0] == [("inside", [(0, 1)], (0, 1)), ("across", [(0, 2)], (0, 2))]
+    on_rank = run_ranks(4, _channels, ["a"] * 4)
+    assert on_rank[2] == [("inside", [(2, 3), (0, 1, 2, 3)], (2, 3))]
+    # With an odd number one looks on while the others exchange messages.
+    on_rank = run_ranks(3, _channels, ["a"] * 3)
+    assert on_rank[1] == [("inside", [(0, 1, 2)], (0, 1))]
+    assert on_rank[2] == [("inside", [(0, 1, 2)], ())]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--output", "{tmp}/no/mine.yaml"],
+            "cannot write {tmp}/no/mine.yaml: No such file or directory; give",
+        ),
+        (["--output", "{tmp}"], "{tmp} is a folder; give the name of a file"),
+        (["--output", "{tmp}/mine.json"], "cluster and stack files end in .yaml, got {tmp}/mine.json"),
+        (
+            ["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"],
+            "are both {tmp}/a.yaml; they are two files",
+        ),
+        (["--output", "{tmp}/a.yaml", "--dtype", "bf61"], "--dtype cannot be bf61: did you mean bf16?"),
+        (["--output", "{tmp}/a.yaml", "--seconds", "0.1"], "--seconds is 0.1; measuring takes at least 1 s"),
+        (["--output", "{tmp}/a.yaml", "--seconds", "nan"], "--seconds is nan; measuring takes at least 1 s"),
+        (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_measured(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [flag.format(tmp=tmp_path) for flag in flags]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert message.format(tmp=tmp_path) in said.err
+    assert "measuring" not in said.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_an_accelerator_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path / "a.yaml"), "--device", "cuda"]) == 2
+    assert "has no CUDA device: this host has 0; use --device cpu" in capsys.readouterr().err
+
+
+def test_every_rank_hears_of_what_rank_0_cannot_write(tmp_path: Path) -> None:
+    words = ["--output", str(tmp_path / "no" / "mine.yaml")]
+    said = run_ranks(2, _profile, words, 2)
+    assert said[0] == said[1]
+    assert said[0][1].startswith(f"cannot write {tmp_path}/no/mine.yaml")
+
+
+def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
+    """Rank 1's device has no product in fp16."""
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+
+            def refuse(*_: object) -> torch.Tensor:
+                raise RuntimeError("addmm not implemented for 'Half'\nmore lines")
+
+            patch.setattr(torch.Tensor, "__matmul__", refuse)
+        return _profile(context, words, 2)
+
+
+def test_a_type_that_one_rank_does_not_have(tmp_path: Path) -> None:
+    said = run_ranks(2, _without_product, ["--output", str(tmp_path / "a.yaml"), "--dtype", "fp16"])
+    assert said[0] == said[1]
+    assert said[0] == (
+        "",
+        "--dtype fp16 is not supported on cpu here (addmm not implemented for 'Half'); use --dtype fp32",
+    )
+
+
+def test_the_page_shows_commands_and_flags_that_there_are() -> None:
+    page = (REPOSITORY / "docs" / "profile.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE))
+    known = {flag for action in _parser()._actions for flag in action.option_strings if len(flag) > 2}
+    assert rows == known - {"--help"}
+    shown = [command.words for command in commands_in(page, "docs/profile.md")]
+    assert len(shown) == 3
+    for words in shown:
+        start = words.index("profile" if words[0] == "megalite" else "megalite.cli.profile")
+        arguments = _parser().parse_args(words[start + 1 :])
+        assert _dtypes(arguments, torch.device("cpu"))
+
+
+def test_numbers_have_units() -> None:
+    assert [duration(value) for value in (0.0, 3.2e-7, 4.5e-5, 1.25e-2, 61.0)] == [
+        *("0 s", "320 ns", "45 µs", "12.5 ms", "61 s")
+    ]
+    assert [rate(value, "B") for value in (999.0, 1.5e9, 3.35e12)] == ["999 B", "1.5 GB", "3.35 TB"]

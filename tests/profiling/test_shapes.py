@@ -1,0 +1,98 @@
+"""What is measured: the shapes, the FLOPs and bytes counted for them, and the messages."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megalite.models.shapes import layer_forward_flops
+from megalite.profiling.attention import AttentionShape, _passes, attention_shapes
+from megalite.profiling.collectives import CollectiveTime, message_sizes
+from megalite.profiling.gemm import PRODUCTS, LinearShape, _products, chosen_shapes, layer_shapes
+from megalite.profiling.memory import tensor_sizes
+from megalite.profiling.overheads import TINY_MODEL
+from tests.profiling.made_up import took
+
+
+def test_the_shapes_of_a_layer_are_among_them() -> None:
+    """qkv, output, up and down of GPT-3 175B on one microbatch, and split over 8."""
+    h, s = 12288, 2048
+    shapes = set(layer_shapes())
+    for tp in (1, 8):
+        assert {
+            LinearShape(s, 3 * h // tp, h),
+            LinearShape(s, h, h // tp),
+            LinearShape(s, 4 * h // tp, h),
+            LinearShape(s, h, 4 * h // tp),
+        } <= shapes
+
+
+def test_chosen_shapes_are_spread_and_within_limits() -> None:
+    chosen = chosen_shapes(count=12, most_flops=1e11, most_bytes=1e8, itemsize=4)
+    assert len(chosen) == 12
+    assert all(shape.flops <= 1e11 and shape.bytes(4) <= 1e8 for shape in chosen)
+    flops = [shape.flops for shape in chosen]
+    assert flops[0] == min(shape.flops for shape in layer_shapes())
+    assert flops[-1] > 1e10
+    assert max(later / earlier for earlier, later in pairwise(flops)) < 6
+    assert len(chosen_shapes(count=4, most_flops=1.0, most_bytes=1.0, itemsize=4)) >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_compute_what_is_counted(dtype: torch.dtype) -> None:
+    shape = LinearShape(8, 6, 4)
+    runs = dict(_products(shape, dtype, torch.device("cpu")))
+    assert tuple(runs) == PRODUCTS
+    for name, (m, n, k) in ((name, shape.product(name)) for name in PRODUCTS):
+        assert 2 * m * n * k == shape.flops == 2 * 8 * 6 * 4
+        result = runs[name]()
+        if name != "weight-gradient":  # it adds to a buffer
+            assert isinstance(result, torch.Tensor)
+            assert result.shape == (m, n)
+
+
+def test_attention_runs_both_ways_with_the_same_result() -> None:
+    shape = AttentionShape(b=2, heads=3, s=16, d=8)
+    outputs = []
+    for kind in ("fused", "unfused"):
+        torch.manual_seed(0)
+        (_, forward), (_, backward) = _passes(shape, kind, torch.float64, torch.device("cpu"))
+        grads = backward()
+        assert isinstance(grads, tuple)
+        assert [grad.shape for grad in grads] == [(2, 3, 16, 8)] * 3
+        outputs.append(forward())
+    torch.testing.assert_close(*outputs)
+
+
+def test_attention_shapes_grow_with_the_time_there_is() -> None:
+    assert {shape.s for shape in attention_shapes(most_flops=0, most_bytes=0)} == {128}
+    assert {shape.s for shape in attention_shapes(most_flops=1e13, most_bytes=1e12)} == {128, 512, 2048, 4096}
+
+
+def test_tensors_and_messages_cover_small_and_large() -> None:
+    assert tensor_sizes(most_elements=0) == [2**16, 2**20]
+    assert tensor_sizes(most_elements=2**23) == [2**16, 2**20, 2**22]
+    assert message_sizes(largest=1 << 22, count=4) == [1 << 10, 1 << 14, 1 << 18, 1 << 22]
+    assert message_sizes(largest=1 << 12, count=7) == [1 << 10, 1 << 11, 1 << 12]
+
+
+@pytest.mark.parametrize(
+    ("operation", "place", "ranks", "latencies", "wire"),
+    [
+        ("all-reduce", "inside", 4, 6.0, 1536.0),
+        ("all-gather", "inside", 4, 3.0, 768.0),
+        ("all-to-all", "across", 8, 3.0, 896.0),
+        ("all-reduce", "across", 5, 6.0, 1638.4),
+        ("p2p", "across", 2, 1.0, 1024.0),
+    ],
+)
+def test_what_a_collective_sends(
+    operation: str, place: str, ranks: int, latencies: float, wire: float
+) -> None:
+    time = CollectiveTime(operation=operation, place=place, ranks=ranks, message_bytes=1024, timing=took(1.0))
+    assert (time.latencies, time.wire_bytes) == (latencies, pytest.approx(wire))
+
+
+def test_a_tiny_layer_has_next_to_nothing_to_compute() -> None:
+    """Less than a microsecond of a core: what a pass through it takes is overhead."""
+    assert 8 * layer_forward_flops(TINY_MODEL, 0, 8) < 1e5

@@ -1,0 +1,90 @@
+"""Windows, repeats and medians, on a clock of the test's own."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megalite.profiling.timing import FEWEST, MOST, Timer, timing_of
+from megalite.topology.group import Group
+
+
+class Clock:
+    """Stands still but for what runs."""
+
+    def __init__(self) -> None:
+        self.now, self.runs = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, *seconds: float) -> Callable[[], None]:
+        """An operation that takes these times, in turn."""
+        turns = itertools.cycle(seconds)
+
+        def run() -> None:
+            self.runs += 1
+            self.now += next(turns)
+
+        return run
+
+
+def timer(clock: Clock, *, crowded: bool = False) -> Timer:
+    return Timer(torch.device("cpu"), Group.solo("world"), crowded=crowded, clock=clock)
+
+
+def test_median_and_spread() -> None:
+    timing = timing_of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (timing.seconds, timing.samples) == (3.0, 5)
+    assert timing.spread == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+@pytest.mark.parametrize("way", ["each", "together"])
+def test_a_window_is_filled_with_long_operations(way: str) -> None:
+    clock = Clock()
+    timing = getattr(timer(clock), way)(clock.takes(0.01), seconds=1.0)
+    assert timing.seconds == pytest.approx(0.01)
+    assert 99 <= timing.samples <= 101
+
+
+@pytest.mark.parametrize("way", ["each", "together"])
+def test_operations_longer_than_the_window_run_a_few_times(way: str) -> None:
+    clock = Clock()
+    timing = getattr(timer(clock), way)(clock.takes(5.0), seconds=1.0)
+    assert (timing.seconds, timing.samples) == (5.0, FEWEST)
+    assert clock.now == 5.0 * (FEWEST + 2)
+
+
+def test_short_operations_are_repeated_in_a_sample() -> None:
+    clock = Clock()
+    timing = timer(clock).each(clock.takes(1e-6), seconds=1.0)
+    assert timing.seconds == pytest.approx(1e-6)
+    assert timing.samples == MOST
+    # Half a millisecond a sample.
+    assert clock.now >= MOST * 4e-4
+
+
+def test_crowded_samples_are_longer_than_a_turn() -> None:
+    """A rank that runs a turn of 3 ms in four looks fast in most short samples; the mean over many turns is the truth."""
+    turn = [1e-3] * 3 + [1e-3 + 9e-3]
+    clock = Clock()
+    assert timer(clock).each(clock.takes(*turn), seconds=2.0).seconds == pytest.approx(1e-3)
+    clock = Clock()
+    assert timer(clock, crowded=True).each(clock.takes(*turn), seconds=2.0).seconds > 2e-3
+
+
+def test_one_lucky_run_does_not_decide_the_repeats() -> None:
+    """The first run comes out a thousand times too short: samples still do not grow a thousand times too long."""
+    clock = Clock()
+    slow = clock.takes(1e-3)
+
+    def run() -> None:
+        if clock.runs == 1:
+            clock.runs += 1
+            clock.now += 1e-6
+        else:
+            slow()
+
+    timer(clock).each(run, seconds=0.0)
+    assert clock.now < 0.1
