@@ -1,0 +1,214 @@
+"""Results of a sweep on the disk: a line of JSON each, written once and for good; a CSV file made of them."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder, write_all, write_durably
+from megalite.config.errors import ConfigError
+from megalite.sweep.check import Run
+from megalite.sweep.spec import SweepSpec
+
+OK, OOM, TIMEOUT, REFUSED, FAILED = "ok", "oom", "timeout", "refused", "failed"
+RESULTS, TABLE, IDENTITY, RUNS = "results.jsonl", "results.csv", "sweep.json", "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one run ended."""
+
+    key: str
+    settings: Mapping[str, Any]
+    ranks: int
+    status: str
+    error: str | None = None
+    """The first line that says why it is not ok."""
+    launched: bool = True
+    """False: refused by the checks before."""
+    seconds: float | None = None
+    """Of the whole run, its start included."""
+    steps: int = 0
+    """That were measured."""
+    step_seconds: float | None = None
+    """Median of the measured steps."""
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    """The fastest and the slowest of them."""
+    tokens_per_second: float | None = None
+    memory_bytes: int | None = None
+    """Peak of rank 0: allocated on the GPU, or resident on a CPU."""
+    loss: float | None = None
+    """Of the last step."""
+
+
+_FIELDS = frozenset(each.name for each in dataclasses.fields(Result))
+
+
+@dataclass
+class Store:
+    """The folder of a sweep, kept for this process alone until `close`.
+
+    Every line is on the disk when `append` returns; a line that a crash has cut off is no result.
+    """
+
+    folder: Path
+    results: dict[str, Result] = field(default_factory=dict)
+    """Key -> the last result."""
+    _lock: int | None = None
+    _file: int = -1
+
+    @classmethod
+    def open(cls, folder: Path, spec: SweepSpec, launcher: str) -> "Store":
+        """The store in `folder`, made if it is new.
+
+        Raises:
+            ConfigError: it belongs to another sweep, another process works in it, or it cannot be written.
+        """
+        store = cls(folder)
+        try:
+            store._open(_identity(spec, launcher))
+        except OSError as error:
+            store.close()
+            raise ConfigError(
+                f"cannot write {error.filename or folder}: {error.strerror}; give a folder that can be written with --output"
+            ) from None
+        except ConfigError:
+            store.close()
+            raise
+        return store
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock_folder(self.folder)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another sweep is at work in {self.folder}; wait for it, or give another --output"
+            ) from None
+        known = self.folder / IDENTITY
+        if known.exists():
+            _refuse_other(self.folder, _read_identity(known), identity)
+        elif any(not each.name.startswith(".") for each in self.folder.iterdir()):
+            raise ConfigError(f"{self.folder} holds files and no sweep; give an empty folder with --output")
+        else:
+            replace_durably(known, (json.dumps(identity, indent=2) + "\n").encode())
+        path = self.folder / RESULTS
+        if not path.exists():
+            write_durably(path, b"")
+            sync_folder(self.folder)
+        self.results = {result.key: result for result in read_results(path)}
+        whole = path.read_bytes().endswith(b"\n") or path.stat().st_size == 0
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        if not whole:
+            write_all(self._file, memoryview(b"\n"))
+
+    def append(self, result: Result) -> None:
+        """Keep a result; one that is there already in the same words is not written again."""
+        if self.results.get(result.key) == result:
+            return
+        line = json.dumps(dataclasses.asdict(result)) + "\n"
+        write_all(self._file, memoryview(line.encode()))
+        os.fsync(self._file)
+        self.results[result.key] = result
+
+    def is_done(self, key: str, *, retry: bool = False) -> bool:
+        """The run has a result, or with `retry` a good one."""
+        result = self.results.get(key)
+        return result is not None and result.launched and (result.status == OK or not retry)
+
+    def run_folder(self, run: Run) -> Path:
+        """Where a run leaves its config, log and metrics."""
+        name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in run.label)
+        return self.folder / RUNS / f"{name[:60]}-{run.key}"
+
+    def write_table(self, runs: Sequence[Run]) -> None:
+        """results.csv: a row a run, in the sweep's order."""
+        replace_durably(self.folder / TABLE, table(runs, self.results).encode())
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        for descriptor in (self._file, self._lock):
+            if descriptor is not None and descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        self._file, self._lock = -1, None
+
+
+def _identity(spec: SweepSpec, launcher: str) -> dict[str, Any]:
+    """What all runs of a sweep have in common; it may get more configurations, but not others of these."""
+    return {
+        "preset": spec.preset,
+        "base": [str(path.resolve()) for path in spec.base],
+        "settings": json.loads(json.dumps(dict(spec.settings))),
+        "steps": spec.steps,
+        "warm_up_steps": spec.warm_up_steps,
+        "environment": dict(spec.environment),
+        "program": None if spec.program is None else str(spec.program.resolve()),
+        "launcher": launcher,
+    }
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is damaged; give another folder with --output")
+    return found
+
+
+def _refuse_other(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for name, value in here.items():
+        if there.get(name) != value:
+            raise ConfigError(
+                f"{folder} holds another sweep: its {name} is {json.dumps(there.get(name))}, here it is "
+                f"{json.dumps(value)}; give another folder with --output"
+            )
+
+
+def read_results(path: Path) -> list[Result]:
+    """Every result in the order in which they were written; damaged lines are none."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and {"key", "settings", "ranks", "status"} <= set(record) <= _FIELDS:
+            found.append(Result(**record))
+    return found
+
+
+_MEASURED = [
+    *("status", "error", "seconds", "steps", "step_seconds", "step_seconds_low", "step_seconds_high"),
+    *("tokens_per_second", "memory_bytes", "loss"),
+]
+_PREDICTED = ["predicted_step_seconds", "predicted_tokens_per_second", "predicted_memory_bytes"]
+
+
+def table(runs: Sequence[Run], results: Mapping[str, Result]) -> str:
+    """CSV: one column for each setting that varies, then what was predicted and what was measured."""
+    apart = list(runs[0].settings) if runs else []
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["key", *apart, "ranks", *_PREDICTED, *_MEASURED])
+    for run in runs:
+        result = results.get(run.key)
+        step = run.predicted.step_seconds if run.predicted else None
+        predicted = [
+            step,
+            run.tokens_per_step / step if step else None,
+            run.predicted.memory_bytes if run.predicted else None,
+        ]
+        measured = [getattr(result, name) if result else None for name in _MEASURED]
+        settings = [json.dumps(v) if isinstance(v, list) else v for v in run.settings.values()]
+        writer.writerow([run.key, *settings, run.ranks, *predicted, *measured])
+    return out.getvalue()

@@ -1,0 +1,210 @@
+"""`sweep.yaml`: which configurations to run, for how long, and how."""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megalite.config.byte_size import parse_byte_size
+from megalite.config.errors import ConfigError
+from megalite.sweep.conditions import Condition, read_condition
+from megalite.sweep.fixed import refuse_fixed
+from megalite.sweep.yaml_keys import (
+    Reader,
+    count,
+    entries,
+    mapping,
+    plain_settings,
+    read_keys,
+    read_mapping,
+    seconds,
+    text,
+    texts,
+    whole,
+    words,
+)
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a run may take, its start included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SbatchSpec:
+    """How jobs are submitted."""
+
+    gpus_per_node: int = 8
+    """Ranks on one node; a job has as many nodes as it needs."""
+    at_once: int = 1
+    """Jobs in the queue at one time."""
+    poll_seconds: float = 10.0
+    """Between two looks at the queue."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Further options by their long names: partition, account, ..."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the run: modules, virtual environments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec:
+    """A sweep.yaml, checked as far as it can be without making configurations of it."""
+
+    path: Path
+    preset: str | None = None
+    base: tuple[Path, ...] = ()
+    """Config files, later ones win."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Over the base, the same in all configurations."""
+    ranks: int | None = None
+    """Of every configuration; default tp·pp·cp·dp of each."""
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()
+    """Axes of the cartesian product: the key as written, and for each value the settings that it stands for."""
+    listed: tuple[Mapping[str, Any], ...] = ()
+    from_plan: Path | None = None
+    top: int | None = None
+    """Of the plan's entries, from the first on; default all."""
+    exclude: tuple[Condition, ...] = ()
+    only: tuple[Condition, ...] = ()
+    steps: int = 8
+    """Of each run."""
+    warm_up_steps: int = 3
+    """The first of them, which are not measured."""
+    timeout: float = DEFAULT_TIMEOUT
+    memory_limit: float | None = None
+    """Bytes a rank: what is predicted to need more is refused."""
+    cluster: str | None = None
+    stack: str = "fused"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: Path | None = None
+    """Script that trains in place of `megalite train`."""
+    sbatch: SbatchSpec = field(default_factory=SbatchSpec)
+
+
+def _base(value: Any, where: str) -> tuple[Path, ...]:
+    return tuple(Path(each) for each in texts(value, where))
+
+
+def _path(value: Any, where: str) -> Path:
+    return Path(text(value, where))
+
+
+def _settings(value: Any, where: str) -> dict[str, Any]:
+    found = plain_settings(mapping(value, where), where)
+    refuse_fixed(found, where)
+    return found
+
+
+def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]], ...]:
+    axes = []
+    taken: dict[str, str] = {}
+    for name, values in mapping(value, where).items():
+        points = []
+        for each in entries(values, f"{where}: {name}"):
+            point = _settings({name: each}, where)
+            if point in points:
+                raise ConfigError(f"{where}: {name} has {reprlib.repr(each)} twice; keep one of them")
+            points.append(point)
+        for setting in sorted({setting for point in points for setting in point}):
+            if setting in taken:
+                raise ConfigError(
+                    f"{where}: {taken[setting]} and {name} both give {setting}; keep one of them"
+                )
+            taken[setting] = name
+        axes.append((name, tuple(points)))
+    return tuple(axes)
+
+
+def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        _settings(each, f"{where}, entry {number}") for number, each in enumerate(entries(value, where), 1)
+    )
+
+
+def _conditions(value: Any, where: str) -> tuple[Condition, ...]:
+    return tuple(read_condition(each, where) for each in entries(value, where))
+
+
+def _bytes(value: Any, where: str) -> float:
+    size = parse_byte_size(value) if isinstance(value, str) else None
+    if size is None:
+        raise ConfigError(f"{where} takes a size such as 70GB or 64GiB, got {reprlib.repr(value)}")
+    return size
+
+
+_SBATCH: Mapping[str, Reader] = MappingProxyType(
+    {
+        "gpus_per_node": whole,
+        "at_once": whole,
+        "poll_seconds": seconds,
+        "options": words,
+        "setup": texts,
+    }
+)
+
+
+def _sbatch(value: Any, where: str) -> SbatchSpec:
+    return SbatchSpec(**read_keys(mapping(value, where), _SBATCH, where))
+
+
+KEYS: Mapping[str, Reader] = MappingProxyType(
+    {
+        "preset": text,
+        "base": _base,
+        "settings": _settings,
+        "ranks": whole,
+        "grid": _grid,
+        "list": _listed,
+        "from_plan": _path,
+        "top": whole,
+        "exclude": _conditions,
+        "only": _conditions,
+        "steps": whole,
+        "warm_up_steps": count,
+        "timeout": seconds,
+        "memory_limit": _bytes,
+        "cluster": text,
+        "stack": text,
+        "environment": words,
+        "program": _path,
+        "sbatch": _sbatch,
+    }
+)
+"""Keys of a sweep.yaml."""
+
+
+def read_spec(path: Path) -> SweepSpec:
+    """The sweep that a file describes. Paths in it are relative to its folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value of it is not legal; which one.
+    """
+    found = read_keys(read_mapping(path, "sweep"), KEYS, f"sweep {path}")
+    if not {"grid", "list", "from_plan"} & set(found):
+        raise ConfigError(
+            f"sweep {path} names no configurations; add grid, list or from_plan, e.g. grid: {{tp: [1, 2], pp: [1, 2]}}"
+        )
+    for name, needs in (("top", "from_plan"), ("stack", "cluster")):
+        if name in found and needs not in found:
+            raise ConfigError(f"sweep {path}: {name} has no effect without {needs}; add {needs} or remove it")
+    if "list" in found:
+        found["listed"] = found.pop("list")
+    for name in ("from_plan", "program"):
+        if name in found:
+            found[name] = path.parent / found[name]
+    found["base"] = tuple(path.parent / each for each in found.get("base", ()))
+    # A name, unless there is such a file beside the sweep.
+    for name in ("cluster", "stack"):
+        if name in found and (path.parent / found[name]).is_file():
+            found[name] = str(path.parent / found[name])
+    spec = SweepSpec(path=path, **found)
+    if spec.warm_up_steps >= spec.steps:
+        raise ConfigError(
+            f"sweep {path}: warm_up_steps {spec.warm_up_steps} leaves nothing of steps {spec.steps} to measure; use e.g. "
+            f"steps: {spec.warm_up_steps + 5}"
+        )
+    if spec.program is not None and not spec.program.is_file():
+        raise ConfigError(
+            f"sweep {path}: program {spec.program} does not exist; leave it out to use megalite train"
+        )
+    return spec

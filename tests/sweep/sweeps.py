@@ -1,0 +1,63 @@
+"""Small sweeps that several tests share."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.sweep.candidates import expand
+from megalite.sweep.check import Run, check_all
+from megalite.sweep.predict import Machine
+from megalite.sweep.results import OK, Result
+from megalite.sweep.spec import SweepSpec, read_spec
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "mock_data": True,
+    "seq_length": 16,
+    "global_batch_size": 8,
+    "device": "cpu",
+}
+GRID: dict[str, Any] = {"tp": [1, 2], "pp": [1, 2]}
+
+
+def write_sweep(folder: Path, **keys: Any) -> Path:
+    """A sweep.yaml of the tiny model; `keys` go over a grid of four layouts on 2 ranks, None takes a key out."""
+    tree = {"settings": MODEL, "ranks": 2, "grid": GRID, "steps": 3, "warm_up_steps": 1} | keys
+    path = folder / "sweep.yaml"
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in tree.items() if value is not None}, sort_keys=False)
+    )
+    return path
+
+
+def read_runs(
+    path: Path, *, machine: Machine | None = None, memory_limit: float | None = None
+) -> tuple[SweepSpec, tuple[Run, ...]]:
+    """The sweep in a file and its checked runs."""
+    spec = read_spec(path)
+    return spec, check_all(expand(spec).candidates, memory_limit=memory_limit, machine=machine)
+
+
+def measured(run: Run, seconds: float, **changes: Any) -> Result:
+    """A good result of a run with steps of so many seconds."""
+    return Result(
+        **{
+            "key": run.key,
+            "settings": dict(run.settings),
+            "ranks": run.ranks,
+            "status": OK,
+            "seconds": 10.0,
+            "steps": 5,
+            "step_seconds": seconds,
+            "step_seconds_low": 0.9 * seconds,
+            "step_seconds_high": 1.1 * seconds,
+            "tokens_per_second": run.tokens_per_step / seconds,
+            "memory_bytes": 300 * 2**20,
+            "loss": 4.1,
+            **changes,
+        }
+    )

@@ -1,0 +1,111 @@
+"""From a sweep to configurations: grid, list, plan, conditions, and what the sweep decides itself."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.config.errors import ConfigError
+from megalite.sweep.candidates import expand
+from megalite.sweep.check import check_all
+from megalite.sweep.spec import read_spec
+from tests.sweep.sweeps import MODEL, read_runs, write_sweep
+
+
+def layouts(path: Path) -> list[tuple[int, int]]:
+    """(tp, pp) of all configurations, in order."""
+    found = expand(read_spec(path)).candidates
+    return [(each.config.parallel.tp, each.config.parallel.pp) for each in found]
+
+
+def test_plan_list_and_grid_in_that_order(tmp_path: Path) -> None:
+    plans = [{"tp": 4, "train_iters": 9}, {"tp": 2, "pp": 4}, {"tp": 8}]
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"plans": plans, "cluster": "dgx-a100"}))
+    path = write_sweep(tmp_path, from_plan="plan.yaml", top=2, list=[{"pp": 4}])
+    assert layouts(path) == [(4, 1), (2, 4), (1, 4), (1, 1), (1, 2), (2, 1), (2, 2)]
+    sources = [each.source for each in expand(read_spec(path)).candidates]
+    assert sources == ["plan 1", "plan 2", "list, entry 1", *["grid"] * 4]
+
+
+def test_conditions_see_what_the_base_says(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, settings=MODEL | {"pp": 2}, grid={"tp": [1, 2, 4]}, exclude=["tp * pp > 4"])
+    assert layouts(path) == [(1, 2), (2, 2)]
+    assert expand(read_spec(path)).left_out == 1
+    path = write_sweep(tmp_path, only=["dp == 1"])  # of the 2 ranks
+    assert layouts(path) == [(1, 2), (2, 1)]
+    with pytest.raises(ConfigError, match="exclude and only leave none of 4 configurations"):
+        expand(read_spec(write_sweep(tmp_path, exclude=["tp > 0"])))
+
+
+def test_the_base_and_what_runs_do_not_go_by(tmp_path: Path) -> None:
+    base = MODEL | {
+        "train_samples": 999,
+        "save_interval": 5,
+        "save": "here",
+        "keep_latest": 2,
+        "eval_interval": 10,
+        "eval_iters": 3,
+        "lr_warmup_iters": 2000,
+        "min_lr": 1e-5,
+        "run_dir": "there",
+        "log_interval": 50,
+        "rampup_batch_size": [4, 4, 100],
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base))
+    path = write_sweep(tmp_path, base="run.yaml", settings={"hidden_size": 64})
+    expansion = expand(read_spec(path))
+    assert set(expansion.ignored) == set(base) - set(MODEL)
+    (run, *_) = check_all(expansion.candidates, memory_limit=None, machine=None)
+    assert run.refused is None
+    config = run.config
+    assert (config.training.train_iters, config.training.train_samples) == (3, None)
+    assert config.checkpoint.save is None
+    assert config.logging.run_dir is None
+    assert config.optimizer.lr_warmup_iters is None
+    assert config.model.hidden_size == 64, "settings go over the base"
+
+
+def test_ranks_are_those_of_the_layout_where_none_are_given(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, ranks=None, grid={"tp": [1, 2], "dp": [1, 3]})
+    assert [each.ranks for each in expand(read_spec(path)).candidates] == [1, 3, 2, 6]
+
+
+def test_a_grid_that_is_a_slip(tmp_path: Path) -> None:
+    names = ("tp", "pp", "vpp", "cp", "micro_batch_size", "hidden_size")
+    path = write_sweep(tmp_path, grid={name: list(range(1, 11)) for name in names})
+    with pytest.raises(ConfigError, match="the grid has 1000000 configurations, more than 100000"):
+        expand(read_spec(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("best: []", "has no plans: a list of settings; it holds 'best'"),
+        ("plans: []", "plans takes a list with something in it"),
+        ("plans: [3]", "plan 1 takes `name: value` lines"),
+        ("plans: [{tpp: 3}]", "plan 1: unknown section or key tpp"),
+    ],
+)
+def test_bad_plans(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        expand(read_spec(write_sweep(tmp_path, grid=None, from_plan="plan.yaml")))
+
+
+def test_the_plan_that_trains_is_not_the_list_of_plans(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("tp: 2\npp: 4\n")
+    path = write_sweep(tmp_path, grid=None, from_plan="plan.yaml")
+    with pytest.raises(ConfigError, match=r"plan.yaml has no plans: a list of settings; it holds 'tp, pp'$"):
+        expand(read_spec(path))
+    (tmp_path / "plan-alternatives.yaml").write_text("plans: [{tp: 2}]")
+    with pytest.raises(ConfigError, match=r"use plan-alternatives.yaml, which lies beside it$"):
+        expand(read_spec(path))
+
+
+def test_labels_say_what_sets_a_run_apart(tmp_path: Path) -> None:
+    path = write_sweep(
+        tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]}
+    )
+    _, runs = read_runs(path)
+    assert [run.label for run in runs] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]
+    assert list(runs[0].settings) == ["tp", "dp_strategy"]

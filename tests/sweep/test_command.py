@@ -1,0 +1,178 @@
+"""`megalite sweep`: its flags, what it prints, and a sweep that is killed and goes on."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.sweep import main
+from megalite.cli.sweep_table import LiveTable, format_table
+from megalite.sweep.execute import Progress
+from megalite.sweep.outcome import refused
+from megalite.sweep.results import OK, TIMEOUT, Store
+from tests.sweep.sweeps import measured, read_runs, write_sweep
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_dry_run_checks_all_and_writes_nothing(tmp_path: Path, capsys: Captured) -> None:
+    path = write_sweep(tmp_path, exclude=["tp == 1 and pp == 1"], cluster="cpu-box")
+    assert main([str(path), "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    opening, head, *rows = said.out.splitlines()
+    assert opening == f"{path}: 3 configurations of 3 steps; 1 left out by exclude and only"
+    assert head.split() == ["configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status"]
+    assert [row.split("  ")[0] for row in rows] == ["tp 1, pp 2", "tp 2, pp 1", "tp 2, pp 2"]
+    assert " ms " in rows[0]
+    assert rows[0].endswith("waiting")
+    assert "refused: " in rows[2]
+    assert not (tmp_path / "out").exists()
+
+
+def test_strict_and_nothing_to_run(tmp_path: Path, capsys: Captured) -> None:
+    path = write_sweep(tmp_path)
+    out = ["--output", str(tmp_path / "out")]
+    assert main([str(path), *out, "--strict"]) == 2
+    assert "error: 1 of 4 configurations are refused: tp 2, pp 2: " in capsys.readouterr().err
+    path = write_sweep(tmp_path, grid={"tp": [3, 5]})
+    assert main([str(path), *out]) == 2
+    assert "error: none of 2 configurations can run; tp 3: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--output is missing"),
+        (["--dry-run", "--limit", "3"], "--limit has no effect with --dry-run"),
+        (["--dry-run", "--calibrate", "a.yaml"], "--calibrate has no effect with --dry-run"),
+        (["--report-only", "--timeout", "3"], "--timeout has no effect with --report-only"),
+        (["--limit", "0"], "argument --limit: takes a whole number of at least 1, such as 4, got 0"),
+        (["--timeout", "soon"], "argument --timeout: takes a number of seconds such as 300, got soon"),
+        (["--launcher", "ssh"], "invalid choice: 'ssh'"),
+        (["--out", "x"], "unrecognized arguments: --out x"),
+        (["--output", "out", "--calibrate", "a.yaml"], "--calibrate has no effect without cluster"),
+        (["--output", "sweep.yaml"], "cannot write sweep.yaml: "),
+    ],
+)
+def test_bad_flags(
+    flags: list[str], message: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(write_sweep(tmp_path)), *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_report_only(tmp_path: Path, capsys: Captured) -> None:
+    path = write_sweep(tmp_path, cluster="cpu-box")
+    spec, runs = read_runs(path)
+    store = Store.open(tmp_path / "out", spec, "local")
+    for number, run in enumerate(runs[:3]):
+        store.append(measured(run, 0.1 + 0.1 * number))
+    store.close()
+    words = [str(path), "--output", str(tmp_path / "out"), "--report-only"]
+    assert main([*words, "--calibrate", str(tmp_path / "mine.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "4 configurations: 3 ok, 1 not run yet." in out
+    assert f"Fastest: {runs[0].label} with 1280 tokens/s, 100 ms a step." in out
+    assert "Fitted to 3 runs: mean error" in out
+    for name in ("results.csv", "report.html"):
+        assert f"wrote {tmp_path / 'out' / name}" in out
+    assert (tmp_path / "mine.yaml").is_file()
+    assert (tmp_path / "mine-stack.yaml").is_file()
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        """True."""
+        return True
+
+
+def test_table_on_a_terminal_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runs = read_runs(write_sweep(tmp_path))
+    results = {runs[0].key: measured(runs[0], 0.5), runs[3].key: refused(runs[3])}
+    under_way = [Progress(run=runs[1], steps=2, seconds=7.4)]
+    lines = format_table(runs, results, under_way, steps=3)
+    assert [line.split("  ")[-1] for line in lines[1:4]] == ["ok", "step 2/3, 7 s", "waiting"]
+    assert lines[1].split()[-5:-1] == ["ms", "256", "300.00", "MiB"]
+    plain, terminal = io.StringIO(), Terminal()
+    LiveTable(runs, results, steps=3, out=plain).update(under_way, None)
+    assert plain.getvalue() == ""
+    late = measured(runs[1], 0.5, status=TIMEOUT, error="too late", step_seconds=None)
+    LiveTable(runs, results, steps=3, out=plain).update([], late)
+    assert plain.getvalue() == "2/4 tp 1, pp 2: timeout (too late)\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "6")
+    table = LiveTable(runs, results, steps=3, out=terminal)
+    table.update(under_way, None)
+    table.update(under_way, None)
+    drawn = terminal.getvalue()
+    assert drawn.count("configuration") == 1, "what has not changed is not drawn again"
+    assert "step 2/3" in format_table(runs, results, under_way, steps=3)[2]
+    assert drawn.count("\n") == 3, "the head and the two lines that fit, the one under way among them"
+    assert "tp 1, pp 2" in drawn
+    table.update([], None)
+    assert "\x1b[3A" in terminal.getvalue()
+
+
+def processes_with(words: str) -> list[str]:
+    """Command lines of live processes in which these words occur."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in line and int(entry.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> None:
+    """Poll."""
+    last = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < last, what
+        time.sleep(0.05)
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks of a killed sweep run on")
+def test_a_killed_sweep_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, grid={"tp": [1, 2]}, environment={"OMP_NUM_THREADS": 1})
+    folder = tmp_path / "out"
+    spec, runs = read_runs(path)
+    store = Store.open(folder, spec, "local")
+    store.append(measured(runs[0], 0.5))
+    store.close()
+    before = (folder / "results.jsonl").read_bytes()
+    command = [sys.executable, "-m", "megalite.cli.sweep", str(path), "--output", str(folder)]
+    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    config = f"-m megalite.cli.main train --config {folder}"
+    # The guard, torchrun and its two ranks.
+    wait_until(lambda: len(processes_with(config)) == 4, 90, "no ranks")
+    sweep.send_signal(signal.SIGKILL)
+    sweep.communicate()
+    wait_until(lambda: processes_with(config) == [], 30, "ranks of a killed sweep run on")
+    assert (folder / "results.jsonl").read_bytes() == before
+    again = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    lines = (folder / "results.jsonl").read_bytes().splitlines(keepends=True)
+    assert lines[0] == before
+    (result,) = map(json.loads, lines[1:])
+    assert (result["key"], result["status"], result["steps"]) == (runs[1].key, OK, 2)
+    assert result["step_seconds"] > 0
+    assert result["memory_bytes"] > 10**7
+    assert "2/2 tp 2: ok" in again.stdout
+    assert runs[1].key in (folder / "report.html").read_text()

@@ -1,0 +1,71 @@
+"""docs/sweep.md and examples/sweep say what there is."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.cli.sweep import _parser, main
+from megalite.config import files
+from megalite.config.validate import require_startable, validate
+from megalite.sweep import results
+from megalite.sweep.spec import KEYS, SbatchSpec, read_spec
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY
+from tests.sweep.sweeps import read_runs, write_sweep
+
+PAGE = (REPOSITORY / "docs" / "sweep.md").read_text(encoding="utf-8")
+EXAMPLE = REPOSITORY / "examples" / "sweep"
+README = (EXAMPLE / "README.md").read_text(encoding="utf-8")
+
+
+def names_of(title: str) -> set[str]:
+    """Names in the first column of the tables of a section."""
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    return {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall("`(.*?)`", row)
+    }
+
+
+def test_every_key_and_status_is_explained() -> None:
+    assert names_of("What is run") == set(KEYS)
+    statuses = {results.OK, results.OOM, results.TIMEOUT, results.REFUSED, results.FAILED}
+    written = {results.RESULTS, results.TABLE, results.IDENTITY, "report.html", f"{results.RUNS}/NAME/"}
+    assert names_of("What comes of it") == statuses | written
+    for field in fields(SbatchSpec):
+        assert f"`{field.name}`" in PAGE
+
+
+def test_the_sbatch_block_is_read(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    spec = read_spec(write_sweep(tmp_path, **yaml.safe_load(block)))
+    assert spec.sbatch.options["partition"] == "gpu"
+    assert set(yaml.safe_load(block)["sbatch"]) == {field.name for field in fields(SbatchSpec)}
+
+
+@pytest.mark.parametrize(("text", "source"), [(PAGE, "docs/sweep.md"), (README, "examples/sweep/README.md")])
+def test_commands(
+    text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    commands = [command.words for command in commands_in(text, source)]
+    assert len(commands) >= 2
+    for program, name, *rest in commands:
+        assert (program, name) == ("megalite", "sweep")
+        assert _parser().parse_args(rest).sweep.is_file()
+        if "--dry-run" in rest:
+            assert main(rest) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert lines[0] in PAGE
+            assert len(lines) == 16
+            assert lines[2].split("  ")[0] in PAGE
+
+
+def test_the_example_is_legal() -> None:
+    _, runs = read_runs(EXAMPLE / "sweep.yaml")
+    assert [run.refused for run in runs] == 14 * [None]
+    require_startable(validate(files.load(EXAMPLE / "run.yaml"), 1))

@@ -1,0 +1,245 @@
+"""The loop over runs, with programs that stand in for training: short ones, hanging ones, ones that fail."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.stopping import Stopped, first_signal_raises
+from megalite.config import files
+from megalite.sweep.check import Run
+from megalite.sweep.execute import Progress, execute, launchable
+from megalite.sweep.launchers import local
+from megalite.sweep.launchers.base import CONFIG
+from megalite.sweep.launchers.local import LocalRun
+from megalite.sweep.launchers.processes import descendants
+from megalite.sweep.launchers.sbatch import SbatchLauncher
+from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
+from megalite.sweep.spec import SbatchSpec
+from tests.sweep.sweeps import MODEL, read_runs, write_sweep
+
+GOOD = """
+for step in 1 2 3; do
+  echo "{\\"kind\\": \\"train\\", \\"step\\": $step, \\"ms_per_step\\": 20.0, \\"loss\\": 4.0, \\"memory_bytes\\": 7}"
+done > "$0/metrics.jsonl"
+"""
+OUT_OF_MEMORY = 'echo "torch.OutOfMemoryError: CUDA out of memory."; exit 1'
+BROKEN = 'echo "RuntimeError: no such luck"; exit 1'
+HANGING = "setsid sleep 600 & echo $! > $0/child; wait"
+"""Its child is in a session of its own, as torchrun's ranks are."""
+
+
+class StubLauncher:
+    """Runs a line of shell, which gets the run's folder as $0, for each run in turn."""
+
+    def __init__(self, *scripts: str, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self.scripts = list(scripts)
+        self.started: list[str] = []
+        self.cleared: list[Path] = []
+        self.most = 0
+
+    def fault(self, run: Run) -> str | None:
+        """None."""
+        return None
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> LocalRun:
+        """Start the next script."""
+        assert files.load(folder / CONFIG).logging.run_dir == str(folder)
+        self.started.append(run.key)
+        return LocalRun(
+            ["/bin/sh", "-c", self.scripts.pop(0), str(folder)], folder / "log.txt", environment=os.environ
+        )
+
+    def clear(self, folder: Path) -> None:
+        """Note it."""
+        self.cleared.append(folder)
+
+
+class Sweep:
+    """Four runs in a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec, self.runs = read_runs(write_sweep(folder, grid={"micro_batch_size": [1, 2, 4, 3]}))
+        self.seen: list[Result] = []
+
+    def store(self) -> Store:
+        """Open it."""
+        return Store.open(self.folder / "out", self.spec, "local")
+
+    def go(
+        self, launcher: StubLauncher, *, timeout: float = 30.0, limit: int | None = None, retry: bool = False
+    ) -> None:
+        """Execute, and close the store."""
+
+        def observe(progress: Sequence[Progress], result: Result | None) -> None:
+            launcher.most = max(launcher.most, len(progress))
+            if result is not None:
+                self.seen.append(result)
+
+        store = self.store()
+        try:
+            execute(
+                self.runs,
+                store,
+                launcher,
+                warm_up=1,
+                timeout=timeout,
+                limit=limit,
+                retry=retry,
+                observe=observe,
+            )
+        finally:
+            store.close()
+
+    def statuses(self) -> list[str | None]:
+        """Of the runs, in order."""
+        store = self.store()
+        store.close()
+        return [store.results[run.key].status if run.key in store.results else None for run in self.runs]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """One run of it is refused: 3 does not divide the batch."""
+    return Sweep(tmp_path)
+
+
+def is_alive(pid: int) -> bool:
+    """The process is there and is no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_for(path: Path) -> str:
+    """The text of a file that is about to be written."""
+    for _ in range(500):
+        with contextlib.suppress(OSError):
+            if text := path.read_text():
+                return text
+        time.sleep(0.02)
+    raise AssertionError(f"no {path}")
+
+
+def test_every_end_is_a_result(sweep: Sweep) -> None:
+    launcher = StubLauncher(GOOD, HANGING, OUT_OF_MEMORY)
+    sweep.go(launcher, timeout=0.5)
+    assert sweep.statuses() == [OK, TIMEOUT, OOM, REFUSED]
+    assert [result.status for result in sweep.seen] == [OK, TIMEOUT, OOM]
+    assert sweep.seen[0].step_seconds == 0.02
+    child = next((sweep.folder / "out" / "runs").glob("*/child")).read_text()
+    assert not is_alive(int(child)), "a timeout ends the ranks too"
+
+
+def test_what_is_done_is_not_run_again(sweep: Sweep) -> None:
+    first = StubLauncher(GOOD)
+    sweep.go(first, limit=1)
+    assert sweep.statuses() == [OK, None, None, REFUSED]
+    second = StubLauncher(BROKEN, GOOD)
+    sweep.go(second)
+    assert second.started == [sweep.runs[1].key, sweep.runs[2].key]
+    assert sweep.statuses() == [OK, FAILED, OK, REFUSED]
+    sweep.go(StubLauncher())
+    again = StubLauncher(GOOD)
+    sweep.go(again, retry=True)
+    assert again.started == [sweep.runs[1].key]
+    assert again.cleared[0].name.endswith(sweep.runs[1].key)
+    assert sweep.statuses() == [OK, OK, OK, REFUSED]
+
+
+def test_several_at_once(sweep: Sweep) -> None:
+    launcher = StubLauncher("sleep 0.5;" + GOOD, "sleep 0.5;" + GOOD, "sleep 0.5;" + GOOD, at_once=2)
+    sweep.go(launcher)
+    assert launcher.most == 2
+    assert sweep.statuses()[:3] == [OK, OK, OK]
+
+
+def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
+    launcher = StubLauncher(GOOD, HANGING)
+
+    def interrupt() -> None:
+        runs = sweep.folder / "out" / "runs"
+        while not list(runs.glob("*/child")):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(Stopped), first_signal_raises():
+        sweep.go(launcher)
+    waiting.join()
+    child = next((sweep.folder / "out" / "runs").glob("*/child"))
+    assert not is_alive(int(wait_for(child)))
+    assert sweep.statuses() == [OK, None, None, REFUSED]
+
+
+def assert_gone(pid: int) -> None:
+    """The process ends within two seconds."""
+    for _ in range(100):
+        if not is_alive(pid):
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"process {pid} is alive")
+
+
+@pytest.fixture
+def deaf(tmp_path: Path) -> str:
+    """A command that does not hear SIGTERM and has a child in a session of its own."""
+    return f"trap '' TERM; setsid sleep 600 & echo $! > {tmp_path}/child; while :; do sleep 0.1; done"
+
+
+def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LocalRun(["/bin/sh", "-c", deaf], tmp_path / "log", environment=os.environ)
+    child = int(wait_for(tmp_path / "child"))
+    assert is_alive(child)
+    assert child in descendants(os.getpid())
+    monkeypatch.setattr(local, "END_SECONDS", 0.1)  # the guard itself waits for longer
+    run.end()
+    assert_gone(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody becomes the parent of orphans")
+def test_orphans_end_with_their_run(tmp_path: Path) -> None:
+    orphan = f"(setsid sleep 600 & echo $! > {tmp_path}/child); exit 3"
+    run = LocalRun(["/bin/sh", "-c", orphan], tmp_path / "log", environment=os.environ)
+    while run.poll() is None:
+        time.sleep(0.02)
+    assert run.poll() == 3
+    assert not is_alive(int(wait_for(tmp_path / "child")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of the end of a parent")
+def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
+    code = "import os, pathlib, sys, time; from megalite.sweep.launchers.local import LocalRun; "
+    code += "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
+    script = f"setsid sleep 600 & echo $! > {tmp_path}/child; wait"
+    parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")])
+    child = int(wait_for(tmp_path / "child"))
+    assert is_alive(child)
+    parent.kill()
+    parent.wait()
+    assert_gone(child)
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
+    path = write_sweep(
+        tmp_path, settings=MODEL | {"global_batch_size": 36}, ranks=None, grid={"dp": [4, 6, 9, 12]}
+    )
+    _, runs = read_runs(path)
+    launcher = SbatchLauncher(SbatchSpec(gpus_per_node=8), environment={})
+    assert [run.refused for run in launchable(runs, launcher)] == [
+        None,
+        None,
+        "9 ranks do not divide over 2 nodes of 8; use a number of ranks that does, such as 16",
+        None,
+    ]

@@ -1,0 +1,172 @@
+"""Jobs of Slurm, with an sbatch, a squeue, an scancel and an srun that are a few lines of shell."""
+
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.sweep.check import Run
+from megalite.sweep.execute import execute
+from megalite.sweep.launchers.sbatch import SbatchLauncher, job_script
+from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result, Store
+from megalite.sweep.spec import SbatchSpec
+from tests.sweep.sweeps import read_runs, write_sweep
+
+SBATCH = """
+number=$(($(cat $QUEUE/last) + 1)); echo $number > $QUEUE/last
+log=$(sed -n 's/^#SBATCH --output=//p' "$2")
+echo RUNNING > $QUEUE/$number
+(SLURM_JOB_ID=$number SLURM_JOB_NODELIST=node7 setsid bash "$2" > "$log" 2>&1 & echo $! > $QUEUE/$number.pid; wait; \
+rm -f $QUEUE/$number) > $QUEUE/out 2>&1 &
+echo "$number;cluster"
+"""
+SQUEUE = 'if [ -e $QUEUE/$3 ]; then cat $QUEUE/$3; else echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi'
+SCANCEL = "echo $1 >> $QUEUE/cancelled; kill -9 -- -$(cat $QUEUE/$1.pid); rm -f $QUEUE/$1"
+SRUN = 'echo "$@" > $QUEUE/srun; while [ "$1" != --config ]; do shift; done; folder=$(dirname "$2"); '
+GOOD = """for step in 1 2 3; do
+  echo "{\\"kind\\": \\"train\\", \\"step\\": $step, \\"ms_per_step\\": 20.0, \\"loss\\": 4.0, \\"memory_bytes\\": 7}"
+done > "$folder/metrics.jsonl"
+"""
+
+Slurm = Callable[[str], Path]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Puts the commands on the path, srun with what it is to do; returns the folder of the queue."""
+    queue, programs = tmp_path / "queue", tmp_path / "bin"
+    queue.mkdir()
+    programs.mkdir()
+    (queue / "last").write_text("40")
+    monkeypatch.setenv("QUEUE", str(queue))
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+
+    def put(does: str) -> Path:
+        commands = {
+            "sbatch": SBATCH,
+            "squeue": SQUEUE,
+            "scancel": SCANCEL,
+            "scontrol": 'echo "$3"',
+            "srun": SRUN + does,
+        }
+        for name, text in commands.items():
+            (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+            (programs / name).chmod(stat.S_IRWXU)
+        return queue
+
+    return put
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Run, ...]:
+    """Two."""
+    return read_runs(write_sweep(tmp_path, grid={"tp": [1, 2]}))[1]
+
+
+SPEC = SbatchSpec(
+    gpus_per_node=2, at_once=2, poll_seconds=0.05, options={"partition": "gpu"}, setup=("ulimit -c 0",)
+)
+
+
+def go(tmp_path: Path, runs: tuple[Run, ...], *, timeout: float = 30.0) -> dict[str, Result]:
+    """The results."""
+    spec, _ = read_runs(tmp_path / "sweep.yaml")
+    store = Store.open(tmp_path / "out", spec, "sbatch")
+    launcher = SbatchLauncher(SPEC, environment={"OMP_NUM_THREADS": "1"})
+    try:
+        execute(
+            runs,
+            store,
+            launcher,
+            warm_up=1,
+            timeout=timeout,
+            limit=None,
+            retry=False,
+            observe=lambda progress, result: None,
+        )
+    finally:
+        store.close()
+    return store.results
+
+
+def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+    queue = slurm(GOOD)
+    results = go(tmp_path, runs)
+    assert [results[run.key].status for run in runs] == [OK, OK]
+    assert results[runs[0].key].step_seconds == 0.02
+    words = (queue / "srun").read_text()
+    assert "torch.distributed.run --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id 4" in words
+    assert "--rdzv-endpoint node7:29400 -m megalite.cli.main train --config" in words
+    assert {path.read_text() for path in tmp_path.glob("out/runs/*/job-id")} == {"41", "42"}
+
+
+def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
+    run = runs[0]
+    text = job_script(run, tmp_path / "a b", spec=SPEC, timeout=301.0, environment={"X": "1 2"}, program=None)
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH"))
+    assert options == {
+        "job-name": f"sweep-{run.key}",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "2",
+        "time": "6",
+        "output": f"{tmp_path}/a b/log.txt",
+        "partition": "gpu",
+    }
+    assert "ulimit -c 0" in lines
+    assert "export X='1 2'" in lines
+    assert f"--config '{tmp_path}/a b/config.yaml'" in text
+    assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
+
+
+def test_failures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+    slurm(
+        'case "$folder" in *tp_1*) echo "CUDA out of memory"; exit 1;; *) echo "ValueError: no"; exit 7;; esac'
+    )
+    results = go(tmp_path, runs)
+    assert [results[run.key].status for run in runs] == [OOM, FAILED]
+    assert results[runs[1].key].error == "ValueError: no"
+
+
+def test_a_job_that_takes_too_long_is_cancelled(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+    queue = slurm("exec sleep 600")
+    results = go(tmp_path, runs, timeout=0.3)
+    assert [results[run.key].status for run in runs] == [TIMEOUT, TIMEOUT]
+    assert sorted((queue / "cancelled").read_text().split()) == ["41", "42"]
+
+
+def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+    queue = slurm("exec sleep 600")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    job = SbatchLauncher(SPEC, environment={}).start(runs[0], folder, timeout=60)
+    (queue / "41").write_text("PENDING\n")
+    time.sleep(0.06)
+    assert (job.poll(), job.seconds()) == (None, 0.0)
+    (queue / "41").write_text("RUNNING\n")
+    time.sleep(0.06)
+    assert job.poll() is None
+    assert job.seconds() > 0.0
+    # A sweep that is started again does away with what its forerunner left.
+    SbatchLauncher(SPEC, environment={}).clear(folder)
+    assert (queue / "cancelled").read_text() == "41\n"
+    statuses = []
+    while len(statuses) < 3:
+        time.sleep(0.06)
+        statuses.append(job.poll())
+    assert statuses == [None, None, 1], "gone without an exit status: killed"
+
+
+def test_no_slurm(runs: tuple[Run, ...], tmp_path: Path, slurm: Slurm) -> None:
+    with pytest.raises(ConfigError, match=r"cannot start sbatch: .*; use --launcher local"):
+        go(tmp_path, runs)
+    slurm(GOOD)
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition gpu' >&2; exit 1\n")
+    with pytest.raises(ConfigError, match="sbatch refused the job: invalid partition gpu"):
+        go(tmp_path, runs)

@@ -1,0 +1,96 @@
+"""sweep.yaml: what it may hold, and what it is told where it does not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.sweep.spec import read_spec
+from tests.sweep.sweeps import write_sweep
+
+
+def test_reads_every_key(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("plans: []")
+    (tmp_path / "train.py").write_text("")
+    path = write_sweep(
+        tmp_path,
+        preset="gpt2-124m",
+        base=["a.yaml", "b.yaml"],
+        grid={"tensor_model_parallel_size": [1, 2], "pipeline_layers": [[1, 3], [2, 2]], "bf16": [True]},
+        list=[{"parallel": {"tp": 2}}],
+        from_plan="plan.yaml",
+        top=3,
+        exclude=["tp > 2"],
+        only=[{"pp": 1}],
+        timeout=60,
+        memory_limit="2GiB",
+        cluster="mine.yaml",
+        stack="unfused",
+        environment={"OMP_NUM_THREADS": 1},
+        program="train.py",
+        sbatch={"gpus_per_node": 4, "options": {"partition": "gpu", "mem": 0}, "setup": "module load x"},
+    )
+    spec = read_spec(path)
+    assert dict(spec.grid)["tensor_model_parallel_size"] == ({"tp": 1}, {"tp": 2})
+    assert dict(spec.grid)["pipeline_layers"] == ({"pipeline_layers": [1, 3]}, {"pipeline_layers": [2, 2]})
+    assert dict(spec.grid)["bf16"] == ({"precision": "bf16"},)
+    assert spec.listed == ({"tp": 2},)
+    assert spec.base == (tmp_path / "a.yaml", tmp_path / "b.yaml")
+    assert (spec.from_plan, spec.top) == (tmp_path / "plan.yaml", 3)
+    assert spec.cluster == str(tmp_path / "mine.yaml"), "a file beside the sweep"
+    assert spec.stack == "unfused"
+    assert spec.memory_limit == 2 * 2**30
+    assert spec.environment == {"OMP_NUM_THREADS": "1"}
+    assert spec.program == tmp_path / "train.py"
+    assert (spec.sbatch.gpus_per_node, spec.sbatch.setup) == (4, ("module load x",))
+    assert spec.sbatch.options == {"partition": "gpu", "mem": "0"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"gird": {}}, "unknown key gird: did you mean grid"),
+        ({"grid": None}, "names no configurations; add grid, list or from_plan"),
+        ({"grid": {}}, "grid takes `name: value` lines"),
+        ({"grid": {"tp": []}}, "grid: tp takes a list with something in it, got \\[\\]"),
+        ({"grid": {"tp": 2}}, "grid: tp takes a list with something in it, got 2"),
+        ({"grid": {"tp": [1, "two"]}}, "grid: tp takes a whole number such as 4, got 'two'"),
+        ({"grid": {"tpp": [1]}}, "unknown section or key tpp"),
+        ({"grid": {"tp": [1, 1]}}, "tp has 1 twice"),
+        ({"grid": {"tp": [1], "tensor_model_parallel_size": [2]}}, "both give tp"),
+        ({"grid": {"train_iters": [1, 2]}}, "train_iters cannot be set: the length of a run is steps"),
+        ({"settings": {"save": "here"}}, "save cannot be set: the runs of a sweep neither load nor save"),
+        ({"list": [{"lr_warmup_iters": 3}]}, "list, entry 1: lr_warmup_iters cannot be set"),
+        ({"list": [{"num_layers_per_virtual_pipeline_stage": 1}]}, "worked out of other settings"),
+        ({"list": [3]}, "list, entry 1 takes `name: value` lines"),
+        ({"ranks": 0}, "ranks takes a whole number of at least 1, such as 4, got 0"),
+        ({"ranks": True}, "ranks takes a whole number of at least 1, such as 4, got True"),
+        ({"steps": 3, "warm_up_steps": 3}, "warm_up_steps 3 leaves nothing of steps 3"),
+        ({"timeout": -1}, "timeout takes a number of seconds"),
+        ({"memory_limit": "70"}, "memory_limit takes a size such as 70GB"),
+        ({"top": 3}, "top has no effect without from_plan"),
+        ({"stack": "fused"}, "stack has no effect without cluster"),
+        ({"environment": {"A": [1]}}, "environment: A takes text or a number"),
+        ({"program": "none.py"}, "program .*none.py does not exist"),
+        ({"sbatch": {"partition": "gpu"}}, "sbatch: unknown key partition"),
+        ({"exclude": "tp > 2"}, "exclude takes a list"),
+    ],
+)
+def test_what_is_wrong_is_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_spec(write_sweep(tmp_path, **keys))
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_spec(path)
+    for text, message in (
+        ("grid: {tp: [1]\n", "is not YAML"),
+        ("- 1\n", "must hold `key: value`"),
+        ("ranks: 1\nranks: 2\n", "ranks is given twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_spec(path)
