@@ -232,6 +232,8 @@ NEEDS_TORCH = (
     "megalite.cli.convert",
     "megalite.cli.convert_report",
     "megalite.cli.inspect_tensors",
+    "megalite.cli.profile",
+    "megalite.cli.profile_text",
 )
 TORCH_FREE_PACKAGES = ("megalite.planner", "megalite.data", "megalite.cli")
 """Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""

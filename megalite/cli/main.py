@@ -32,6 +32,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "turn weights into Hugging Face's or Megatron-LM's format, or into ours",
         ),
         "schedule": ("megalite.cli.schedule", "draw, compare and check pipeline schedules"),
+        "plan": (
+            "megalite.cli.plan",
+            "the fastest layouts of a model on a cluster, with their time, memory and launch lines",
+        ),
+        "plan-chain": (
+            "megalite.cli.plan_chain",
+            "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",
+        ),
+        "profile": ("megalite.cli.profile", "measure this machine and write a cluster file for plan and sweep"),
+        "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
         "plot": ("megalite.cli.plot", "draw the loss curve of a run"),
     }

@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from megalite.cli import parity
 from megalite.cli.main import COMMANDS
+from megalite.cli.plan_flags import parse_plan
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
 from megalite.parity.shrink import shrink
@@ -34,6 +35,8 @@ WRAPPERS = {
     "pretrain_gpt.py": "train",
     "tools/draw_schedule.py": "schedule",
     "tools/generate_text.py": "generate",
+    "tools/plan.py": "plan",
+    "tools/sweep.py": "sweep",
     "tools/preprocess_data.py": "preprocess",
 }
 """Script -> the `megalite` command that it stands for."""
@@ -101,6 +104,9 @@ def check(command: Command) -> None:
         assert {word for word in rest if "=" not in word} <= set(targets), command
     elif program == "torchrun":
         launch = get_args_parser().parse_args(rest)
+        if launch.module and launch.training_script == "megalite.cli.profile":
+            _only_parse("profile", launch.training_script_args)
+            return
         assert launch.training_script == "pretrain_gpt.py", command
         hosts = int(launch.nnodes.split(":")[-1])  # 1:1 if it is left out
         _check_training(launch.training_script_args, hosts * int(launch.nproc_per_node))
@@ -131,6 +137,8 @@ def _check_megalite(name: str, words: Sequence[str]) -> None:
         parse_arguments(list(words[1:]))
     elif name == "parity":
         _check_parity(words)
+    elif name == "plan":
+        parse_plan(list(words))
     else:
         _only_parse(name, words)
 
@@ -194,7 +202,7 @@ def runnable(command: Command) -> list[str]:
         rest = [program, *rest]
     else:
         assert program in ("python", "python3"), command
-    if "--dry-run" in rest:
+    if "--dry-run" in rest and (program != "megalite" or command.words[1] == "train"):
         flags = rest[rest.index("train") + 1 :] if program == "megalite" else rest[1:]
         config = parse_arguments(flags).config
         tokenizer = config.data.tokenizer_model

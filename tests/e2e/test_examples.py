@@ -14,7 +14,8 @@ from tests.e2e.programs import REPOSITORY, run
 
 pytestmark = pytest.mark.e2e
 
-CONFIGS = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/*.yaml"))
+CONFIGS = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/run.yaml"))
+"""Of training; sweeps and chains of layers have tests of their own."""
 SHOWN = all_commands()
 CHEAP = [command for command in SHOWN if command.is_cheap]
 

@@ -28,8 +28,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("megalite.models",),
     ("megalite.checkpoint", "megalite.generation"),
-    ("megalite.training", "megalite.conversion"),
-    ("megalite.parity",),
+    ("megalite.training", "megalite.conversion", "megalite.profiling"),
+    ("megalite.parity", "megalite.sweep"),
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),
 )

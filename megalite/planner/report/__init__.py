@@ -1,0 +1,1 @@
+"""A plan as data, text, one HTML page, and files that training reads. No torch."""

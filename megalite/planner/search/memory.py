@@ -1,0 +1,253 @@
+"""Memory of every layout at once, by the formulas of `planner.memory`.
+
+A rank's bytes are bilinear: so many layers, embeddings, microbatches in flight (`features` of the pipeline, one row for
+each rank and moment that may be the fullest) times what each of them takes (coefficients of the share). Both are made by
+the code that sizes a single config, once for each that differs; a product of two small matrices gives the rest.
+
+Equal to `planner.memory` to the byte where stages of a rank are alike; else up to the moment that the peak is taken at
+(`inflight`), rounding, the cut of unequal layers over chunks (`cut`), and with zero-2 and fully-sharded the padding of
+buckets and the stage that has most of them. What is refined is sized again exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.config.run import RunConfig
+from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
+from megalite.planner.activations import (
+    layer_activation_bytes,
+    recompute_workspace_bytes,
+    stage_activation_bytes,
+)
+from megalite.planner.search.features import Feature, Floats
+from megalite.planner.search.request import RECOMPUTE, STRATEGIES
+from megalite.planner.search.space import Shares
+from megalite.planner.sharing import local_size
+from megalite.planner.sizes import deferred_bytes
+from megalite.planner.stages import StagePlan
+from megalite.planner.states import element_bytes, moment_widths
+from megalite.planner.whole import whole_bytes
+
+
+def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
+    """[pipelines, shares] bytes of the fullest rank: `features` of each pipeline times `Sizer.coefficients`."""
+    starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
+    return np.maximum.reduceat(np.concatenate(rows) @ coefficients, starts, axis=0)
+
+
+@dataclass(frozen=True)
+class Sizer:
+    """Bytes that shares of a config take for each feature."""
+
+    config: RunConfig
+    """The request's: what is not searched."""
+
+    def coefficients(self, shares: Shares, pp: int) -> Floats:
+        """[features, shares], for pipelines of pp ranks."""
+        found = np.zeros((len(Feature), len(shares)))
+        if len(shares):
+            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp)
+            self._activations(shares, pp, found)
+            self._whole(shares, pp, found)
+        return found
+
+    def states(self, shares: Shares, pp: int) -> Floats:
+        """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
+        head, and copy of the embedding: local elements of each class of tensors times the class's bytes."""
+        parts, classes = self._classes()
+        expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp
+        local = self._local(shares, pp, parts, len(classes))
+        keys = np.stack((shares.strategy, replicas, expert_replicas), axis=1)
+        index, of_kind = _kinds(keys)
+        widths = np.zeros((len(index), len(classes)))
+        for row, place in enumerate(index.tolist()):
+            config = self._with(shares, place, pp)
+            for column, shape in enumerate(classes):
+                count = int(expert_replicas[place] if shape.expert else replicas[place])
+                widths[row, column] = sum(element_bytes(config, shape, count))
+        found: Floats = (local * widths[of_kind, None, :]).sum(2).T
+        return found
+
+    def elements(self, shares: Shares, pp: int) -> Floats:
+        """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
+        parts, classes = self._classes()
+        local = self._local(shares, pp, parts, len(classes))
+        expert = np.array([shape.expert for shape in classes])
+        return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
+
+    def _classes(self) -> tuple[list[list[tuple[int, ParameterShape]]], list[ParameterShape]]:
+        """Tensors of a dense layer, one with experts, embedding, head and copy, each with its class; one of each class."""
+        model = self.config.model
+        dense, experts = self._examples()
+        word = embedding_shapes(model)[:1]
+        lists = [
+            [] if dense is None else layer_shapes(model, dense),
+            [] if experts is None else layer_shapes(model, experts),
+            embedding_shapes(model),
+            head_shapes(model),
+            word if model.tie_embeddings else [],
+        ]
+        classes: dict[tuple[object, ...], int] = {}
+        examples: list[ParameterShape] = []
+        parts = []
+        for shapes in lists:
+            part = []
+            for shape in shapes:
+                key = (shape.expert, moment_widths(self.config, shape))
+                if key not in classes:
+                    classes[key] = len(classes)
+                    examples.append(shape)
+                part.append((classes[key], shape))
+            parts.append(part)
+        return parts, examples
+
+    def _local(
+        self, shares: Shares, pp: int, parts: Sequence[Sequence[tuple[int, ParameterShape]]], classes: int
+    ) -> Floats:
+        """[shares, parts, classes] elements on a rank."""
+        index, of_kind = _kinds(np.stack((shares.tp, shares.ep), axis=1))
+        local = np.zeros((len(index), len(parts), classes))
+        for row, place in enumerate(index.tolist()):
+            config = self._with(shares, place, pp)
+            for part, tensors in enumerate(parts):
+                for column, shape in tensors:
+                    local[row, part, column] += local_size(shape, config)
+        return local[of_kind]
+
+    def _activations(self, shares: Shares, pp: int, found: Floats) -> None:
+        """Of one sequence on a rank; a microbatch has several, and cp cuts each."""
+        p, model = self.config.parallel, self.config.model
+        whole = model.attention_dropout and p.cp_comm_type == "p2p"  # keys of all ranks are kept
+        cut = shares.cp if whole else np.minimum(shares.cp, 2)
+        exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
+        keys = np.stack((shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel), axis=1)
+        index, of_kind = _kinds(keys)
+        rows = slice(Feature.DENSE_ACTIVE, Feature.BOTH_KINDS + 1)
+        each = np.stack([self._one_sequence(shares, place, pp, int(cut[place])) for place in index.tolist()])
+        times = shares.micro_batch_size * cut / shares.cp
+        found[rows] = np.rint(each[of_kind].T * times)
+
+    def _one_sequence(self, shares: Shares, place: int, pp: int, cp: int) -> Floats:
+        config = self._with(shares, place, pp, micro_batch_size=1, cp=cp)
+        dense, experts = (None if index is None else _plan(index) for index in self._examples())
+        embedding, head = _plan(0, layers=0, embedding=True), _plan(0, layers=0, head=True)
+        kinds = [[0, 0, 0] if plan is None else _of_layer(config, plan) for plan in (dense, experts)]
+        active, deferred, workspace = zip(*kinds, strict=True)
+        ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
+        return np.array(
+            [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)],
+            dtype=np.float64,
+        )
+
+    def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
+        """Of sharded gradients and parameters, on stages long enough that more layers change nothing."""
+        sharded = shares.strategy >= STRATEGIES.index("zero-2")
+        experts = self._expert_replicas(shares) > 1
+        dense = shares.dp * shares.cp > 1
+        keys = np.stack(
+            (shares.tp, shares.ep, dense, experts, shares.strategy, shares.sequence_parallel), axis=1
+        )
+        places = np.flatnonzero(sharded & (dense | experts))
+        if not len(places):
+            return
+        index, of_kind = _kinds(keys[places])
+        rows = slice(Feature.PLAIN, Feature.BOTH_ENDS + 1)
+        sizes = np.array([self._whole_of(shares, int(places[place]), pp) for place in index.tolist()])
+        found[rows, places] = sizes[of_kind].T
+
+    def _whole_of(self, shares: Shares, place: int, pp: int) -> list[float]:
+        """By what a rank has beside layers: nothing, embedding, head, both."""
+        config = self._with(shares, place, pp)
+        model = config.model
+        per_layer = min(
+            sum(local_size(shape, config) for shape in layer_shapes(model, index))
+            for index in self._examples()
+            if index is not None
+        )
+        # Buckets of three kinds are open at once, and a quarter more is on its way.
+        several = 3 + 3 * config.parallel.ddp_bucket_size // per_layer
+        shown = model.moe_first_dense_layers + model.moe_layer_freq + several
+        layers = min(-(-model.num_layers // pp), shown)
+        config = replace(config, model=replace(model, num_layers=max(layers, 1)))
+        if pp == 1:
+            alone = _plan(0, layers=layers, embedding=True, head=True)
+            return [0.0, 0.0, 0.0, float(whole_bytes(config, alone, (alone,)))]
+        plain, first, last = (
+            _plan(0, layers=layers, embedding=embedding, head=head, rank=rank)
+            for embedding, head, rank in ((False, False, 1), (True, False, 0), (False, True, pp - 1))
+        )
+        found = [float(whole_bytes(config, plan, (first, last))) for plan in (plain, first, last)]
+        return [*found, max(found)]
+
+    def _expert_replicas(self, shares: Shares) -> npt.NDArray[np.int64]:
+        """Ranks that hold the same experts."""
+        etp = self.config.parallel.etp
+        over = shares.tp if etp is None else np.full_like(shares.tp, etp)
+        return shares.tp * shares.cp * shares.dp // (over * shares.ep)
+
+    def _examples(self) -> tuple[int | None, int | None]:
+        """A layer with a dense MLP and one with experts, if there are any."""
+        model = self.config.model
+        kinds = [model.is_moe_layer(index) for index in range(model.num_layers)]
+        return tuple(kinds.index(kind) if kind in kinds else None for kind in (False, True))  # type: ignore[return-value]
+
+    def _with(self, shares: Shares, place: int, pp: int, **changed: int) -> RunConfig:
+        """The config of one share, as far as sizes go."""
+        strategy = STRATEGIES[shares.strategy[place]]
+        config = self.config
+        return replace(
+            config,
+            parallel=replace(
+                config.parallel,
+                tp=int(shares.tp[place]),
+                cp=changed.get("cp", int(shares.cp[place])),
+                ep=int(shares.ep[place]),
+                dp=int(shares.dp[place]),
+                pp=pp,
+                sequence_parallel=bool(shares.sequence_parallel[place]),
+                dp_strategy="distributed-optimizer" if strategy == "zero-2" else strategy,
+            ),
+            data_parallel=replace(config.data_parallel, shard_gradients=strategy == "zero-2"),
+            training=replace(
+                config.training,
+                micro_batch_size=changed.get("micro_batch_size", int(shares.micro_batch_size[place])),
+                recompute_granularity=RECOMPUTE[shares.recompute[place]],
+            ),
+        )
+
+
+def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """An example of each distinct row, and the kind of each row."""
+    # One number a row: sorting rows takes ten times as long.
+    spans = keys.max(axis=0) + 1
+    codes = np.zeros(len(keys), dtype=np.int64)
+    for column, span in zip(keys.T, spans.tolist(), strict=True):
+        codes = codes * span + column
+    _, index, of_kind = np.unique(codes, return_index=True, return_inverse=True)
+    return index, of_kind
+
+
+def _plan(
+    first: int, *, layers: int = 1, embedding: bool = False, head: bool = False, rank: int = 0
+) -> StagePlan:
+    return StagePlan(
+        stage=0,
+        rank=rank,
+        first_layer=first,
+        last_layer=first + layers,
+        has_embedding=embedding,
+        has_head=head,
+    )
+
+
+def _of_layer(config: RunConfig, plan: StagePlan) -> list[int]:
+    """Activations, what waits for a W, and the workspace of recomputation."""
+    return [
+        layer_activation_bytes(config, plan.first_layer),
+        deferred_bytes(config, plan),
+        recompute_workspace_bytes(config, plan),
+    ]

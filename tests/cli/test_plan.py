@@ -1,0 +1,98 @@
+"""`megalite plan` at the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.plan import main, usage
+from megalite.cli.plan_flags import FLAGS
+from tests.planner.search.asking import TINY, asked
+
+SMALL = f"{TINY} --gpus 4 --fix mbs=1,2 --fix recompute=none --top 2"
+
+
+def test_prints_layouts_and_draws_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL.split(), "--pp", "2", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "layouts are legal" in said
+    assert "The step of the best layout" in said
+    assert "rank 1" in said
+
+
+def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--output", str(tmp_path / "plan.yaml"), "--html", str(tmp_path / "plan.html")]
+    assert main([*SMALL.split(), "--json", "--tokens", "1.5B", *files]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 1.5e9
+    assert len(found["layouts"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("plan-alternatives.yaml", "plan.html", "plan.yaml")
+    ]
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(found["written"])
+    assert "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py" in found["launch"][0]
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in FLAGS)
+    assert main([]) == 2
+    assert usage() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 4", "--cluster is missing; write e.g."),
+        ("--cluster dgx-a100", "--gpus is missing"),
+        ("--cluster dgx-a10 --gpus 4", "unknown cluster dgx-a10: did you mean dgx-a100"),
+        (f"{TINY} --gpus 4 --preset gpt3-175", "unknown preset gpt3-175: did you mean gpt3-175b"),
+        (f"{TINY} --gpus 4 --stack fusd", "unknown stack fusd: did you mean fused"),
+        (f"{TINY} --gpus none", "--gpus takes a whole number of at least 1, such as 8, got none"),
+        (f"{TINY} --gpus", "--gpus needs a value (N)"),
+        (f"{TINY} --gpus 4 --gpus 8", "--gpus is given twice"),
+        (f"{TINY} --gpus 4 --json=1", "--json takes no value, got 1"),
+        (f"{TINY} --gpus 4 --max-memory 70", "it is a size with its unit, e.g. 70GB"),
+        (f"{TINY} --gpus 4 --tokens many", "--tokens is many"),
+        (f"{TINY} --gpus 4 --tp 2 --fix tp=4", "--fix tp=4 and tp 2 contradict"),
+        (f"{TINY} --gpus 4 --dry-run", "--dry-run has no effect"),
+        (f"{TINY} --gpus 4 --recompute-ahead", "recompute_ahead True is not searched; remove it"),
+        (f"{TINY} --gpus 4 --pipeline-schedule auto", "pipeline_schedule auto is built, not searched"),
+        (f"{TINY} --gpus 4 --dp-strategy diloco", "dp_strategy diloco is not searched"),
+        (
+            f"{TINY} --gpus 4 --optimizer onebit-adam --dp-strategy fully-sharded",
+            "does not go with the other",
+        ),
+        (
+            f"{TINY.replace('heads 4', 'heads 5')} --gpus 4",
+            "hidden_size 64 is not divisible by num_attention_heads 5",
+        ),
+        (f"{TINY.replace('--global-batch-size 8', '')} --gpus 4", "add --global-batch-size"),
+        (f"{TINY.replace('--vocab-size 500', '')} --gpus 4", "add --vocab-size 50257"),
+        (f"{TINY} --gpus 4 --output /nowhere/plan.yaml", "cannot write /nowhere/plan.yaml"),
+        (f"{TINY} --gpus 4 --precision fp8", "fp8"),
+        ("--preset gpt3-175b --cluster v100 --gpus 4 --global-batch-size 8 --bf16", "has no peak for bf16"),
+    ],
+)
+def test_bad_input_is_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags.split()) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_precision_is_the_fastest_that_there_is() -> None:
+    model = "--preset gpt3-1.3b --gpus 8 --global-batch-size 8"
+    assert asked(f"{model} --cluster dgx-a100").request.config.training.precision == "bf16"
+    assert asked(f"{model} --cluster v100").request.config.training.precision == "fp16"
+    assert asked(f"{model} --cluster dgx-a100 --fp32").request.config.training.precision == "fp32"
+
+
+def test_strategies_go_with_the_optimizer() -> None:
+    assert asked(f"{TINY} --gpus 4").request.fixed == {}
+    fixed = asked(f"{TINY} --gpus 4 --optimizer onebit-adam").request.fixed
+    assert fixed == {"dp_strategy": ("all-reduce",)}
+    fixed = asked(f"{TINY} --gpus 4 --use-distributed-optimizer --shard-gradients").request.fixed
+    assert fixed == {"dp_strategy": ("zero-2",)}

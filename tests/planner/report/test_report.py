@@ -1,0 +1,165 @@
+"""The report of a plan: data, text, page, files."""
+
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.cli.dry_run import report
+from megalite.config.errors import ConfigError
+from megalite.config.files import read_level
+from megalite.config.flags import parse_arguments
+from megalite.config.validate import require_startable, validate
+from megalite.planner.report.data import PARTS, count_in_words, duration_in_words, plan_data
+from megalite.planner.report.files import launch_lines, write_files
+from megalite.planner.report.html import html_page
+from megalite.planner.report.text import format_plan
+from megalite.planner.report.timeline import drawn_timeline
+from megalite.planner.search.search import Plan, find
+from tests.planner.search.asking import asked
+
+FLAGS = (
+    "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix pp=2,4 "
+    "--fix schedule=1f1b,interleaved"
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    request = asked(FLAGS)
+    return find(request.request, request.cluster, request.stack, top=3)
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_data_adds_up(plan: Plan) -> None:
+    data = plan_data(plan, 1e12)
+    for layout in data["layouts"]:
+        assert sum(layout["parts"].values()) == pytest.approx(layout["step_seconds"])
+        assert set(layout["parts"]) <= set(PARTS)
+        memory = layout["memory"]
+        held = sum(size for name, size in memory.items() if name.endswith("_bytes") and name != "total_bytes")
+        assert held == memory["total_bytes"]
+        assert layout["training_seconds"] == pytest.approx(1e12 / layout["tokens_per_second"])
+        assert 0 < layout["mfu"]["megatron"] < layout["mfu"]["palm"] < 1
+    assert data["layouts"][0]["why"] == ""
+    assert all("slower: more " in layout["why"] for layout in data["layouts"][1:])
+    assert data["space"]["fitting"] <= data["space"]["layouts"]
+
+
+def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
+    text = format_plan(plan_data(plan, 300e9))
+    table = text.split("\n\n")[1].splitlines()
+    assert len(table) == 4
+    assert table[0].split()[:3] == ["tp", "pp", "vpp"]
+    best = plan.candidates[0]
+    assert table[1].split()[1:4] == [
+        str(size) for size in (best.layout.tp, best.layout.pipeline.pp, best.layout.pipeline.vpp)
+    ]
+    for word in (
+        "constraints: pp 2 or 4",
+        "parameters",
+        "activations",
+        "bubble",
+        "300B tokens take",
+        "Why the others lose",
+    ):
+        assert word in text
+
+
+def test_the_page_stands_alone(plan: Plan) -> None:
+    timeline = drawn_timeline(plan.candidates[0], plan.cluster, plan.stack)
+    page = html_page(plan_data(plan, 300e9), timeline)
+    read = Reader(page)
+    assert read.links == []
+    assert "script" not in read.tags
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert read.tags.count("svg") == 2
+    assert read.tags.count("circle") == 3
+    assert read.tags.count("rect") > 2 * timeline.schedule.num_stages
+    assert all(word in read.words for word in ("Speed against memory", "matrix products", "vendor"))
+
+
+def test_the_drawn_step_is_short(plan: Plan) -> None:
+    long = find(
+        asked(
+            "--preset gpt3-2.7b --cluster dgx-a100 --gpus 8 --global-batch-size 512 --pp 8 --fix mbs=1"
+        ).request,
+        plan.cluster,
+        plan.stack,
+        top=1,
+    )
+    timeline = drawn_timeline(long.candidates[0], plan.cluster, plan.stack)
+    assert timeline.schedule.num_microbatches < long.candidates[0].layout.pipeline.microbatches
+    assert len(timeline.events) < 5000
+
+
+def test_training_reads_the_plan(plan: Plan, tmp_path: Path) -> None:
+    path, others = write_files(plan, tmp_path / "plan.yaml", 300e9)
+    invocation = parse_arguments(["--config", str(path), "--mock-data"])
+    config = validate(invocation.config, 16, invocation.explicit)
+    require_startable(config)
+    best = plan.candidates[0].config
+    assert config.parallel == best.parallel
+    assert config.model == best.model
+    assert config.training.train_iters == -(-300_000_000_000 // (32 * 2048))
+    shown = report(invocation.config, 16, invocation.explicit)
+    assert shown["memory"]["fullest_bytes"] == plan.candidates[0].fullest[1].total_bytes
+    assert {"tp", "pp", "vpp", "cp", "dp", "micro_batch_size"} <= set(yaml.safe_load(path.read_text()))
+    tree = yaml.safe_load(others.read_text())
+    assert len(tree["plans"]) == 3
+    for each in tree["plans"]:
+        (tmp_path / "one.yaml").write_text(yaml.safe_dump(each))
+        assert read_level(tmp_path / "one.yaml").given["dp"].value == each["dp"]
+
+
+def test_another_world_size_is_refused(plan: Plan, tmp_path: Path) -> None:
+    path, _ = write_files(plan, tmp_path / "plan.yaml", 300e9)
+    invocation = parse_arguments(["--config", str(path)])
+    for world in (8, 32, 64):
+        with pytest.raises(ConfigError, match=r"dp .* does not fit|not a multiple"):
+            validate(invocation.config, world, invocation.explicit)
+
+
+def test_a_length_and_data_of_its_own_stay(tmp_path: Path) -> None:
+    request = asked(f"{FLAGS} --train-iters 7 --mock-data")
+    plan = find(request.request, request.cluster, request.stack, top=1)
+    path, _ = write_files(plan, tmp_path / "plan.yaml", 300e9)
+    assert yaml.safe_load(path.read_text())["train_iters"] == 7
+    assert all("--data-path" not in line for line in launch_lines(plan, path))
+
+
+def test_launch_lines_start_all_ranks(plan: Plan) -> None:
+    torchrun, sbatch = map(shlex.split, launch_lines(plan, Path("plan.yaml")))
+    assert torchrun[torchrun.index("--nnodes") + 1] == "2"
+    assert torchrun[torchrun.index("--nproc-per-node") + 1] == "8"
+    flags = torchrun[torchrun.index("pretrain_gpt.py") + 1 :]
+    assert flags == ["--config", "plan.yaml", "--data-path", "PREFIX"]
+    assert sbatch[:3] == ["sbatch", "--nodes", "2"]
+    wrapped = shlex.split(sbatch[-1])
+    assert wrapped[:2] == ["srun", "torchrun"]
+    assert wrapped[wrapped.index("pretrain_gpt.py") + 1 :] == flags
+
+
+def test_numbers_in_words() -> None:
+    assert [count_in_words(n) for n in (300e9, 1.5e12, 20, 2048)] == ["300B", "1.5T", "20", "2.048K"]
+    words = [duration_in_words(seconds) for seconds in (90.0, 7200.0, 3 * 86400.0, 1e9)]
+    assert words == ["1.5 minutes", "2.0 hours", "3.0 days", "31.7 years"]

@@ -1,0 +1,14 @@
+"""Requests for tests, as the command line makes them."""
+
+from megalite.cli.plan_flags import Asked, parse_plan
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --global-batch-size 8 "
+    "--cluster dgx-a100"
+)
+EXPERTS = f"{TINY} --num-experts 4 --moe-first-dense-layers 1 --moe-ffn-hidden-size 96 --disable-bias-linear"
+
+
+def asked(flags: str) -> Asked:
+    """What `megalite plan` makes of these flags."""
+    return parse_plan(flags.split())

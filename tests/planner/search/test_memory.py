@@ -1,0 +1,87 @@
+"""Memory of the whole space against `planner.memory`, layout by layout."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megalite.planner.memory import activation_peaks, rank_memory
+from megalite.planner.pipeline import plan_stages, schedule_of
+from megalite.planner.search.features import Counter
+from megalite.planner.search.search import config_of
+from megalite.planner.search.space import Layout
+from megalite.planner.search.survey import survey
+from tests.planner.search.asking import EXPERTS, TINY, Asked, asked
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2"
+
+
+def exact_bytes(request: Asked, layout: Layout) -> int:
+    """Of the fullest rank, by the code that sizes one config."""
+    config = config_of(request.request, layout.settings())
+    stages = plan_stages(config)
+    peaks = activation_peaks(config, stages, schedule_of(config, layout.pipeline.microbatches))
+    return max(
+        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak).total_bytes
+        for rank, peak in enumerate(peaks)
+    )
+
+
+def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
+    """Layouts with their bytes by both."""
+    found = survey(request.request, request.cluster, request.stack)
+    sizes = np.concatenate([each.reshape(-1) for each in found.memory])
+    draw, drawn = random.Random(3), []
+    while len(drawn) < count:
+        index = draw.randrange(len(found.space))
+        layout = found.at(index)
+        if layout.pipeline.pp * layout.pipeline.vpp * layout.pipeline.microbatches <= 600:
+            drawn.append((layout, float(sizes[index]), exact_bytes(request, layout)))
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{TINY} --gpus 8 --bf16",
+        f"{TINY} --gpus 4 --precision fp32 {DROPOUT}",
+        f"{EXPERTS} --gpus 8 --bf16 --optimizer muon",
+        "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64 --optimizer sgd",
+        "--preset mixtral-8x7b --cluster dgx-h100 --gpus 32 --global-batch-size 32",
+    ],
+)
+def test_bytes_are_those_of_one_config(flags: str) -> None:
+    # Strategies without buckets that are whole for a while.
+    exact = asked(f"{flags} --fix strategy=all-reduce,distributed-optimizer")
+    for layout, mine, theirs in sampled(exact, 25):
+        vee = layout.pipeline.schedule in ("zb-v", "dualpipe-v")
+        assert mine == pytest.approx(theirs, rel=0.05 if vee else 0.004, abs=4), layout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64",
+        "--preset deepseek-moe-16b --cluster dgx-h100 --gpus 16 --global-batch-size 16 --fix vpp=1",
+    ],
+)
+def test_sharded_gradients_and_parameters(flags: str) -> None:
+    for layout, mine, theirs in sampled(asked(f"{flags} --fix strategy=zero-2,fully-sharded"), 8):
+        assert mine == pytest.approx(theirs, rel=0.02), layout
+
+
+def test_most_are_exact_to_the_byte() -> None:
+    request = asked(
+        "--preset gpt3-1.3b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix strategy=all-reduce"
+    )
+    drawn = sampled(request, 40)
+    assert sum(abs(mine - theirs) < 1 for _, mine, theirs in drawn) >= 36
+
+
+def test_ranks_that_hold_the_same_are_counted_once() -> None:
+    request = asked(
+        "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64 --pp 32 --fix schedule=1f1b"
+    )
+    found = survey(request.request, request.cluster, request.stack)
+    counter = Counter(request.request.config)
+    assert len(counter(found.space.blocks[0].pipelines[0])) < 8

@@ -1,0 +1,108 @@
+"""`find`: the best layouts, refined; and what it says when there are none."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack
+from megalite.planner.search import search
+from megalite.planner.search.request import Request
+from megalite.planner.search.search import Plan, config_of, find
+from megalite.planner.search.survey import Survey, survey
+from tests.planner.search.asking import TINY, asked
+
+GPT = "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32"
+
+
+def planned(flags: str, top: int = 3) -> Plan:
+    request = asked(flags)
+    return find(request.request, request.cluster, request.stack, top=top)
+
+
+def test_candidates_are_what_the_cost_model_says_and_fit() -> None:
+    plan = planned(f"{GPT} --max-memory 30GB")
+    seconds = [each.prediction.step_seconds for each in plan.candidates]
+    assert len(seconds) == 3
+    assert seconds == sorted(seconds)
+    for each in plan.candidates:
+        assert each.fullest[1].total_bytes <= 30e9
+        assert predict(each.config, plan.cluster, plan.stack).step_seconds == pytest.approx(
+            each.prediction.step_seconds
+        )
+    kinds = {
+        (each.layout.tp, each.layout.pipeline.pp, each.layout.pipeline.schedule) for each in plan.candidates
+    }
+    assert len(kinds) == 3
+
+
+def test_what_is_refined_is_sized_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlimited(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
+        return survey(replace(request, memory_limit=float("inf")), cluster, stack)
+
+    monkeypatch.setattr(search, "survey", unlimited)
+    flags = f"{TINY} --gpus 4 --fix mbs=1,8 --fix tp=1,4 --fix schedule=1f1b"
+    held = planned(flags).candidates[0].fullest[1].total_bytes
+    plan = planned(f"{flags} --max-memory {held - 1}B")
+    assert plan.candidates
+    assert all(each.fullest[1].total_bytes < held for each in plan.candidates)
+    assert plan.survey.fitting == len(plan.survey.space)
+
+
+def test_the_best_of_a_small_space() -> None:
+    flags = f"{TINY} --gpus 4 --fix recompute=none --fix strategy=all-reduce --fix mbs=1,2 --fix cp=1 --fix sp=false --fix tp=1,2"
+    request = asked(flags)
+    every = survey(request.request, request.cluster, request.stack)
+    seconds = [
+        predict(config_of(request.request, layout.settings()), request.cluster, request.stack).step_seconds
+        for layout, _ in every.fastest()
+    ]
+    best = planned(flags, top=5).candidates[0].prediction.step_seconds
+    assert best <= 1.02 * min(seconds)
+
+
+def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
+    # The head of a vocabulary that large weighs as much as layers.
+    flags = (
+        "--num-layers 11 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 200000 "
+        "--cluster dgx-a100 --gpus 4 --global-batch-size 32 --pp 4 --fix schedule=1f1b --fix mbs=4 --stack unfused"
+    )
+    plan = planned(flags, top=1)
+    best = plan.candidates[0]
+    layout = best.layout.settings()
+    default = predict(config_of(plan.request, layout), plan.cluster, plan.stack).step_seconds
+    assert best.prediction.step_seconds <= default
+    if "pipeline_layers" in best.settings:
+        assert sum(best.settings["pipeline_layers"]) == 11
+        assert best.prediction.step_seconds < default
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 1 --global-batch-size 8 --max-memory 30GB"
+    with pytest.raises(ConfigError) as caught:
+        planned(flags)
+    message = str(caught.value)
+    assert "fits into 27.94 GiB a rank on 1 ranks; the least takes" in message
+    assert "recompute full" in message
+    assert "with --max-memory" in message
+    needed = message.split("with --max-memory ")[1].split()[0]
+    assert planned(flags.replace("30GB", needed), top=1).candidates
+    assert "or with --gpus 4, e.g. " in message or "or with --gpus 8, e.g. " in message
+
+
+def test_a_constraint_in_the_way_of_fitting() -> None:
+    with pytest.raises(
+        ConfigError, match=r"without (recompute_granularity none|micro_batch_size 2), e\.g\. tp"
+    ):
+        planned(f"{GPT} --max-memory 3500MB --fix recompute=none --micro-batch-size 2")
+
+
+def test_an_impossible_constraint() -> None:
+    with pytest.raises(ConfigError, match="no layout of 16 ranks can have tp 7; use tp 1, 2, 4, 8, 16"):
+        planned(f"{GPT} --tp 7")
+    with pytest.raises(ConfigError, match="can have vpp 3 with pipeline_schedule zb-v; use vpp 2"):
+        planned(f"{GPT} --fix schedule=zb-v --vpp 3")
+    with pytest.raises(ConfigError, match="nor with any one of these free"):
+        planned(f"{GPT} --fix tp=7 --fix pp=5")

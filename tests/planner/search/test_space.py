@@ -1,0 +1,153 @@
+"""The space is what validate accepts: no more, and no less."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.validate import validate
+from megalite.pipeline.ir.generators.registry import SCHEDULES, placement_for
+from megalite.planner.pipeline import schedule_of
+from megalite.planner.search.request import Request, parse_constraint
+from megalite.planner.search.search import config_of, not_default
+from megalite.planner.search.space import Layout, divisors, enumerate_space
+from tests.planner.search.asking import EXPERTS, TINY, asked
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "all-reduce": {},
+    "distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
+    "zero-2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+    "fully-sharded": {"dp_strategy": "fully-sharded"},
+}
+
+
+def legal(request: Request, chosen: dict[str, Any], microbatches: int) -> bool:
+    """A config with these settings would be trained."""
+    try:
+        placement_for(chosen["pipeline_schedule"], chosen["pp"], chosen["vpp"])
+        config = replace(request.config, **chosen)
+        config = validate(config, request.world_size, not_default(config))
+        schedule_of(config, microbatches)
+    except ConfigError:
+        return False
+    return True
+
+
+def key_of(layout: Layout) -> tuple[Any, ...]:
+    p = layout.pipeline
+    return (
+        *(layout.tp, p.pp, p.vpp, layout.cp, layout.ep, layout.micro_batch_size),
+        *(p.schedule, layout.strategy, layout.sequence_parallel),
+    )
+
+
+def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ...]) -> set[tuple[Any, ...]]:
+    """Every combination that is legal and no twin of another one."""
+    world, batch = request.world_size, request.config.training.global_batch_size
+    assert batch is not None
+    found = set()
+    sizes = itertools.product(
+        divisors(world), divisors(world), (1, 2, 3), (1, 2, 4), eps, (1, 3, 8), schedules
+    )
+    for tp, pp, vpp, cp, ep, micro, schedule in sizes:
+        dp, rest = divmod(world, tp * pp * cp)
+        if rest or batch % (dp * micro):
+            continue
+        for name, sequence in itertools.product(STRATEGIES, (False, True)):
+            if pp == 1 and schedule in ("zb-h1", "zb-h2"):
+                continue
+            alone = dp * cp == 1 and tp * cp * dp <= tp * ep
+            if alone and name != "all-reduce":
+                continue
+            chosen = {
+                "tp": tp,
+                "pp": pp,
+                "vpp": vpp,
+                "cp": cp,
+                "ep": ep,
+                "micro_batch_size": micro,
+                "pipeline_schedule": schedule,
+                "sequence_parallel": sequence,
+                **STRATEGIES[name],
+            }
+            if legal(request, chosen, batch // (dp * micro)):
+                found.add((tp, pp, vpp, cp, ep, micro, schedule, name, sequence))
+    return found
+
+
+def test_nothing_legal_is_lost() -> None:
+    request = asked(f"{TINY} --gpus 4 --fix recompute=none --fix mbs=1,8").request
+    mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
+    assert mine == brute_force(request, (1,), SCHEDULES)
+    assert len(mine) > 100
+
+
+def test_nothing_legal_is_lost_with_experts() -> None:
+    request = asked(
+        f"{EXPERTS} --gpus 4 --fix recompute=full --fix schedule=1f1b,interleaved --fix mbs=1,8"
+    ).request
+    mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
+    assert mine == brute_force(request, (1, 2, 3, 4), ("1f1b", "interleaved"))
+    assert {key[4] for key in mine} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("--preset gpt3-175b --cluster dgx-a100 --gpus 512 --global-batch-size 1536", 150),
+        ("--preset mixtral-8x7b --cluster dgx-h100 --gpus 64 --global-batch-size 96 --etp 1", 80),
+        ("--preset llama3-8b --cluster dgx-h100 --gpus 48 --global-batch-size 96 --cp-comm-type a2a", 80),
+        (f"{EXPERTS} --gpus 8 --rank-order tp-cp-ep-pp-dp --rampup-batch-size 4 4 100", 80),
+        (f"{TINY.replace('length 64', 'length 36')} --gpus 8 --fix tp=4 --fix cp=2 --fix pp=1", 60),
+        (f"{TINY} --gpus 4 --optimizer lamb --recompute-modules core_attn mlp", 80),
+    ],
+)
+def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
+    request = asked(flags).request
+    space = enumerate_space(request)
+    draw = random.Random(1)
+    for _ in range(count):
+        block = draw.choice(space.blocks)
+        layout = block.layout(draw.randrange(len(block.pipelines)), draw.randrange(len(block.shares)))
+        config = config_of(request, layout.settings())
+        placement_for(config.parallel.schedule_name, layout.pipeline.pp, layout.pipeline.vpp)
+        assert config.parallel.dp == layout.dp
+        assert config.training.global_batch_size == (
+            layout.pipeline.microbatches * layout.dp * layout.micro_batch_size
+        )
+
+
+def test_constraints_are_kept() -> None:
+    flags = f"{TINY} --gpus 8 --tp 2 --fix vpp=2 --fix schedule=zb-v,interleaved --fix sp=true"
+    layouts = list(enumerate_space(asked(flags).request).layouts())
+    assert {each.tp for each in layouts} == {2}
+    assert {each.pipeline.vpp for each in layouts} == {2}
+    assert {each.pipeline.schedule for each in layouts} == {"zb-v", "interleaved"}
+    assert all(each.sequence_parallel for each in layouts)
+
+
+def test_a_cut_by_hand_decides_the_number_of_stages() -> None:
+    request = asked(f"{TINY} --gpus 4 --pipeline-layers 1 1 1 1").request
+    assert {(each.pipeline.pp, each.pipeline.vpp) for each in enumerate_space(request).layouts()} == {
+        (2, 2),
+        (4, 1),
+    }
+
+
+def test_words_of_constraints() -> None:
+    assert parse_constraint("schedule=zb-v") == ("pipeline_schedule", ("zb-v",))
+    assert parse_constraint("tp=4,8") == ("tp", (4, 8))
+    assert parse_constraint("sp=no") == ("sequence_parallel", (False,))
+    for text, message in (
+        ("tp", "write NAME=VALUE"),
+        ("schedules=zb-v", "did you mean schedule"),
+        ("tp=0", "takes whole numbers from 1 on"),
+        ("schedule=zbv", "did you mean zb-v"),
+        ("sp=maybe", "takes true or false"),
+        ("lr=1", "is not searched"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_constraint(text)

@@ -1,0 +1,75 @@
+"""Seconds in closed form against the simulator's."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megalite.planner.cost.step import predict
+from megalite.planner.search.search import config_of
+from megalite.planner.search.space import Layout
+from megalite.planner.search.survey import Survey, survey
+from tests.planner.search.asking import Asked, asked
+
+GPT = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 32 --global-batch-size 64 --max-memory 10TB"
+PLAIN = "--fix strategy=distributed-optimizer --fix recompute=selective --fix mbs=1,2 --fix tp=2 --fix cp=1 --fix sp=true"
+
+
+def surveyed(flags: str) -> tuple[Asked, Survey]:
+    request = asked(flags)
+    return request, survey(request.request, request.cluster, request.stack)
+
+
+def both(request: Asked, layout: Layout, mine: float) -> tuple[float, float]:
+    config = config_of(request.request, layout.settings())
+    return mine, predict(config, request.cluster, request.stack, with_memory=False).step_seconds
+
+
+@pytest.mark.parametrize("stack", ["fused", "unfused"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+)
+def test_near_the_simulator(schedule: str, stack: str) -> None:
+    request, found = surveyed(
+        f"{GPT} {PLAIN} --stack {stack} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2,4"
+    )
+    seconds = np.concatenate([each.reshape(-1) for each in found.seconds])
+    for index in random.Random(2).sample(range(len(seconds)), min(3, len(seconds))):
+        layout = found.at(index)
+        mine, simulated = both(request, layout, float(seconds[index]))
+        assert mine == pytest.approx(simulated, rel=0.1), layout
+
+
+def test_the_best_by_closed_form_is_near_the_best() -> None:
+    request, found = surveyed(
+        f"{GPT} {PLAIN} --fix schedule=1f1b,interleaved,zb-v --fix pp=1,4 --fix vpp=1,2"
+    )
+    ranked = [both(request, layout, seconds) for layout, seconds in found.fastest()]
+    simulated = [each for _, each in ranked]
+    assert [mine for mine, _ in ranked] == sorted(mine for mine, _ in ranked)
+    assert min(simulated[:5]) <= 1.005 * min(simulated)
+
+
+def test_nothing_hidden_without_overlap() -> None:
+    _, hidden = surveyed(f"{GPT} {PLAIN} --fix pp=1")
+    _, shown = surveyed(f"{GPT} {PLAIN} --fix pp=1 --no-overlap-grad-reduce --no-overlap-param-gather")
+    assert all((a <= b).all() for a, b in zip(hidden.seconds, shown.seconds, strict=True))
+    assert shown.seconds[0].min() > 1.001 * hidden.seconds[0].min()
+
+
+def test_what_does_not_fit_has_no_time() -> None:
+    _, found = surveyed(f"{GPT.replace('10TB', '20GB')} {PLAIN}")
+    for held, seconds in zip(found.memory, found.seconds, strict=True):
+        assert (np.isfinite(seconds) == (held <= 20e9)).all()
+    assert 0 < found.fitting < len(found.space)
+
+
+def test_the_frontier_pays_for_speed_with_memory() -> None:
+    _, found = surveyed(GPT)
+    points = found.frontier()
+    assert len(points) > 3
+    assert points == sorted(points)
+    assert [seconds for _, seconds in points] == sorted((seconds for _, seconds in points), reverse=True)
+    fastest = next(found.fastest())[1]
+    assert points[-1][1] == pytest.approx(fastest, rel=1e-5)
+    assert points[0][0] == pytest.approx(found.leanest()[1])
