@@ -16,6 +16,7 @@ Bytes are the interfaces' own counters. It needs root; without it, it says so an
 
 import argparse
 import json
+import math
 import platform
 import shlex
 import statistics
@@ -129,7 +130,13 @@ def convergence(bench: Bench, steps: int, rates: Sequence[float], seeds: Sequenc
             for name, lr, seed in names
         ]
         found = bench.run(cases, rate=None)
-        ends = [end_of(found[case["name"]])["validation_loss"] for case in cases]
+        # A run that diverges has no loss: it is worse than any.
+        ends = [end_of(found[case["name"]]).get("validation_loss", math.inf) for case in cases]
+        print(
+            *(f"{case['name']}: {loss:.4f}" for case, loss in zip(cases, ends, strict=True)),
+            sep="\n",
+            flush=True,
+        )
         return dict(zip(names, ends, strict=True))
 
     swept = losses([(name, lr, seeds[0]) for name in ("LAMB", "1-bit LAMB") for lr in rates])
@@ -142,15 +149,23 @@ def convergence(bench: Bench, steps: int, rates: Sequence[float], seeds: Sequenc
     rows = {}
     for name, lr in best.items():
         values = [every[name, lr, seed] for seed in seeds]
+        ended = [value for value in values if math.isfinite(value)]
         rows[name] = {
             "lr": lr,
-            "losses": values,
-            "mean": statistics.mean(values),
-            "deviation": statistics.stdev(values),
+            "losses": ended,
+            "diverged": len(values) - len(ended),
+            "mean": statistics.mean(ended) if ended else None,
+            "deviation": statistics.stdev(ended) if len(ended) > 1 else None,
         }
+    assert rows["1-bit LAMB"]["mean"] and rows["LAMB"]["mean"], (
+        "the best learning rate of one diverges with other seeds"
+    )
     difference = rows["1-bit LAMB"]["mean"] - rows["LAMB"]["mean"]
     allowed = max(rows["LAMB"]["deviation"], 0.005 * rows["LAMB"]["mean"])
-    sweep = {f"{name} lr {lr:g}": loss for (name, lr, _), loss in swept.items()}
+    sweep = {
+        f"{name} lr {lr:g}": loss if math.isfinite(loss) else "diverged"
+        for (name, lr, _), loss in swept.items()
+    }
     return {"sweep": sweep, "runs": rows, "difference": difference, "allowed": allowed, "steps": steps}
 
 
@@ -179,42 +194,43 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "0/1 Adam": {"optimizer": "zero-one-adam", "freeze_step": 4},
 }
 """The study's rows first: its mixed precision is fp16 compute and wire; here wire and compute are told apart."""
+TOKENS = GPT["global_batch_size"] * GPT["seq_length"]
+"""Of a step."""
+GENTLE = {"lr": 1e-3}
+"""For AdamW; the others' learning rates are LAMB's."""
 
 
 def strategies(bench: Bench, rates: Sequence[float | None], steps: int) -> dict[str, Any]:
     """Every strategy on the same batches: on one host without a limit, and over shaped links. The first four steps of each
     run are left out of the times."""
-    tokens = GPT["global_batch_size"] * GPT["seq_length"]
-    common = {"lr": 1e-3}
     rows: dict[str, Any] = {}
     for rate in rates:
         label = "no limit" if rate is None else f"{rate:g} Mbit/s"
-        cases = [bench.case(name, steps=steps, settings={**common, **s}) for name, s in STRATEGIES.items()]
+        cases = [bench.case(name, steps=steps, settings={**GENTLE, **s}) for name, s in STRATEGIES.items()]
         for name, records in bench.run(cases, rate=rate).items():
             counted = steps_of(records)[4:]
             all_sent = [
                 sum(r["sent"] for r in steps_of(records, rank)[4:]) / len(counted) for rank in range(RANKS)
             ]
             rows.setdefault(name, {})[label] = {
-                "tokens/s": tokens * len(counted) / sum(r["seconds"] for r in counted),
+                "tokens/s": TOKENS * len(counted) / sum(r["seconds"] for r in counted),
                 "MB sent a step, mean and most": [sum(all_sent) / RANKS / 1e6, max(all_sent) / 1e6],
                 "state MB, ranks 0 and 1": [end_of(records, rank)["state_bytes"] / 1e6 for rank in (0, 1)],
                 "last loss": counted[-1]["loss"],
             }
-    rows["single process"] = single(bench, steps, common, tokens)
     return rows
 
 
-def single(bench: Bench, steps: int, common: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+def single(data: str, steps: int) -> dict[str, Any]:
     """The same batches on one rank, one thread."""
-    alone = Bench(ShapedLinks(1), bench.data)
-    with alone.links:
-        case = alone.case("single process", steps=steps, settings={**common, "dp": 1})
+    with ShapedLinks(1) as links:
+        alone = Bench(links, data)
+        case = alone.case("single process", steps=steps, settings={**GENTLE, "dp": 1})
         records = alone.run([case], rate=None)["single process"]
     counted = steps_of(records)[4:]
     return {
         "no limit": {
-            "tokens/s": tokens * len(counted) / sum(r["seconds"] for r in counted),
+            "tokens/s": TOKENS * len(counted) / sum(r["seconds"] for r in counted),
             "MB sent a step, mean and most": [0.0, 0.0],
             "state MB, ranks 0 and 1": [end_of(records)["state_bytes"] / 1e6],
             "last loss": counted[-1]["loss"],
@@ -307,7 +323,7 @@ def main() -> None:
     reason = unavailable()
     if reason is not None:
         raise SystemExit(f"nothing measured: {reason}")
-    facts = {
+    facts: dict[str, Any] = {
         "command": shlex.join(["python", *map(str, sys.argv)]),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -315,24 +331,31 @@ def main() -> None:
     results: dict[str, Any] = {**facts}
     if arguments.json is not None and arguments.json.exists():
         results = {**json.loads(arguments.json.read_text()), **facts}
-    with tempfile.TemporaryDirectory() as folder, ShapedLinks(RANKS) as links:
-        bench = Bench(links, prepare_text(Path(folder)))
+    with tempfile.TemporaryDirectory() as folder:
+        data = prepare_text(Path(folder))
+
+        def joined(part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+            with ShapedLinks(RANKS) as links:
+                return part(Bench(links, data), *args)
+
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "volume": lambda: volume(bench),
-            "speed": lambda: speed(bench, arguments.rates, arguments.rounds),
-            "convergence": lambda: convergence(bench, arguments.steps, [4e-3, 8e-3, 1.6e-2], [1, 2, 3]),
-            "strategies": lambda: strategies(bench, [None, 100.0], 20),
-            "overlap": lambda: overlap(bench, [250.0, 1000.0]),
+            "volume": lambda: joined(volume),
+            "speed": lambda: joined(speed, arguments.rates, arguments.rounds),
+            "convergence": lambda: joined(
+                convergence, arguments.steps, [4e-3, 8e-3, 1.6e-2, 3.2e-2], [1, 2, 3]
+            ),
+            "strategies": lambda: {
+                "single process": single(data, 20),
+                **joined(strategies, [None, 100.0], 20),
+            },
+            "overlap": lambda: joined(overlap, [250.0, 1000.0]),
+            "peers": lambda: peers([None, 250.0], arguments.rounds),
         }
         for name in arguments.parts:
-            if name != "peers":
-                results[name] = parts[name]()
-                print(name, json.dumps(results[name], indent=1), flush=True)
-    if "peers" in arguments.parts:
-        results["peers"] = peers([None, 250.0], arguments.rounds)
-        print("peers", json.dumps(results["peers"], indent=1), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            results[name] = {**parts[name](), "command": facts["command"]}
+            print(name, json.dumps(results[name], indent=1), flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

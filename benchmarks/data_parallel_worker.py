@@ -33,7 +33,7 @@ from megalite.topology.topology import ProcessGroups, Topology
 from megalite.training.evaluation import Evaluator, read_batches
 from megalite.training.replica import Replica, build_replica
 from megalite.training.setup import open_data
-from megalite.training.step import Stepper
+from megalite.training.step import NonFiniteError, Stepper
 
 
 class Recorder:
@@ -81,6 +81,7 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     size = config.training.global_batch_size
     assert size is not None
     notes: list[str] = []
+    diverged: int | None = None
     progress = Progress(0, 0)
     watch = ReductionWatch(replica.strategy) if case.get("trace") else None
     recorder.begin(case)
@@ -90,7 +91,11 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
         )
         if loaders.train is not None:
             loaders.train.prefetch(progress.samples + size, size)
-        result = stepper.step(batches, before=progress, batch_size=size)
+        try:
+            result = stepper.step(batches, before=progress, batch_size=size)
+        except NonFiniteError:  # on every rank alike
+            diverged = progress.step + 1
+            break
         progress = Progress(progress.step + 1, progress.samples + size)
         recorder.step(step=progress.step, loss=result.loss, phase=result.phase, wire=result.wire_bytes)
         if case.get("forget_errors"):
@@ -103,7 +108,8 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     facts["state_bytes"] = state_bytes(replica)
-    if case.get("validate"):
+    facts["diverged"] = diverged
+    if case.get("validate") and diverged is None:
         facts["validation_loss"] = Evaluator(replica, stepper, loaders.valid).loss()
     replica.strategy.finish()
     replica.strategy.close()
