@@ -40,7 +40,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megalite.cli.plan_chain",
             "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",
         ),
-        "profile": ("megalite.cli.profile", "measure this machine and write a cluster file for plan and sweep"),
+        "profile": (
+            "megalite.cli.profile",
+            "measure this machine and write a cluster file for plan and sweep",
+        ),
         "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
         "plot": ("megalite.cli.plot", "draw the loss curve of a run"),

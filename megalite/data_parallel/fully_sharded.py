@@ -223,6 +223,10 @@ class FullySharded(DistributedOptimizer):
         for bucket in self._own:
             self._finish_gather(bucket)
 
+    def settle(self) -> None:
+        """What is being gathered arrives, and is let go."""
+        self._free()
+
     def consensus(self) -> AbstractContextManager[None]:
         """The owned ranges are what is saved, and forwards gather what they need: nothing is gathered here."""
         return self.main_in_memory()

@@ -293,8 +293,14 @@ class DataParallelStrategy(ABC):
         """Payload bytes that this rank has sent for data parallelism since the last call."""
         return self.wire_counter.take()
 
+    def settle(self) -> None:
+        """Return when nothing of an earlier step is under way. Else it could overtake what is written into parameters next,
+        or stand in the way of whoever uses these groups next. Every rank calls it."""
+        self.wait_for_parameters()
+
     def finish(self) -> None:
         """The last step is done; every rank calls it: return when no other rank needs this one."""
+        self.settle()
 
     def close(self) -> None:
         """The run ends: release threads and peers."""

@@ -98,7 +98,10 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         latency, link, p2p, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(link, p2p)
         node = Node(accelerators=node.accelerators, link_bandwidth=peak, link_latency=latency)
-        shares = dataclasses.replace(shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak))
+        shares = dataclasses.replace(
+            shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak), small_groups=1.0
+        )
+        provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
         provenance["node"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
     if across:

@@ -71,7 +71,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     finetune = config.checkpoint.finetune
     check_same_model(checkpoint, config.model, finetune=finetune)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
-    replica.strategy.wait_for_parameters()
+    replica.strategy.settle()
     if (
         not finetune
         and tokenizer

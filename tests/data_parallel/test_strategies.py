@@ -1,5 +1,6 @@
 """When gradients are reduced, what each rank then owns, and when parameters are waited for."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 import megalite.pipeline.executor as executor
-from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.buckets import Bucket, has_memory
 from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
 from megalite.data_parallel.shards import ALIGNMENT, StrategyGroups, StrategyOptions, placed_in
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
+from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
@@ -218,3 +220,42 @@ def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> Non
     expected = np.sqrt(sum((grad**2).sum() for grad in full.values()))
     for rank in found:
         assert rank["norm"] == pytest.approx(expected, rel=1e-12)
+
+
+def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> list[float]:
+    """Runs one after the other over the same groups, each dropped as soon as it has finished; how far apart replicas are."""
+    torch.set_num_threads(1)
+    topology, found = context.topology(dp=3), []
+    for _ in range(3):
+        run = ToyRun(topology, settings)
+        for _ in range(steps):
+            run.step()
+        run.strategy.finish()
+        run.strategy.close()
+        strategy: Any = run.strategy
+        assert not getattr(strategy, "_sending", None), "the server's sends have left"
+        if settings["dp_strategy"] == "fully-sharded":
+            assert not any(has_memory(bucket.data) for bucket in strategy.all_buckets())
+        else:
+            assert not strategy._arrivals._coming, "nothing is on its way"
+        del run, strategy
+        gc.collect()
+        probe = torch.tensor([float(topology.dp.rank)])
+        topology.dp_cp.all_reduce(probe)
+        found.append(float(probe))
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp_strategy": "parameter-server"},
+        {"dp_strategy": "sharded-parameter-server"},
+        {"dp_strategy": "distributed-optimizer"},
+        {"dp_strategy": "fully-sharded"},
+    ],
+    ids=lambda settings: settings["dp_strategy"],
+)
+def test_a_run_that_ends_leaves_nothing_under_way(settings: dict[str, Any]) -> None:
+    """Receives that are dropped would leave their bytes in the connection, before those of whatever comes next."""
+    assert run_ranks(3, left_behind, settings, 2) == [[3.0] * 3] * 3

@@ -107,7 +107,9 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     truth = dataclasses.replace(
         base,
         accelerator=dataclasses.replace(base.accelerator, kernel_seconds=4e-6),
-        efficiency=dataclasses.replace(base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33),
+        efficiency=dataclasses.replace(
+            base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33, small_groups=1.0
+        ),
     )
     measured = measurements(truth, GPU, ("bf16",))
     cluster = fit_cluster(measured, base, nominal=True, name="mine", source="measured").cluster
@@ -116,6 +118,7 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     assert cluster.efficiency.gemm == pytest.approx(0.61, rel=0.02)
     assert cluster.efficiency.memory == pytest.approx(0.82, rel=0.01)
     assert cluster.efficiency.link == pytest.approx(0.55, rel=0.01)
+    assert cluster.efficiency.small_groups == 1.0
     assert cluster.provenance["accelerator"] == "vendor, from cluster dgx-a100; kernel_seconds measured"
 
 
