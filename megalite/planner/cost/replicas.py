@@ -79,12 +79,14 @@ def exposed_exchange(
     shift: float,
     scale: float,
     first_forward: float,
+    num_microbatches: int,
     stack: SoftwareStack,
 ) -> Exposed:
     """When a rank has its gradients: with overlap each stage's exchange starts under its last backward.
 
     A stage's gradients are complete with its last B or W; piece by piece they are sent while it runs, one stage after
-    another. Ranks that finish before the last one have the rest of the cool-down too.
+    another. Ranks that finish before the last one have the rest of the cool-down too. Where each microbatch's gradients
+    are sent, the last one's are so; those before it have all the computation there is to hide under.
 
     Args:
         events: of the rank, in the last part of a step.
@@ -97,24 +99,36 @@ def exposed_exchange(
     reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
     overlapped = stack.overlap_gradients and p.overlap_grad_reduce
     hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
-    if p.dp_strategy == "fully-sharded" or config.data_parallel.shard_gradients:
-        # Each microbatch has its own exchange, under all the computation there is.
-        cover = scale * sum(event.end - event.start for event in events) if overlapped else 0.0
-        if p.dp_strategy == "fully-sharded":
-            return Exposed(end=end + max(0.0, reduce + gather - cover), gather=0.0)
-        return Exposed(end=end + max(0.0, reduce - cover), gather=max(0.0, gather - hidden_gather))
+    fully = p.dp_strategy == "fully-sharded"
+    late = 0.0 if fully else max(0.0, gather - hidden_gather)
     if not overlapped:
-        return Exposed(end=end + reduce, gather=max(0.0, gather - hidden_gather))
+        return Exposed(end=end + reduce + (gather if fully else 0.0), gather=late)
+    if not (fully or config.data_parallel.shard_gradients):
+        return Exposed(end=max(end, _last_arrival(exchanges, plans, events, shift, 1)), gather=late)
+    cover = scale * sum(event.end - event.start for event in events)
+    beyond = max(0.0, reduce + (gather if fully else 0.0) - cover)
+    arrival = _last_arrival(exchanges, plans, events, shift, num_microbatches)
+    return Exposed(end=max(end + beyond, arrival), gather=late)
+
+
+def _last_arrival(
+    exchanges: Sequence[Exchange],
+    plans: Sequence[StagePlan],
+    events: Sequence[Event],
+    shift: float,
+    parts: int,
+) -> float:
+    """When the gradients are there that are sent under each stage's last backward: one of so many parts of all."""
     last = {}
     for event in events:
         if event.action.kind in (Kind.B, Kind.W):
             last[event.action.stage] = event
     now = 0.0
     for plan, exchange in sorted(zip(plans, exchanges), key=lambda pair: last[pair[0].stage].start):
-        event, first = last[plan.stage], 1.0 / exchange.pieces
-        now = max(now, event.start + shift + (event.end - event.start) * first) + exchange.reduce
-        now = max(now, event.end + shift + exchange.reduce * first)
-    return Exposed(end=max(end, now), gather=max(0.0, gather - hidden_gather))
+        event, first, reduce = last[plan.stage], 1.0 / exchange.pieces, exchange.reduce / parts
+        now = max(now, event.start + shift + (event.end - event.start) * first) + reduce
+        now = max(now, event.end + shift + reduce * first)
+    return now
 
 
 def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster) -> float:

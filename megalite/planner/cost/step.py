@@ -108,7 +108,7 @@ def predict(
             updates[kinds] = optimizer_seconds(config, plans, cluster)
         cover = sum(float(costs[plan.stage].forward) for plan in plans)
         mine = [exchanges[kind] for kind in kinds]
-        found = exposed_exchange(config, mine, plans, events[rank], run.shift, run.scale, cover, stack)
+        found = exposed_exchange(config, mine, plans, events[rank], run.shift, run.scale, cover, count, stack)
         ends.append(found.end)
         gathers.append(found.gather)
         optimizers.append(updates[kinds])

@@ -123,7 +123,9 @@ class Clock:
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
-        return end + each + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
+        return (
+            np.maximum(end, each) + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
+        )
 
     def _workload(self, shares: Shares, pp: int) -> Workload:
         p = self.config.parallel
@@ -165,7 +167,7 @@ class Clock:
         return inside + crossing * (outside - inside)
 
     def _exchanges(self, work: Workload, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """(gradients, parameters, collectives of gradients) of a step, and what comes with each microbatch."""
+        """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
         config, stride = self.config, data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.wire_dtype == "bf16" else max(4, element)
@@ -178,7 +180,7 @@ class Clock:
             gather = gather + collective_seconds("all-gather", count * element, group, stride, self.cluster)
         strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
-        once = np.select(strategy, [summed, reduce, 0.0 * reduce, 0.0 * reduce])
+        once = np.select(strategy, [summed, reduce, reduce, reduce])
         gathered = np.select(strategy, [0.0 * gather, gather, gather, 0.0 * gather])
         each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])
         return once, gathered, pieces, each
