@@ -1,5 +1,6 @@
 """Collectives of data parallelism with the number format of the wire, and a count of the bytes that they send."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -48,6 +49,16 @@ class Several:
         self.works, self.kept = (), ()
 
 
+PIECE_BYTES = 1 << 20
+"""Of what a rank sends to another at a time in a sum that has two parts."""
+
+
+def _put(target: torch.Tensor, whole: torch.Tensor, work: Work) -> None:
+    """Take in what has been gathered."""
+    work.wait()
+    target.copy_(whole.view_as(target))
+
+
 class Channel:
     """The ranks that share a bucket, seen through a wire format.
 
@@ -88,16 +99,30 @@ class Channel:
         return self._background.run(lambda: self._sum_and_gather(tensor))
 
     def _sum_and_gather(self, tensor: torch.Tensor) -> None:
+        """Piece by piece: the next one is exchanged while one is summed and the one before is gathered."""
         assert tensor.numel() % self.size == 0, (tensor.numel(), self.size)
-        part = tensor.new_empty(tensor.numel() // self.size)
-        self._sum_parts(part, tensor)
-        sent = self.rounded(part)
-        if sent.dtype == tensor.dtype:
-            self.gather_raw(tensor, sent)
-            return
-        whole = torch.empty(tensor.numel(), dtype=sent.dtype, device=sent.device)
-        self.gather_raw(whole, sent)
-        tensor.copy_(whole)
+        rows = tensor.view(self.size, -1)
+        step = PIECE_BYTES // (self.wire_dtype or tensor.dtype).itemsize
+        exchanges = deque([self._exchange(rows[:, :step])])
+        gathers: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
+        for start in range(0, rows.shape[1], step):
+            if start + step < rows.shape[1]:
+                exchanges.append(self._exchange(rows[:, start + step : start + 2 * step]))
+            received, work = exchanges.popleft()
+            work.wait()
+            part = tensor.new_empty(received.numel() // self.size)
+            add_in_order(part, received.view(self.size, -1))
+            sent = self.rounded(part)
+            whole = sent.new_empty(received.numel())
+            if len(gathers) == 2:
+                _put(*gathers.popleft())
+            gathering = Several([self.gather_raw_async(whole, sent)], [sent])
+            gathers.append((rows[:, start : start + step], whole, gathering))
+        while gathers:
+            _put(*gathers.popleft())
+
+    def _exchange(self, rows: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        return self.exchange_raw_async(self.rounded(rows).contiguous().view(-1))
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` becomes this rank's part of the sum of `tensor` over ranks; it may be its place inside `tensor`."""

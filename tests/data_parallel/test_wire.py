@@ -1,5 +1,7 @@
 """Sums, gathers and messages through a wire format: exact values, every rank the same bits, and the bytes."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -15,7 +17,14 @@ def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SIZE, dtype=dtype, generator=torch.Generator().manual_seed(rank))
 
 
-def through(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None) -> dict[str, object]:
+def through(
+    context: RankContext, dtype: torch.dtype, wire: torch.dtype | None, piece: int
+) -> dict[str, object]:
+    with mock.patch("megalite.data_parallel.wire.PIECE_BYTES", piece):
+        return every_collective(context, dtype, wire)
+
+
+def every_collective(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None) -> dict[str, object]:
     torch.set_num_threads(1)
     group, counter, background = context.topology(dp=RANKS).dp, WireCounter(), Background(torch.device("cpu"))
     channel = Channel(group, counter, background, wire_dtype=wire, by_rank=True)
@@ -40,15 +49,16 @@ def through(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None) 
     return found
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 80], ids=["whole", "pieces"])
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_each_collective(dtype: torch.dtype, wire: torch.dtype | None) -> None:
+def test_each_collective(dtype: torch.dtype, wire: torch.dtype | None, piece: int) -> None:
     on_wire = wire or dtype
     wanted = torch.zeros(SIZE, dtype=dtype)
     for rank in range(RANKS):
         wanted = wanted + part(rank, dtype).to(on_wire).to(dtype)
     share, width, raw = (RANKS - 1) / RANKS * SIZE, on_wire.itemsize, dtype.itemsize
-    for rank, found in enumerate(run_ranks(RANKS, through, dtype, wire)):
+    for rank, found in enumerate(run_ranks(RANKS, through, dtype, wire, piece)):
         assert torch.equal(found["sum"], wanted.to(on_wire).to(dtype))
         assert found["sum sent"] == 2 * share * width
         assert torch.equal(found["part"], wanted.view(RANKS, -1)[rank])
