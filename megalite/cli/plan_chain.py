@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.cli.plan_chain_text import as_data, drawing, format_plan
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
@@ -19,13 +19,6 @@ from megalite.planner.chain.twins import TWINS, find_profile
 _DESCRIPTION = """Which layers make a stage, on how many devices and on which: the fastest synchronous step for a model given as a
 chain of measured layers. PipeDream's plan, pure data parallelism and a straight pipeline are judged by the same
 simulator. docs/planner_chain.md explains all of it."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Bad flags are errors like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; megalite plan-chain --help lists the flags")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="megalite plan-chain",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("megalite plan-chain", _DESCRIPTION)
     parser.add_argument(
         "profile", metavar="PROFILE", help=f"YAML: the layers; or a synthetic one: {', '.join(TWINS)}"
     )

@@ -8,9 +8,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.cli.schedule_study import (
     AUTO,
     NAMES,
@@ -51,13 +51,6 @@ _OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")
 """Flags that a comparison has no use for."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad flags are errors like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; megalite schedule --help lists the flags")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError."""
     try:
@@ -82,12 +75,7 @@ def _builds(arguments: argparse.Namespace) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="megalite schedule",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("megalite schedule", _DESCRIPTION)
     what = parser.add_argument_group("what to look at")
     what.add_argument(
         "--schedule", metavar="NAME", help=f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)"

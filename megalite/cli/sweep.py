@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.cli.sweep_table import LiveTable, format_table
 from megalite.config.errors import ConfigError
@@ -34,13 +34,6 @@ measured and predicted. What is done is not run again: the same command goes on 
 it."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad flags are errors like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; megalite sweep --help lists the flags")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if every run has a result, 2 after a ConfigError, 130 after Ctrl-C."""
     try:
@@ -60,12 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="megalite sweep",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("megalite sweep", _DESCRIPTION)
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP.yaml", help="which configurations, and for how long"
     )

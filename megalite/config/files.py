@@ -1,8 +1,6 @@
 """YAML config files: load with every key checked, dump so that it loads equal."""
 
-import difflib
 import reprlib
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,7 @@ from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, WORDS, sett
 from megalite.config.merge import Level, merge
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice (YAML's last one would win without a word)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Hashable, int] = {}
-        for key_node, _ in node.value:
-            # A merge (<<) may stand beside others; what it brings gives way to the mapping's own keys.
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            # As Python has it: 1.0 and 1 are one key. A list or mapping is no key, as construct_mapping says below.
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                continue
-            if key in lines:
-                on = f"lines {lines[key]} and {line}" if lines[key] != line else f"line {line}"
-                raise ConfigError(f"{key} is given twice, on {on}; keep one of them")
-            lines[key] = line
-        return super().construct_mapping(node, deep)
+from megalite.config.yaml_files import UniqueKeyLoader, near_files
 
 
 def load(path: str | Path) -> RunConfig:
@@ -62,7 +41,7 @@ def read_level(path: str | Path, source: str | None = None) -> Level:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist{_near_files(path)}") from None
+        raise ConfigError(f"config file {path} does not exist{near_files(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     return level_from_text(text, source)
@@ -71,7 +50,7 @@ def read_level(path: str | Path, source: str | None = None) -> Level:
 def level_from_text(text: str, source: str) -> Level:
     """What YAML text gives; sections and flat keys may be mixed."""
     try:
-        tree = yaml.load(text, Loader=_UniqueKeyLoader)
+        tree = yaml.load(text, Loader=UniqueKeyLoader)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (yaml.YAMLError, RecursionError) as error:
@@ -157,13 +136,3 @@ def _add_key(level: Level, key: Any, value: Any, source: str, section: str | Non
 def _need_true(key: str, value: Any, where: str, remedy: str) -> None:
     if value is not True:
         raise ConfigError(f"{where}: {key} can only be true, got {reprlib.repr(value)}; {remedy}")
-
-
-def _near_files(path: Path) -> str:
-    """`: did you mean x?` for files of similar name in the same folder."""
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
-    except OSError:
-        return f": there is no folder {path.parent}"
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""

@@ -1,11 +1,10 @@
 """Frozen dataclasses from YAML and back, with every key and value checked and named."""
 
 import dataclasses
-import difflib
 import math
 import reprlib
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ import yaml
 
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
+from megalite.config.yaml_files import UniqueKeyLoader, near_files
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -21,21 +21,6 @@ OR_ZERO = {"least": "zero"}
 """Metadata of a field that may be 0."""
 FRACTION = {"least": "positive", "most": 1.0}
 """Metadata of a field that is a share of something: above 0, at most 1."""
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A key given twice is an error: YAML's last one would win without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                raise ConfigError(
-                    f"{key} is given twice, again on line {key_node.start_mark.line + 1}; keep one of them"
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
@@ -51,20 +36,11 @@ def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{kind} file {path} does not exist{_near_files(path)}")
+        raise ConfigError(f"{kind} file {path} does not exist{near_files(path)}")
     raise ConfigError(
         f"unknown {kind} {name_or_path}{nearest(name_or_path, names)} (there are {', '.join(names)}, or give the path "
         f"of a YAML file)"
     )
-
-
-def _near_files(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
-    except OSError:
-        return f": there is no folder {path.parent}"
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
 
 
 def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
@@ -74,7 +50,7 @@ def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
         ConfigError: it cannot be read, is not YAML, or holds something else.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{kind} file {path} cannot be read: {error}") from None
     except ConfigError as error:
