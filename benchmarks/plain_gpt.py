@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""The peer of train_step.py: the same GPT and step in plain PyTorch, alone or under DDP. Prints a JSON line a step."""
+"""The same GPT and step in plain PyTorch, alone or under DDP. As a program: the peer of train_step.py, a JSON line a step.
+
+The modules take their sizes from a `Size`, so that step_vs_peers.py can cut them into stages and split them over ranks.
+"""
 
 import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,41 +18,65 @@ from torch import nn
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ, MICRO, BATCH = 4, 256, 8, 8192, 256, 4, 16
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and its batch."""
 
-    def __init__(self) -> None:
+    layers: int = LAYERS
+    hidden: int = HIDDEN
+    heads: int = HEADS
+    vocab: int = VOCAB
+    seq: int = SEQ
+    micro: int = MICRO
+    batch: int = BATCH
+
+    @property
+    def head(self) -> int:
+        """Size of one attention head."""
+        return self.hidden // self.heads
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. Rows of `qkv` are ordered by head, so that a part of them is a part of the heads."""
+
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        h = size.hidden
+        self.head = size.head
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, s, h] -> [b, s, h]."""
         b, s, _ = x.shape
-        q, k, v = (
-            t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(HIDDEN, dim=2)
-        )
+        heads = self.qkv(self.norm1(x)).view(b, s, -1, 3, self.head)
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, HIDDEN))
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
     """Learned positions, tied embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size | None = None) -> None:
         super().__init__()
-        self.word, self.position = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(SEQ, HIDDEN)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm = nn.LayerNorm(HIDDEN)
+        size = size or Size()
+        self.word, self.position = nn.Embedding(size.vocab, size.hidden), nn.Embedding(size.seq, size.hidden)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
+        self.norm = nn.LayerNorm(size.hidden)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean loss."""
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head sees: tokens [b, s] -> [b, s, h]."""
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.word.weight)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss."""
+        logits = F.linear(self.features(tokens), self.word.weight)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -57,11 +85,11 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model: nn.Module = GPT()
-    plain = model
+    plain, ddp = GPT(), None
     if ranks > 1:
         dist.init_process_group("gloo")
-        model = nn.parallel.DistributedDataParallel(model)
+        ddp = nn.parallel.DistributedDataParallel(plain)
+    model = ddp or plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     counts = BATCH // MICRO // ranks
     for _ in range(int(sys.argv[1])):
@@ -69,7 +97,7 @@ def main() -> None:
         for index in range(counts):
             tokens = torch.randint(0, VOCAB, (MICRO, SEQ + 1))
             last = index == counts - 1
-            with model.no_sync() if ranks > 1 and not last else torch.enable_grad():
+            with ddp.no_sync() if ddp is not None and not last else torch.enable_grad():
                 (model(tokens[:, :-1], tokens[:, 1:]) / counts).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()

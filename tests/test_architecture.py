@@ -170,7 +170,7 @@ LAYER_FAULTS = [
     ("megalite.planner.x", "from megalite.data.loader import BatchLoader"),
     ("megalite.data_parallel.x", "from megalite.tensor_parallel.layers import linear"),
     ("megalite.tensor_parallel.x", "from megalite.data_parallel.buckets import Bucket"),
-    ("megalite.optimizers.x", "from megalite.kernels.weight_grad import accumulate_weight_grad"),
+    ("megalite.optimizers.x", "from megalite.tensor_parallel.parameter import ShardedParameter"),
     ("megalite.models.x", "from megalite.optimizers.adam import AdamW"),
     ("megalite.models.x", "from megalite.data.loader import Microbatch"),
     ("megalite.checkpoint.x", "from megalite.generation.sample import Sampling"),
@@ -232,6 +232,7 @@ NEEDS_TORCH = (
     "megalite.cli.convert",
     "megalite.cli.convert_report",
     "megalite.cli.inspect_tensors",
+    "megalite.cli.kernels",
     "megalite.cli.profile",
     "megalite.cli.profile_text",
 )

@@ -119,7 +119,7 @@ class Manifest:
         counters: plain JSON: consumed samples, loss scaler, and what else a resumed run continues from.
         config: the resolved run config.
         layout: the parallel layout that wrote it; information only, any layout can read it.
-        code: plain JSON: versions of what wrote it.
+        code: plain JSON: versions of what wrote it, and the kernels that the run used.
         tokenizer: sha256 of the tokenizer's files, if there is one.
     """
 

@@ -81,6 +81,7 @@ def save_checkpoint(
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
     tokenizer: str | None,
+    kernels: Mapping[str, str],
     world: Group,
     device: torch.device,
     make_folder: bool = True,
@@ -99,6 +100,7 @@ def save_checkpoint(
             its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
             the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
         counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
+        kernels: operation -> backend, of rank 0; kept with the versions of the code.
         world: a group of its own if this runs on a thread: no other may use it meanwhile.
         device: for the collectives of `world`.
         make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
@@ -125,7 +127,7 @@ def save_checkpoint(
         config=dict(config),
         layout=dict(layout),
         megalite_version=__version__,
-        code=code_version(),
+        code={**code_version(), "kernels": dict(kernels)},
         tokenizer=tokenizer,
     )
     if failure is None and world.rank == 0:

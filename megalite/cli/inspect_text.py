@@ -11,6 +11,7 @@ from typing import Any
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
 from megalite.checkpoint.survey import Surveyed, unlisted
 from megalite.cli.dry_run_text import size
+from megalite.config.compute import kernels_in_words
 from megalite.config.run import RunConfig
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -66,7 +67,11 @@ def format_checkpoint(found: Surveyed) -> str:
 
 def _origin(found: Surveyed, manifest: Manifest) -> str:
     written = datetime.fromtimestamp((found.path / MANIFEST_NAME).stat().st_mtime)
-    code = {name: value for name, value in manifest.code.items() if name != "megalite" and value is not None}
+    apart = ("megalite", "kernels")
+    code = {name: value for name, value in manifest.code.items() if name not in apart and value is not None}
+    kernels = manifest.code.get("kernels")
+    if isinstance(kernels, dict) and kernels:
+        code["kernels"] = kernels_in_words({name: str(backend) for name, backend in kernels.items()})
     rest = f" ({_pairs(code)})" if code else ""
     return f"by megalite {manifest.megalite_version}{rest}, files of {written:%Y-%m-%d %H:%M:%S}"
 

@@ -46,6 +46,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
+        "kernels": (
+            "megalite.cli.kernels",
+            "operations, their kernels, what can run here or why not, and what would be chosen",
+        ),
         "plot": ("megalite.cli.plot", "draw the loss curve of a run"),
     }
 )

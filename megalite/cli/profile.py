@@ -1,6 +1,7 @@
 """`megalite profile`: measures this machine and writes a cluster file for the planner."""
 
 import argparse
+import dataclasses
 import datetime
 import os
 import shlex
@@ -20,6 +21,7 @@ from megalite.planner.hardware.cluster import Cluster, save_cluster
 from megalite.planner.hardware.stack import SoftwareStack, load_stack, save_stack
 from megalite.profiling.cluster_file import describe, fit_cluster, stand_in
 from megalite.profiling.machine import Machine, describe_machine
+from megalite.profiling.passes import with_passes
 from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_dtypes, measure
 from megalite.profiling.stack_file import fit_stack
 from megalite.profiling.timing import Timer
@@ -232,8 +234,11 @@ def _write(
         source += f" on {machine.ranks} ranks"
     name = arguments.name or arguments.output.stem
     fitted = fit_cluster(measured, base, nominal=nominal, name=name, source=source)
-    save_cluster(fitted.cluster, arguments.output)
     own = fit_stack(measured, fitted.cluster, stack, name=name, source=source)
+    if measured.passes:
+        own, error = with_passes(measured.passes, fitted.cluster, own, source=source)
+        fitted = dataclasses.replace(fitted, errors={**fitted.errors, "passes": error})
+    save_cluster(fitted.cluster, arguments.output)
     if arguments.output_stack is not None:
         save_stack(own, arguments.output_stack)
     show(format_profile(measured, fitted, own, base if nominal else None))

@@ -24,6 +24,7 @@ def format_profile(
         _gemms(measured, nominal),
         _attention(measured),
         _memory(measured, nominal),
+        _passes(measured),
         _collectives(measured),
         _constants(fitted, stack),
     ]
@@ -37,7 +38,13 @@ def format_profile(
 
 
 def _timings(measured: Measurements) -> list[Timing]:
-    groups = (measured.gemms, measured.attention, measured.memory, measured.collectives)
+    groups = (
+        measured.gemms,
+        measured.attention,
+        measured.memory,
+        measured.passes,
+        measured.collectives,
+    )
     small = [measured.overheads.operation, measured.overheads.step]
     return [row.timing for rows in groups for row in rows] + small
 
@@ -110,6 +117,24 @@ def _memory(measured: Measurements, nominal: Cluster | None) -> str:
     return _table("Memory", header, rows)
 
 
+def _passes(measured: Measurements) -> str:
+    if not measured.passes:
+        return "Passes of small stages are measured on CPUs alone"
+    rows = [
+        [
+            f"{time.shape.family} {'forward and backward' if time.backward else 'forward'}",
+            f"{time.shape.hidden}",
+            f"{time.shape.sequence}",
+            f"{time.shape.layers}",
+            f"{time.shape.vocabulary or '-'}",
+            *_time(time.timing),
+        ]
+        for time in measured.passes
+    ]
+    header = ["pass", "hidden", "sequence", "layers", "vocabulary", "time", "spread"]
+    return _table("Passes of small stages, one sequence", header, rows)
+
+
 def _collectives(measured: Measurements) -> str:
     rows = [
         [
@@ -147,6 +172,7 @@ def _constants(fitted: Fitted, stack: SoftwareStack) -> str:
         f"collectives reach {share.network:.0%}",
         f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
         f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
+        f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
         "  not measured: "
         + (
             ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed"))

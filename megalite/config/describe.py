@@ -107,6 +107,11 @@ def values_of(config: RunConfig) -> dict[str, Any]:
     return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
 
 
+def value_of(config: RunConfig, name: str) -> Any:
+    """One setting of a config."""
+    return getattr(getattr(config, settings()[name].section), name)
+
+
 def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Every setting of a config, by section: the tree of a config file."""
     values = values_of(config)

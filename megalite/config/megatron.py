@@ -44,7 +44,12 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 )
 """Flag with a word -> the word -> the settings it stands for."""
 
-VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType({"recompute_modules": {"moe_act": "mlp_act"}})
+VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "recompute_modules": {"moe_act": "mlp_act"},
+        "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
+    }
+)
 """Setting -> Megatron's word for one of its values on the command line -> ours."""
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -79,7 +84,6 @@ _UNSUPPORTED = "this is not supported"
 NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "--use-flash-attn": "fused attention is always used (except with attention_dropout above 0)",
-        "--attention-backend": "fused attention is always used (except with attention_dropout above 0)",
         "--use-mcore-models": _ONE_MODEL,
         "--use-legacy-models": _ONE_MODEL,
         "--transformer-impl": _ONE_MODEL,
@@ -93,7 +97,6 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--no-persist-layer-norm": _FUSED,
         "--cross-entropy-loss-fusion": _FUSED,
         "--cross-entropy-fusion-impl": _FUSED,
-        "--tp-comm-overlap": "the input-gradient all-reduce always overlaps with the weight gradient",
         "--no-async-tensor-model-parallel-allreduce": "the all-reduce always overlaps with the weight gradient",
         "--overlap-p2p-communication": "sends and receives are always asynchronous",
         "--no-overlap-p2p-communication": "sends and receives are always asynchronous",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.config.logging import LoggingConfig
@@ -22,5 +23,6 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -9,6 +9,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError
 from megalite.config.rules.batch import check_batch, check_rampup_form
+from megalite.config.rules.compute import check_compute
 from megalite.config.rules.data_parallel import check_data_parallel
 from megalite.config.rules.experts import check_experts
 from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
@@ -46,6 +47,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     check_layout(config, explicit)
     check_data_parallel(config, explicit)
     check_optimizer(config, explicit)
+    check_compute(config)
     check_network(config, explicit)
     check_experts(config, explicit)
     check_model_cuts(config)

@@ -8,7 +8,6 @@ import torch
 
 from megalite.config.data_parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.norm import norm_squared
 from megalite.data_parallel.server import LEADER, Server
 from megalite.data_parallel.server_link import Request, ServerEnd, WorkerEnd
 from megalite.data_parallel.shards import Norms, OptimizerShard
@@ -115,7 +114,7 @@ class AsyncParameterServer(DataParallelStrategy):
         total = torch.zeros(1, dtype=torch.float64, device=self.all_buckets()[0].data.device)
         for bucket in self.all_buckets():
             if self._counts(bucket):
-                total += norm_squared(bucket.grad)
+                total += self.options.l2norm([bucket.grad]).square()
         return total
 
     def norms(self, sums: Sequence[float]) -> Norms:

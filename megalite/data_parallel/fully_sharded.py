@@ -211,9 +211,7 @@ class FullySharded(DistributedOptimizer):
 
     def publish_parameters(self) -> None:
         """Round the owned part to the model's precision; the next forward gathers it."""
-        for shard in self.shards:
-            if shard.is_copy:
-                self._weights(shard).copy_(shard.main_param.data)
+        self._round()
         self._free()
 
     def wait_for_parameters(self) -> None:

@@ -102,8 +102,7 @@ class LocalWeights(OwnWeights):
         assert self._updates is not None, "begin_step comes first"
         if self.local > 0:
             update = dataclasses.replace(update, factor=update.factor * self.groups.dp.size)
-        self._scale_gradients(update.factor)
-        self._step(optimizer, update)
+        self._step(optimizer, self._scale_gradients(update))
         self.publish_parameters()
         self._updates += 1
 

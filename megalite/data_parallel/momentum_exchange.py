@@ -1,5 +1,6 @@
 """Data parallelism for 1-bit optimizers: gradients are all-reduced in the warm-up; then momentum is averaged by signs."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.break_even import BreakEven
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.compression.onebit import OneBit
-from megalite.data_parallel.norm import norm_squared
 from megalite.data_parallel.shards import Norms, StrategyGroups, StrategyOptions
 from megalite.data_parallel.states import FlatState
 from megalite.optimizers.base import Optimizer
@@ -101,7 +101,7 @@ class MomentumExchange(AllReduce):
         # The gradient is final on this rank here, and not yet summed over replicas.
         if self._counts(bucket):
             replicas = self.groups.replicas(bucket.kind).size
-            self._own_square += replicas * norm_squared(bucket.grad)
+            self._own_square += replicas * self.options.l2norm([bucket.grad]).square()
         return super()._reduce(bucket) if self._whole else DONE
 
     def norm_terms(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ class MomentumExchange(AllReduce):
             assert shard.main_param.grad is not None
             shard.main_param.grad.mul_(update.factor * self.groups.replicas(shard.bucket.kind).size)
         with self.main_in_memory():
-            optimizer.step(update, self._exchange)
+            optimizer.step(dataclasses.replace(update, factor=1.0), self._exchange)
             self.publish_parameters()
 
     def _exchange(self, flat: FlatParameter, values: torch.Tensor) -> None:

@@ -1,10 +1,12 @@
 """What strategies are given and what they give: groups and options, ranges to optimize, norms."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from megalite.data_parallel.buckets import Bucket, BucketKind, Placed
+from megalite.kernels.l2norm import l2norm
 from megalite.topology.group import Group
 
 ALIGNMENT = 64
@@ -25,6 +27,12 @@ class OptimizerShard:
     main_param: torch.nn.Parameter
     counts_in_norm: bool
     """Some other rank holds the same gradient and has it counted, unless this is true."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradient of the range."""
+        assert self.main_param.grad is not None
+        return self.main_param.grad
 
     @property
     def decay(self) -> bool:
@@ -71,6 +79,8 @@ class StrategyOptions:
     """Sums over ranks are made in the order of ranks."""
     split_main: bool = False
     """bf16: between updates main parameters are kept as the 16 bits that the model's lack."""
+    l2norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = l2norm
+    """The kernel for the norm of gradients, fp64 []."""
 
 
 @dataclass(frozen=True, kw_only=True)

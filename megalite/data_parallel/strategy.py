@@ -5,6 +5,7 @@ update goes by. *Optimizer states*: `update` steps the optimizer, and may have i
 *Weights*: `update` ends by making the stepped main parameters the model's (`publish_parameters`), and may average them.
 """
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,7 +17,6 @@ import torch
 
 from megalite.data_parallel.background import Background
 from megalite.data_parallel.buckets import Bucket, make_buckets
-from megalite.data_parallel.norm import norm_squared
 from megalite.data_parallel.shards import (
     ALIGNMENT,
     Norms,
@@ -62,6 +62,8 @@ class DataParallelStrategy(ABC):
         self._reducing: dict[Bucket, Work] = {}
         self.notes: list[str] = []
         """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+        self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
+        """What the optimizer has rounded itself, while its step is being published."""
         self.step = 0
         """The step under way, counted from 1."""
         self.loss_scale = 1.0
@@ -104,7 +106,7 @@ class DataParallelStrategy(ABC):
         return OptimizerShard(bucket, start, stop, main_param, counts)
 
     def _split_main(self, shard: OptimizerShard) -> SplitMain:
-        return SplitMain(shard.main_param, shard.bucket.data[shard.start : shard.stop])
+        return SplitMain(shard.main_param, self._weights(shard))
 
     def _counts(self, bucket: Bucket) -> bool:
         """Of the ranks with other parts of the network that hold the bucket's tensors too, this one has them counted."""
@@ -207,33 +209,48 @@ class DataParallelStrategy(ABC):
         Accumulated in fp64: torch's fp32 norm of millions of elements is off in the fifth digit on CPU.
         """
         device = self.shards[0].main_param.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for shard in self.shards:
-            if shard.counts_in_norm:
-                total += norm_squared(shard.main_param.grad)
-        return total
+        counted = [shard.grad for shard in self.shards if shard.counts_in_norm]
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return self.options.l2norm(counted).square()
 
     # ---- optimizer states and weights
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
         """Step the main parameters and make them the model's. Not called where gradients overflowed: then nothing at all
         may have changed by the step."""
-        self._scale_gradients(update.factor)
+        if not optimizer.applies_factor:
+            update = self._scale_gradients(update)
         with self.main_in_memory():
-            optimizer.step(update)
+            self._written = self._rounded() if optimizer.writes_copies else {}
+            optimizer.step(dataclasses.replace(update, copies=self._written))
             self.publish_parameters()
+            self._written = {}
 
-    def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0:
+    def _scale_gradients(self, update: Update) -> Update:
+        """What remains to be done of an update once gradients are multiplied with its factor."""
+        if update.factor != 1.0:
             for shard in self.shards:
-                assert shard.main_param.grad is not None
-                shard.main_param.grad.mul_(factor)
+                shard.grad.mul_(update.factor)
+        return dataclasses.replace(update, factor=1.0)
+
+    def _weights(self, shard: OptimizerShard) -> torch.Tensor:
+        """The model's own elements of a shard."""
+        return shard.bucket.data[shard.start : shard.stop]
+
+    def _rounded(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Main parameter -> the model's elements, where those have a precision of their own."""
+        return {shard.main_param: self._weights(shard) for shard in self.shards if shard.is_copy}
 
     def publish_parameters(self) -> None:
         """Make the stepped main parameters the model's, on every rank: here, round them to its precision."""
-        for shard in self.shards:
-            if shard.is_copy:
-                shard.bucket.data[shard.start : shard.stop].copy_(shard.main_param.data)
+        self._round()
+
+    def _round(self) -> None:
+        """Main parameters to the model's precision, but for what the optimizer has rounded."""
+        for main_param, weights in self._rounded().items():
+            if main_param not in self._written:
+                weights.copy_(main_param.data)
 
     def wait_for_parameters(self) -> None:
         """Return when the model's parameters may be read outside a forward."""

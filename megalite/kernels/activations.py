@@ -1,15 +1,14 @@
 """MLP nonlinearities. The gated ones keep their input alone for the backward."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 
-def gelu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """x·Φ(x), exactly or by the tanh approximation that GPT-2 was trained with."""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool = False) -> torch.Tensor:
+    """z·Φ(z) for z = x + bias, exactly or by the tanh approximation that GPT-2 was trained with."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
 
 class _Gated(torch.autograd.Function):
@@ -50,13 +49,3 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
     """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "tanh" if tanh else "none")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, tanh=True),
-    "swiglu": swiglu,
-    "geglu": geglu,
-    "geglu_tanh": lambda x: geglu(x, tanh=True),
-}
-"""By the name that `ModelConfig.activation` has for it; the gated ones halve the last dimension."""

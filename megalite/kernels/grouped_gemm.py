@@ -3,7 +3,7 @@
 Rows of one expert are consecutive. An expert may have none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -31,14 +31,18 @@ def grouped_matmul_fused(x: torch.Tensor, weight: torch.Tensor, counts: Sequence
 
 
 def accumulate_grouped_weight_grad(
-    main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor, counts: Sequence[int]
+    main_grad: torch.Tensor,
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    counts: Sequence[int],
+    accumulate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = accumulate_weight_grad,
 ) -> None:
     """main_grad[e] [o, i] += grad_y[rows of e]ᵀ · x[rows of e] for grad_y [n, o], x [n, i].
 
     A GEMM for each expert, also on CUDA: the fused kernel has no form that adds in the main gradient's precision.
     """
     for expert, rows in _groups(counts):
-        accumulate_weight_grad(main_grad[expert], grad_y[rows], x[rows])
+        accumulate(main_grad[expert], grad_y[rows], x[rows])
 
 
 def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,9 +1,15 @@
 """Attention whose probabilities exist, for dropout on them."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megalite.kernels.softmax import HALVES, causal_softmax_backward, softmax_where
+
+CausalSoftmax = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+"""Forward and backward of one kernel, as those of `megalite.kernels.softmax`."""
 
 
 class _UnfusedAttention(torch.autograd.Function):
@@ -21,19 +27,20 @@ class _UnfusedAttention(torch.autograd.Function):
         visible: torch.Tensor | None,
         keep: torch.Tensor | None,
         p: float,
+        causal: CausalSoftmax | None,
     ) -> torch.Tensor:
         b, heads, s_q, d = q.shape
         groups, s_k = k.shape[1:3]
-        scores = q.reshape(b, groups, -1, d) @ k.transpose(-2, -1)
-        if q.dtype in (torch.bfloat16, torch.float16):
-            scores = scores.float()
-        scores = scores.mul_(1.0 / math.sqrt(d)).view(b, heads, s_q, s_k)
-        if visible is not None:
-            scores.masked_fill_(visible.logical_not(), float("-inf"))
-        exact = scores.softmax(dim=-1)
+        scores = (q.reshape(b, groups, -1, d) @ k.transpose(-2, -1)).view(b, heads, s_q, s_k)
+        if causal is not None:
+            exact = causal[0](scores, 1.0 / math.sqrt(d))
+        else:
+            hidden = None if visible is None else visible.logical_not()
+            exact = softmax_where(scores, 1.0 / math.sqrt(d), hidden)
         del scores
         probabilities = exact.to(q.dtype)
         ctx.scale = 1.0
+        ctx.softmax_backward = causal_softmax_backward if causal is None else causal[1]
         dropped = probabilities
         if keep is not None:
             ctx.scale = 1.0 / (1.0 - p)
@@ -52,17 +59,15 @@ class _UnfusedAttention(torch.autograd.Function):
         grad_v = dropped.view(b, groups, -1, s_k).transpose(-2, -1) @ grad
         grad_scores = (grad @ v.transpose(-2, -1)).view(b, heads, s_q, s_k)
         del grad
-        if q.dtype in (torch.bfloat16, torch.float16):
-            grad_scores, probabilities = grad_scores.float(), probabilities.float()
         if keep is not None:
+            if q.dtype in HALVES:
+                grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
-        grad_scores = torch.ops.aten._softmax_backward_data(
-            grad_scores, probabilities, -1, probabilities.dtype
-        )
-        grad_scores = grad_scores.mul_(1.0 / math.sqrt(d)).to(q.dtype).view(b, groups, -1, s_k)
+        grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d))
+        grad_scores = grad_scores.view(b, groups, -1, s_k)
         grad_q = (grad_scores @ k).view(b, heads, s_q, d)
         grad_k = grad_scores.transpose(-2, -1) @ q.reshape(b, groups, -1, d)
-        return grad_q, grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None
 
 
 def unfused_attention(
@@ -73,6 +78,7 @@ def unfused_attention(
     visible: torch.Tensor | None,
     keep: torch.Tensor | None,
     p: float,
+    causal: CausalSoftmax | None = None,
 ) -> torch.Tensor:
     """dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
 
@@ -83,8 +89,9 @@ def unfused_attention(
             must see at least one.
         keep: boolean mask [b, heads, s_q, s_k] of the probabilities that stay; None: no dropout.
         p: the probability of falling, by which those that stay are scaled.
+        causal: the kernel for the plain causal mask with s_q = s_k, which it knows without `visible`.
 
     Returns:
         [b, heads, s_q, d], a view of memory [s_q, b, heads, d].
     """
-    return _UnfusedAttention.apply(q, k, v, visible, keep, p)
+    return _UnfusedAttention.apply(q, k, v, visible, keep, p, causal)

@@ -1,6 +1,7 @@
 """Causal self-attention, multi-head or grouped-query, on a whole sequence or one split over cp."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +12,6 @@ from megalite.context_parallel.ring import ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.rope import apply_rope
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.cache import KeyValueCache
 from megalite.models.context import CAUSAL, ForwardContext
@@ -42,6 +42,7 @@ class Attention(torch.nn.Module):
         self.name = name
         self.recompute_core = recompute.selects("core_attn")
         self.dropout = config.attention_dropout
+        self.causal_attention: Callable[..., torch.Tensor] = causal_attention
         self.head_size = config.head_size
         self.queries = config.num_attention_heads // config.query_groups
         self.groups = config.query_groups // make.tp.size
@@ -60,6 +61,10 @@ class Attention(torch.nn.Module):
             bias=config.add_bias_linear or config.add_qkv_bias,
             make=make,
         )
+        self._rope = make.kernel("rope", config.head_size)
+        self._softmax = None
+        if self.dropout > 0.0 and self.core_cp.size == 1:
+            self._softmax = make.kernel("softmax", config.max_position_embeddings or 0)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             # Each tp rank norms heads of its own, so its gradient is a part of the whole.
@@ -74,9 +79,17 @@ class Attention(torch.nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
+        self,
+        x: torch.Tensor,
+        context: ForwardContext,
+        cache: KeyValueCache | None = None,
+        *,
+        add_late_bias: bool = True,
     ) -> torch.Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
+
+        Args:
+            add_late_bias: False: without the `late_bias` of the output projection.
 
         Collectives: those of the two linear layers, and over cp those of the ring or two all-to-alls, each way.
         """
@@ -98,7 +111,7 @@ class Attention(torch.nn.Module):
         mixed = mixed.permute(2, 0, 1, 3)
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
-        return self.out(mixed.reshape(s, b, -1))
+        return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
@@ -115,7 +128,7 @@ class Attention(torch.nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
-            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+            q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
             if self.q_norm is None:  # nothing else keeps qkv: a view would
                 v = v.contiguous()
         return q, k, v
@@ -127,11 +140,11 @@ class Attention(torch.nn.Module):
         visibility = context.visibility
         if q.shape[2] != k.shape[2]:  # the next token against a cache, in which a window is the last keys
             last = visibility.window or k.shape[2]
-            return causal_attention(q, k[:, :, -last:], v[:, :, -last:], causal=False)
+            return self.causal_attention(q, k[:, :, -last:], v[:, :, -last:], causal=False)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context)
         if visibility == CAUSAL and self.core_cp.size == 1:
-            return causal_attention(q, k, v)
+            return self.causal_attention(q, k, v)
         length = q.shape[2] * self.core_cp.size
         return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=visibility)
 
@@ -161,8 +174,14 @@ class Attention(torch.nn.Module):
                 for sample in range(q.shape[0])
             ]
         )
-        visible = _visible(rows, columns, context.visibility)
-        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout)
+        plain = self._softmax is not None and context.visibility == CAUSAL
+        return unfused_attention(
+            *(q, k, v),
+            visible=None if plain else _visible(rows, columns, context.visibility),
+            keep=keep,
+            p=self.dropout,
+            causal=self._softmax if plain else None,
+        )
 
 
 def _visible(rows: torch.Tensor, columns: torch.Tensor, visibility: Visibility) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """One transformer block, pre-norm."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.dropout import add_dropped
 from megalite.models.attention import Attention
 from megalite.models.cache import KeyValueCache
 from megalite.models.context import ForwardContext
@@ -40,13 +41,15 @@ class Block(torch.nn.Module):
         self.name = name
         self.dropout = config.hidden_dropout
         self.tp, self.sequence_parallel = make.tp, make.sequence_parallel
+        self._add_dropped = add_dropped
         self.recompute_norms = recompute.selects("layernorm")
         self.recompute_mlp = recompute.selects("mlp")
         self.attention_norm = Norm(f"{name}.attention_norm", config, make=make)
         self.attention = Attention(
             f"{name}.attention", config, make=make, recompute=recompute, cp_comm_type=cp_comm_type
         )
-        self.mlp_norm = Norm(f"{name}.mlp_norm", config, make=make)
+        # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
+        self.mlp_norm = Norm(f"{name}.mlp_norm", config, make=make, of_sums=not self.recompute_norms)
         self.mlp: MLP | None = None
         self.moe: MoELayer | None = None
         if config.is_moe_layer(index):
@@ -60,24 +63,23 @@ class Block(torch.nn.Module):
     ) -> torch.Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
 
-        def attention(normed: torch.Tensor) -> torch.Tensor:
-            return self.attention(normed, context, cache)
+        with self._remaking(normed := self.attention_norm(x), self.attention_norm, x):
+            branch = self.attention(normed, context, cache, add_late_bias=False)
+        normed, x = self.mlp_norm.of_sum(
+            x,
+            branch,
+            bias=self.attention.out.late_bias,
+            keep=self._keep_mask(branch, "attention", context),
+            p=self.dropout,
+        )
+        with self._remaking(normed, self.mlp_norm, x):
+            branch = self._feed_forward(normed, context)
+        keep = self._keep_mask(branch, "mlp", context)
+        return self._add_dropped(x, branch, None, keep, self.dropout)
 
-        def feed_forward(normed: torch.Tensor) -> torch.Tensor:
-            return self._feed_forward(normed, context)
-
-        x = x + self._drop(self._on_normed(x, self.attention_norm, attention), "attention", context)
-        return x + self._drop(self._on_normed(x, self.mlp_norm, feed_forward), "mlp", context)
-
-    def _on_normed(
-        self, x: torch.Tensor, norm: Norm, branch: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """branch(norm(x)); where norms are recomputed the branch keeps nothing of its input."""
-        normed = norm(x)
-        if not self.recompute_norms:
-            return branch(normed)
-        with not_saving(normed, norm, x):
-            return branch(normed)
+    def _remaking(self, normed: torch.Tensor, norm: Norm, x: torch.Tensor) -> AbstractContextManager[None]:
+        """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
+        return not_saving(normed, norm, x) if self.recompute_norms else nullcontext()
 
     def _feed_forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.moe is not None:
@@ -87,8 +89,8 @@ class Block(torch.nn.Module):
             return checkpoint(self.mlp, x, use_reentrant=False, preserve_rng_state=False)
         return self.mlp(x)
 
-    def _drop(self, x: torch.Tensor, branch: str, context: ForwardContext) -> torch.Tensor:
-        return context.hidden_dropout(
+    def _keep_mask(self, x: torch.Tensor, branch: str, context: ForwardContext) -> torch.Tensor | None:
+        return context.keep_mask(
             x,
             self.dropout,
             site=f"{self.name}.{branch}",

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.dropout import masked_dropout
 from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.tensor_parallel.random import DropoutStream, dropout
+from megalite.tensor_parallel.random import DropoutStream, keep_mask
 from megalite.topology.group import Group
 
 CAUSAL = Visibility()
@@ -38,14 +39,22 @@ class ForwardContext:
     auxiliary: AuxiliaryLosses | None = None
     generating: bool = False
 
+    def keep_mask(
+        self, x: torch.Tensor, p: float, *, site: str, tp: Group, sequence_parallel: bool
+    ) -> torch.Tensor | None:
+        """What stays of x [s/cp, b, h], or split over tp as well; None: everything. The same elements fall in every
+        layout."""
+        if p == 0.0 or self.stream is None:
+            return None
+        rows = self.positions.tensor_split(tp.size)[tp.rank] if sequence_parallel else self.positions
+        return keep_mask(x, p, site=site, stream=self.stream, rows=rows, length=self.seq_length)
+
     def hidden_dropout(
         self, x: torch.Tensor, p: float, *, site: str, tp: Group, sequence_parallel: bool
     ) -> torch.Tensor:
-        """Dropout on x [s/cp, b, h], or split over tp as well; the same elements fall in every layout."""
-        if p == 0.0 or self.stream is None:
-            return x
-        rows = self.positions.tensor_split(tp.size)[tp.rank] if sequence_parallel else self.positions
-        return dropout(x, p, site=site, stream=self.stream, rows=rows, length=self.seq_length)
+        """Dropout on x: what falls is 0, the rest scaled by 1/(1-p); keeps one byte an element."""
+        keep = self.keep_mask(x, p, site=site, tp=tp, sequence_parallel=sequence_parallel)
+        return x if keep is None else masked_dropout(x, keep, p)
 
 
 def document_position_ids(

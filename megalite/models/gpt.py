@@ -75,6 +75,7 @@ class Head(torch.nn.Module):
         self.vocab_size = config.vocab_size
         self.norm = Norm("final_norm", config, make=make)
         self.weight = weight
+        self._cross_entropy = make.kernel("cross_entropy", config.padded_vocab_size // make.tp.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
@@ -84,7 +85,12 @@ class Head(torch.nn.Module):
         """Cross-entropy of each token: labels [b, s] -> [b, s]."""
         first = self.weight.info.spec.slice[0][0]
         losses = vocab_parallel_cross_entropy(
-            self(x), labels.t().contiguous(), first=first, vocab_size=self.vocab_size, tp=self.tp
+            self(x),
+            labels.t().contiguous(),
+            first=first,
+            vocab_size=self.vocab_size,
+            tp=self.tp,
+            kernel=self._cross_entropy,
         )
         return losses.t()
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.activations import ACTIVATIONS
+from megalite.models.activation import activation_of
 from megalite.models.recompute import Recompute
 from megalite.models.recompute_saved import not_saving
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -31,7 +31,10 @@ class MLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         f, h = ffn_size or config.ffn_size, config.hidden_size
-        self.activation = ACTIVATIONS[config.activation]
+        local = f // make.tp.size
+        self.activation = activation_of(config.activation, local, make=make)
+        # A fused kernel gives the bias's gradient in the pass that it makes anyway.
+        self.fuses_bias = config.add_bias_linear and not config.is_gated and make.fuses("bias_gelu", local)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = ColumnParallelLinear(
             f"{name}.up",
@@ -51,9 +54,12 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
-        inner = self.up(x)
-        active = self.activation(inner)
+        inner: tuple[torch.Tensor, ...] = (self.up(x, add_bias=not self.fuses_bias),)
+        if self.fuses_bias:
+            assert self.up.bias is not None
+            inner += (self.up.bias,)
+        active = self.activation(*inner)
         if not self.recompute_activation:
             return self.down(active)
-        with not_saving(active, self.activation, inner):
+        with not_saving(active, self.activation, *inner):
             return self.down(active)

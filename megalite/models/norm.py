@@ -3,7 +3,7 @@
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.norms import layer_norm, rms_norm
+from megalite.kernels.dropout import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
@@ -16,6 +16,7 @@ class Norm(torch.nn.Module):
         size: of the last dimension; default h.
         per_head: it acts on attention heads, of which each tp rank has its own: its gradient is partial over tp
             with sequence parallelism or without.
+        of_sums: one kernel may make the sum that `of_sum` is given the terms of, and the norm.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Norm(torch.nn.Module):
         make: ParameterFactory,
         size: int | None = None,
         per_head: bool = False,
+        of_sums: bool = False,
     ) -> None:
         super().__init__()
         shape = (size or config.hidden_size,)
@@ -37,9 +39,34 @@ class Norm(torch.nn.Module):
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = make.make(f"{name}.bias", shape, decay=False, **partial)
+        self._kernel = make.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
+        self._sum_kernel = make.kernel("add_norm", *shape) if of_sums else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+            return self._kernel(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return self._kernel(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+
+    def of_sum(
+        self,
+        residual: torch.Tensor,
+        branch: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        keep: torch.Tensor | None,
+        p: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x), x) for x = residual + dropout(branch + bias), all [..., size].
+
+        Args:
+            bias: [size] that `branch` still lacks.
+            keep, p: what of the branch stays, and the probability of falling.
+        """
+        if self._sum_kernel is None:
+            x = add_dropped(residual, branch, bias, keep, p)
+            return self(x), x
+        return self._sum_kernel(
+            *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps),
+            zero_centered=self.zero_centered,
+        )

@@ -1,10 +1,11 @@
-"""AdamW over flat shards: torch's fused kernel, one tensor a bucket."""
+"""AdamW over flat shards, one tensor a bucket."""
 
 from collections.abc import Sequence
 
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 
@@ -13,48 +14,66 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of."""
+    """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of.
 
-    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
+    Args:
+        kernels: where the kernel comes from; it also clips, and rounds the new parameters to the model's precision.
+    """
+
+    applies_factor = True
+    writes_copies = True
+
+    def __init__(
+        self,
+        parameters: Sequence[FlatParameter],
+        config: OptimizerConfig,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.parameters, self.notes = parameters, []
-        groups = [
-            {"params": [flat.param for flat in parameters if flat.decay == decay], "decay": decay}
-            for decay in (True, False)
-        ]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        self._config, self._updates = config, 0
         # Made at once, not at the first step: memory is then known at the start and loading has a place to go.
-        for group in self._adam.param_groups:
-            for parameter in group["params"]:
-                self._adam.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{name: torch.zeros_like(parameter, requires_grad=False) for name in STATES},
-                }
+        self._states = {
+            flat.param: {name: torch.zeros_like(flat.param, requires_grad=False) for name in STATES}
+            for flat in parameters
+        }
+        kernels = kernels or Kernels()
+        self._kernels = [
+            kernels.get("adam", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
+            for flat in parameters
+        ]
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Update all parameters from their gradients."""
-        for group in self._adam.param_groups:
-            group["lr"] = update.lr
-            group["weight_decay"] = update.weight_decay if group["decay"] else 0.0
-        self._adam.step()
+        self._updates += 1
+        for flat, kernel in zip(self.parameters, self._kernels, strict=True):
+            param = flat.param
+            factor = None
+            if update.factor != 1.0:
+                factor = torch.full((), update.factor, dtype=param.dtype, device=param.device)
+            kernel(
+                param.data,
+                param.grad,
+                *(self._states[param][name] for name in STATES),
+                lr=update.lr,
+                beta1=self._config.adam_beta1,
+                beta2=self._config.adam_beta2,
+                eps=self._config.adam_eps,
+                weight_decay=update.weight_decay if flat.decay else 0.0,
+                step=self._updates,
+                factor=factor,
+                copy=update.copies.get(param),
+            )
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The two moments."""
-        return {name: self._adam.state[parameter][name] for name in STATES}
+        return self._states[parameter]
 
     @property
     def updates(self) -> int:
         """Updates made so far."""
-        group = self._adam.param_groups[0]
-        return int(self._adam.state[group["params"][0]]["step"].item())
+        return self._updates
 
     def set_updates(self, updates: int) -> None:
         """Go on as if `updates` updates had been made."""
-        for state in self._adam.state.values():
-            state["step"].fill_(float(updates))
+        self._updates = updates

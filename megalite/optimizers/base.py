@@ -19,12 +19,16 @@ class Optimizer(ABC):
     parameters: Sequence[FlatParameter]
     notes: list[str]
     """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+    applies_factor: bool = False
+    """`step` multiplies gradients with `update.factor` itself, in the pass that it makes anyway."""
+    writes_copies: bool = False
+    """`step` fills `update.copies`, in the same pass."""
     from_zeros: frozenset[str] = frozenset()
     """Names of state tensors that a checkpoint need not have: it is another optimizer's, and they start from 0."""
 
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """Update all parameters. `update.factor` has been applied to the gradients already.
+        """Update all parameters. Unless it `applies_factor`, gradients have been multiplied with that already.
 
         Args:
             exchange: given where `reduces_gradients(update.step)` is False: gradients are this rank's own.

@@ -1,6 +1,7 @@
 """What an optimizer is given: flat parameters, which of them belongs to which tensor, and the terms of one update."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,3 +53,5 @@ class Update:
     weight_decay: float
     factor: float = 1.0
     """What gradients are yet to be multiplied with: it undoes the loss scale and clips."""
+    copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Where new parameters are to be put as well, rounded: for optimizers that say `writes_copies`."""

@@ -27,6 +27,7 @@ LAYOUT_OF_ONE_RANK = {
     "etp": None,
     "dp": 1,
     "sequence_parallel": False,
+    "tp_comm_overlap": False,
     "cp_comm_type": "p2p",
     "pipeline_schedule": None,
     "pipeline_schedule_file": None,

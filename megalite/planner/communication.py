@@ -155,7 +155,7 @@ def _head(sizes: _Sizes) -> Iterable[Volume]:
     yield from _enter(sizes)
     yield from _enter_backward(sizes)
     # Cross-entropy: a logsumexp and the label's logit of each token.
-    yield "tp", "all-gather", sizes.config.parallel.tp * 2 * sizes.tokens * sizes.w
+    yield "tp", "all-gather", sizes.config.parallel.tp * 3 * sizes.tokens * sizes.w
 
 
 def _attention_core(sizes: _Sizes, *, backward: bool) -> Iterable[Volume]:

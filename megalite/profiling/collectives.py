@@ -125,7 +125,7 @@ def measure_collectives(
         for group in channels.groups:
             for operation in OPERATIONS:
                 run, whole = _collective(operation, group, size, timer.device)
-                timing = timer.over_ranks(timer.together(run, seconds=each))
+                timing = timer.over_ranks(timer.amid(run, seconds=each))
                 yield CollectiveTime(
                     operation=operation,
                     place=channels.place,

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """seconds = Σ constant · count."""
+    """seconds = known + Σ constant · count."""
 
     constants: tuple[float, ...]
     """In the order of the columns, none below 0."""
@@ -17,7 +17,9 @@ class Fit:
     """Mean of |fitted / measured - 1|."""
 
 
-def fit_times(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+def fit_times(
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None
+) -> Fit:
     """Least squares over the relative errors, with no constant below 0.
 
     Each row is divided by its time, so that a message of a kilobyte counts as much as one of a megabyte. The columns are
@@ -26,8 +28,10 @@ def fit_times(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> F
     Args:
         columns: for each constant its counts, one a measurement, such as latencies of a ring's steps, bytes or FLOPs.
         seconds: measured, above 0.
+        known: what of each time needs no constant; default 0.
     """
     time = np.asarray(seconds, dtype=float)
+    left = np.ones(len(time)) if known is None else 1.0 - np.asarray(known, dtype=float) / time
     rows = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1) / time[:, None]
     # Columns of like size, for the sake of the solution's accuracy.
     scale = np.abs(rows).max(axis=0)
@@ -37,9 +41,9 @@ def fit_times(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> F
     for count in range(len(columns), 0, -1):
         for free in itertools.combinations(range(len(columns)), count):
             found = np.zeros(len(columns))
-            found[list(free)] = np.linalg.lstsq(rows[:, free], np.ones(len(time)), rcond=None)[0]
-            squares = float(((rows @ found - 1) ** 2).sum())
+            found[list(free)] = np.linalg.lstsq(rows[:, free], left, rcond=None)[0]
+            squares = float(((rows @ found - left) ** 2).sum())
             if (found >= 0).all() and squares < least:
                 best, least = found, squares
-    error = float(np.abs(rows @ best - 1).mean())
+    error = float(np.abs(rows @ best - left).mean())
     return Fit(constants=tuple(float(value) for value in best / scale), error=error)

@@ -24,14 +24,22 @@ from megalite.profiling.memory import (
     tensor_sizes,
 )
 from megalite.profiling.overheads import Overheads, measure_overheads
+from megalite.profiling.passes import SHAPES, PassTime, measure_passes
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_WEIGHTS = {"gemm": 0.3, "attention": 0.15, "memory": 0.1, "overheads": 0.1, "collectives": 0.35}
-"""Shares of the time; without a second rank the others share that of collectives."""
+_WEIGHTS = {
+    "gemm": 0.2,
+    "attention": 0.1,
+    "memory": 0.1,
+    "overheads": 0.05,
+    "passes": 0.25,
+    "collectives": 0.3,
+}
+"""Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
 
 _SAMPLES = 6
 """How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
@@ -48,6 +56,8 @@ class Measurements:
     attention: tuple[AttentionTime, ...]
     memory: tuple[MemoryTime, ...]
     overheads: Overheads
+    passes: tuple[PassTime, ...]
+    """On a CPU, whose rates depend on more than bytes."""
     collectives: tuple[CollectiveTime, ...]
 
 
@@ -98,9 +108,10 @@ def measure(
 
     Collectives: those that are measured, and barriers and gathers over the timer's world.
     """
-    weights = {
-        name: weight for name, weight in _WEIGHTS.items() if name != "collectives" or machine.ranks > 1
-    }
+    left_out = set() if machine.ranks > 1 else {"collectives"}
+    if machine.device_type != "cpu":
+        left_out.add("passes")
+    weights = {name: weight for name, weight in _WEIGHTS.items() if name not in left_out}
     share = {name: seconds * weight / sum(weights.values()) for name, weight in weights.items()}
     most_bytes = machine.memory_bytes / 8
     gemms: list[GemmTime] = []
@@ -128,6 +139,14 @@ def measure(
     memory = list(measure_memory(timer, sizes=sizes, seconds=share["memory"]))
     progress("small operations")
     overheads = measure_overheads(timer, dtype=DTYPES[dtypes[0]], seconds=share["overheads"])
+    passes: list[PassTime] = []
+    if "passes" in share:
+        progress("passes of small stages")
+        name = dtypes[0]
+        most = first_rate(timer, DTYPES[name]) * share["passes"] / (2 * len(SHAPES) * _SAMPLES)
+        passes += measure_passes(
+            timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"]
+        )
     collectives: list[CollectiveTime] = []
     if machine.ranks > 1:
         collectives = _collectives(
@@ -140,6 +159,7 @@ def measure(
         attention=tuple(attention),
         memory=tuple(memory),
         overheads=overheads,
+        passes=tuple(passes),
         collectives=tuple(collectives),
     )
 

@@ -34,11 +34,13 @@ def fit_stack(
         description=f"{base.description}; constants of {cluster.description}",
         attention_efficiency=attention_efficiency(measured.attention, cluster, measured.dtypes[0]),
         operation_seconds=operation_seconds(overheads, cluster, base, measured.dtypes[0]),
+        product_rate=1.0,
         collective_seconds=0.0 if synchronous else base.collective_seconds,
         microbatch_seconds=(overheads.pass_forward + overheads.pass_backward) / 2,
         step_seconds=overheads.step.seconds,
         provenance={
             "attention_efficiency": f"median over fused attention, forward and backward, {source}",
+            "elementwise_slowdown": assumed,
             "operation_seconds": f"a tiny layer over its operations, {source}",
             "collective_seconds": "in the latencies of the cluster file" if synchronous else assumed,
             "microbatch_seconds": f"what a stage takes beside its layers, without messages, {source}",

@@ -58,7 +58,7 @@ class Timer:
         crowded: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.device, self.world, self._clock = device, world, clock
+        self.device, self.world, self._clock, self._crowded = device, world, clock, crowded
         # A sample is many times what it costs to take it: waiting for a GPU takes some 10 µs.
         self._shortest = 2e-3 if device.type == "cuda" else 5e-4
         if crowded:
@@ -91,6 +91,30 @@ class Timer:
         count = max(FEWEST, min(MOST, int(seconds / max(sample, 1e-9))))
         self.barrier()
         return timing_of([self._sample(run, repeats) for _ in range(count)])
+
+    def amid(self, run: Callable[[], object], *, seconds: float) -> Timing:
+        """`together`, as it is in the midst of computation where ranks take turns on the cores: who waits there gives its
+        turn away, and does not get it back at once. Each run comes after a product of a millisecond, whose own time,
+        measured likewise, is taken off.
+
+        Collectives: those of `run`, barriers and maxima of a number over the world.
+        """
+        if not self._crowded:
+            return self.together(run, seconds=seconds)
+        x = torch.ones(256, 256, device=self.device)
+        out = torch.empty_like(x)
+
+        def product() -> None:
+            torch.mm(x, x, out=out)
+
+        def both() -> None:
+            product()
+            run()
+
+        alone = self.together(product, seconds=seconds / 4)
+        whole = self.together(both, seconds=3 * seconds / 4)
+        left = max(whole.seconds - alone.seconds, 0.1 * whole.seconds)
+        return Timing(seconds=left, spread=whole.spread * whole.seconds / left, samples=whole.samples)
 
     def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
         """The median of the ranks' medians, and of their spreads; the same on every rank.

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.kernels.products import PLAIN, Products
 from megalite.tensor_parallel.mappings import (
     gather_along_sequence,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megalite.tensor_parallel.owed_linear import OwedLinear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.ring_linear import gathered_linear, scattered_linear
 from megalite.tensor_parallel.weight_tape import settle
 from megalite.topology.group import DONE, Group, Work
 
@@ -32,54 +34,33 @@ class _Linear(torch.autograd.Function):
         bias: ShardedParameter | None,
         tp: Group,
         enter: str,
+        products: Products,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.tp, ctx.enter = weight, bias is not None, tp, enter
+        ctx.weight, ctx.has_bias, ctx.tp, ctx.enter, ctx.products = (
+            weight,
+            bias is not None,
+            tp,
+            enter,
+            products,
+        )
         if enter == "gather":
             x = gather_along_sequence(x, tp)
-        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return products.output(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_y = grad_y.contiguous()
         grad_rows = grad_y.flatten(0, -2)
-        owed = _OwedLinear(weight, x.detach(), grad_rows, ctx.tp if ctx.enter == "gather" else None)
+        owed = OwedLinear(weight, x.detach(), grad_rows, ctx.tp if ctx.enter == "gather" else None)
         if weight.tape is None or not weight.tape.is_recording:
             owed.start()
-        grad_x, reducing = _reduce_input_grad(ctx, grad_y @ weight.flatten(0, -2))
+        grad_x, reducing = _reduce_input_grad(ctx, ctx.products.input_grad(grad_y, weight.flatten(0, -2)))
         grad_weight = settle(owed, weight.tape)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-@dataclass
-class _OwedLinear:
-    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
-
-    parameter: ShardedParameter
-    x: torch.Tensor
-    grad_rows: torch.Tensor
-    gather: Group | None
-    _gathering: Work = DONE
-
-    def start(self) -> None:
-        """Start the gather."""
-        if self.gather is not None:
-            part = self.x.contiguous()
-            self.x = part.new_empty(part.shape[0] * self.gather.size, *part.shape[1:])
-            self._gathering = self.gather.all_gather_async(self.x, part)
-
-    def compute(self) -> torch.Tensor | None:
-        """See `OwedGradient`."""
-        self._gathering.wait()
-        x_rows, weight = self.x.flatten(0, -2), self.parameter
-        if weight.main_grad is None:
-            return (self.grad_rows.t() @ x_rows).view(weight.shape)
-        accumulate_weight_grad(weight.main_grad.flatten(0, -2), self.grad_rows, x_rows)
-        weight.report()
-        return None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Work]:
@@ -93,20 +74,27 @@ def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Wo
 
 
 def linear(
-    x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, *, tp: Group, enter: str
+    x: torch.Tensor,
+    weight: ShardedParameter,
+    bias: ShardedParameter | None,
+    *,
+    tp: Group,
+    enter: str,
+    products: Products = PLAIN,
 ) -> torch.Tensor:
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
     autograd. While `weight.tape` records, it is left to that. A weight of more than two dimensions counts as [-1, i].
+    `products` compute output and input gradient.
 
     Collectives: `enter="copy"`: none / all-reduce of the input gradient; `"gather"`: all-gather / all-gather (left to
     the tape where that records) and reduce-scatter; `"local"`: none.
     """
     if bias is not None and bias.dim() > 1:
-        flat = _Linear.apply(x, weight, None, tp, enter)
+        flat = _Linear.apply(x, weight, None, tp, enter, products)
         return flat + bias.flatten()
-    return _Linear.apply(x, weight, bias, tp, enter)
+    return _Linear.apply(x, weight, bias, tp, enter, products)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -117,7 +105,14 @@ class ColumnParallelLinear(torch.nn.Module):
     Args:
         shape: global weight shape; its last dimension is i, the others multiply to o.
         shard_dim: the dimension of `shape` that is split.
+
+    Attributes:
+        products: how it multiplies.
+        overlap: with sequence parallelism: multiply each rank's rows as they arrive (see `gathered_linear`).
     """
+
+    products: Products = PLAIN
+    overlap = False
 
     def __init__(
         self,
@@ -135,9 +130,12 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = make.make(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
         self.bias = make.make(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Collectives: see `linear`."""
-        return linear(x, self.weight, self.bias, tp=self.tp, enter=self.enter)
+    def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
+        """`add_bias` False leaves the bias to whoever takes the output. Collectives: see `linear`, `gathered_linear`."""
+        bias = self.bias if add_bias else None
+        if self.overlap and self.enter == "gather":
+            return gathered_linear(x, self.weight, bias, tp=self.tp)
+        return linear(x, self.weight, bias, tp=self.tp, enter=self.enter, products=self.products)
 
 
 class RowParallelLinear(torch.nn.Module):
@@ -145,7 +143,14 @@ class RowParallelLinear(torch.nn.Module):
 
     Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
     once, after the sum.
+
+    Attributes:
+        products: how it multiplies.
+        overlap: with sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`).
     """
+
+    products: Products = PLAIN
+    overlap = False
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, std: float, bias: bool, make: ParameterFactory
@@ -158,16 +163,27 @@ class RowParallelLinear(torch.nn.Module):
             make.make(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism."""
+    @property
+    def late_bias(self) -> ShardedParameter | None:
+        """The bias, if the product cannot take it along, as its terms are summed over ranks first."""
+        return None if self.tp.size == 1 else self.bias
+
+    def forward(self, x: torch.Tensor, *, add_late_bias: bool = True) -> torch.Tensor:
+        """`add_late_bias` False leaves `late_bias` to whoever takes the output.
+
+        Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
+        """
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, tp=self.tp, enter="local")
-        partial = linear(x, self.weight, None, tp=self.tp, enter="local")
+            return linear(x, self.weight, self.bias, tp=self.tp, enter="local", products=self.products)
+        if self.sequence_parallel and self.overlap:
+            y = scattered_linear(x, self.weight, tp=self.tp)
+            return y + self.bias if self.bias is not None and add_late_bias else y
+        partial = linear(x, self.weight, None, tp=self.tp, enter="local", products=self.products)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(partial, tp=self.tp)
         else:
             y = reduce_from_tensor_parallel_region(partial, tp=self.tp)
-        return y if self.bias is None else y + self.bias
+        return y + self.bias if self.bias is not None and add_late_bias else y
 
 
 class _VocabularyLookup(torch.autograd.Function):
@@ -182,7 +198,7 @@ class _VocabularyLookup(torch.autograd.Function):
             tokens = (tokens - start).masked_fill(outside, 0)
         rows = F.embedding(tokens, weight)
         if outside is not None:
-            rows[outside] = 0.0
+            rows.masked_fill_(outside.unsqueeze(-1), 0.0)
         ctx.save_for_backward(tokens, outside)
         ctx.weight = weight
         return rows
@@ -210,11 +226,17 @@ class _OwedRows:
 
     def compute(self) -> torch.Tensor | None:
         """See `OwedGradient`."""
-        rows = self.parameter.shape[0]
-        dense = torch.ops.aten.embedding_dense_backward(self.grad, self.tokens, rows, -1, False)
-        if self.parameter.main_grad is None:
+        parameter, main_grad = self.parameter, self.parameter.main_grad
+        if main_grad is not None and main_grad.is_cpu:
+            # Of a large table few rows have a gradient. On CUDA this would add in any order.
+            rows = self.grad.flatten(0, -2).to(main_grad.dtype)
+            main_grad.index_add_(0, self.tokens.flatten(), rows)
+            parameter.report()
+            return None
+        dense = torch.ops.aten.embedding_dense_backward(self.grad, self.tokens, parameter.shape[0], -1, False)
+        if main_grad is None:
             return dense
-        self.parameter.accumulate(dense)
+        parameter.accumulate(dense)
         return None
 
 

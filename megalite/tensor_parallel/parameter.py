@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from megalite.kernels.registry import Kernels
+from megalite.kernels.weight_grad import accumulate_weight_grad
 from megalite.tensor_parallel.random import fill_expert_normal, fill_normal
 from megalite.tensor_parallel.weight_tape import WeightTape
 from megalite.topology.group import Group
@@ -45,6 +48,10 @@ class ShardedParameter(torch.nn.Parameter):
     """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None
     tape: WeightTape | None
+    accumulate_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = staticmethod(
+        accumulate_weight_grad
+    )
+    """The kernel that adds grad_yᵀ·x to a main gradient."""
     _main_grad: torch.Tensor | None = None
 
     @property
@@ -97,6 +104,15 @@ class ParameterFactory:
     tp_cp: Group = field(default_factory=lambda: Group.solo("tp-cp"))
     ep: Group = field(default_factory=lambda: Group.solo("ep"))
     expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
+    kernels: Kernels = field(default_factory=Kernels)
+
+    def kernel(self, operation: str, size: int) -> Any:
+        """The kernel of an operation on activations, with a last dimension of `size`; see `Kernels.get`."""
+        return self.kernels.get(operation, device=self.device, dtype=self.dtype, size=size)
+
+    def fuses(self, operation: str, size: int) -> bool:
+        """See `Kernels.fuses`."""
+        return self.kernels.fuses(operation, device=self.device, dtype=self.dtype, size=size)
 
     def make(
         self,
@@ -136,6 +152,8 @@ class ParameterFactory:
         parameter.main_grad = None
         parameter.grad_ready = None
         parameter.tape = None
+        if len(shape) > 1:
+            parameter.accumulate_product = self.kernel("weight_grad", shape[-1])
         return parameter
 
     def _initial(

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megalite.kernels.dropout import masked_dropout
 from megalite.topology.sharding import ShardSpec
 
 BLOCK = 64
@@ -83,10 +82,10 @@ class DropoutStream:
         return torch.rand(shape, generator=generator, device=device) >= p
 
 
-def dropout(
+def keep_mask(
     x: torch.Tensor, p: float, *, site: str, stream: DropoutStream, rows: torch.Tensor, length: int
 ) -> torch.Tensor:
-    """Zero elements of x [s_local, b, h] with probability p and scale the rest by 1/(1-p); keeps one byte an element.
+    """What stays of x [s_local, b, h] if each element falls with probability p: boolean, of x's shape.
 
     Args:
         site: name of the place in the network, e.g. `"layers.3.mlp"`.
@@ -96,4 +95,4 @@ def dropout(
         stream.keep(site, sample, (length, x.shape[2]), p, x.device).index_select(0, rows)
         for sample in range(x.shape[1])
     ]
-    return masked_dropout(x, torch.stack(masks, dim=1), p)
+    return torch.stack(masks, dim=1)

@@ -6,6 +6,7 @@ from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import FlatParameter, Segment
@@ -42,14 +43,18 @@ def flat_parameter(shard: OptimizerShard) -> FlatParameter:
     return FlatParameter(shard.main_param, shard.decay, tuple(segments))
 
 
-def build_optimizer(config: RunConfig, strategy: DataParallelStrategy, topology: Topology) -> Optimizer:
+def build_optimizer(
+    config: RunConfig, strategy: DataParallelStrategy, topology: Topology, kernels: Kernels
+) -> Optimizer:
     """What `optimizer` names, over the strategy's shards."""
-    optimizer = _make_optimizer(config, strategy, topology)
+    optimizer = _make_optimizer(config, strategy, topology, kernels)
     strategy.attach(optimizer)
     return optimizer
 
 
-def _make_optimizer(config: RunConfig, strategy: DataParallelStrategy, topology: Topology) -> Optimizer:
+def _make_optimizer(
+    config: RunConfig, strategy: DataParallelStrategy, topology: Topology, kernels: Kernels
+) -> Optimizer:
     parameters = [flat_parameter(shard) for shard in strategy.shards]
     if config.optimizer.optimizer == "sgd":
         return SGD(parameters, config.optimizer)
@@ -66,7 +71,7 @@ def _make_optimizer(config: RunConfig, strategy: DataParallelStrategy, topology:
         return RoundedAdamW(parameters, config.optimizer, seed=config.training.seed)
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
         return build_onebit_optimizer(config, parameters, topology)
-    return AdamW(parameters, config.optimizer)
+    return AdamW(parameters, config.optimizer, kernels)
 
 
 def build_onebit_optimizer(

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalite.config.compute import kernel_requests
 from megalite.config.run import RunConfig
 from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.kernels.registry import Kernels
+from megalite.models.compute import apply_compute
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.optimizers.base import Optimizer
@@ -29,6 +32,9 @@ class Replica:
     plan: tuple[StagePlan, ...]
     """Every virtual stage of the model, in order."""
     programs: Programs
+    kernels: Kernels
+    computes: tuple[str, ...]
+    """Lines for the log: how the layers compute."""
     precision: Precision
     stages: dict[int, GPTStage]
     """This rank's virtual stages by their global number."""
@@ -72,7 +78,11 @@ class Replica:
 
 
 def build_stages(
-    config: RunConfig, plan: Sequence[StagePlan], topology: Topology, precision: Precision
+    config: RunConfig,
+    plan: Sequence[StagePlan],
+    topology: Topology,
+    precision: Precision,
+    kernels: Kernels,
 ) -> dict[int, GPTStage]:
     """The modules of this rank's virtual stages, with their initial weights."""
     make = ParameterFactory(
@@ -85,6 +95,7 @@ def build_stages(
         tp_cp=topology.tp_cp,
         ep=topology.ep,
         expert_tp=topology.expert_tp,
+        kernels=kernels,
     )
     recompute = Recompute(
         # Recompute-ahead runs whole stages again, as actions of the schedule.
@@ -115,29 +126,38 @@ def build_stages(
     return stages
 
 
-def build_replica(config: RunConfig, topology: Topology, programs: Programs | None = None) -> Replica:
+def build_replica(
+    config: RunConfig,
+    topology: Topology,
+    programs: Programs | None = None,
+    kernels: Kernels | None = None,
+) -> Replica:
     """Everything of this rank for a validated config whose vocab_size is set.
 
     Args:
         topology: of `layout_of(config)`.
-        programs: if they have been made already.
+        programs, kernels: if they have been made already.
     """
     programs = programs or Programs(config)
+    kernels = kernels or Kernels(kernel_requests(config.compute.kernels))
     plan = programs.stages
     precision = Precision.of(config.training.precision)
-    stages = build_stages(config, plan, topology, precision)
+    stages = build_stages(config, plan, topology, precision, kernels)
+    computes = [apply_compute(stage, config) for stage in stages.values()]
     # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
     # the lookups.
     tapes = {stage: WeightTape() for stage in stages}
     for stage, module in stages.items():
         attach_tape(module, tapes[stage])
-    strategy = build_strategy(config, stages, topology, precision)
-    optimizer = build_optimizer(config, strategy, topology)
+    strategy = build_strategy(config, stages, topology, precision, kernels)
+    optimizer = build_optimizer(config, strategy, topology, kernels)
     return Replica(
         config=config,
         topology=topology,
         plan=plan,
         programs=programs,
+        kernels=kernels,
+        computes=tuple(dict.fromkeys(line for lines in computes for line in lines)),
         precision=precision,
         stages=stages,
         tapes=tapes,

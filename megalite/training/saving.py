@@ -78,6 +78,7 @@ class _Write:
             "config": asdict(replica.config),
             "layout": asdict(replica.topology.layout),
             "tokenizer": tokenizer,
+            "kernels": replica.kernels.summary(),
             "make_folder": make_folder,
             "log": log,
         }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.config import files
+from megalite.config.compute import kernels_in_words
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
@@ -234,3 +235,6 @@ def describe(config: RunConfig, replica: Replica, log: Callable[[str], None]) ->
         f"schedule {schedule}, layers per stage {cut}; global batch {t.global_batch_size} = {t.micro_batch_size} a "
         f"microbatch x {p.dp} dp x {count} microbatches; {t.global_batch_size * t.seq_length} tokens a step"
     )
+    for line in replica.computes:
+        log(line)
+    log(f"kernels: {kernels_in_words(replica.kernels.summary())}")

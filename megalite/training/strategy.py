@@ -1,7 +1,7 @@
 """The data-parallel strategy of a run."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from megalite.data_parallel.parameter_server import ParameterServer
 from megalite.data_parallel.sharded_parameter_server import ShardedParameterServer
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.kernels.registry import Kernels
 from megalite.models.shapes import is_hidden_matrix
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology, server_groups
@@ -30,7 +31,11 @@ from megalite.training.precision import Precision
 
 
 def build_strategy(
-    config: RunConfig, stages: Mapping[int, torch.nn.Module], topology: Topology, precision: Precision
+    config: RunConfig,
+    stages: Mapping[int, torch.nn.Module],
+    topology: Topology,
+    precision: Precision,
+    kernels: Kernels,
 ) -> DataParallelStrategy:
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     if config.optimizer.optimizer == "muon":
@@ -43,14 +48,9 @@ def build_strategy(
         embedding=topology.embedding,
         world=topology.world,
     )
-    options = StrategyOptions(
-        bucket_size=parallel.ddp_bucket_size,
-        grad_dtype=precision.main,
-        overlap=parallel.overlap_grad_reduce,
-        wire_dtype=torch.bfloat16 if settings.wire_dtype == "bf16" else None,
-        by_rank=settings.reduction_order == "rank",
-        split_main=config.optimizer.main_params == "split",
-    )
+    elements = sum(p.numel() for stage in stages.values() for p in stage.parameters())
+    l2norm = kernels.get("l2norm", device=topology.device, dtype=precision.main, size=elements)
+    options = _options(config, precision, l2norm)
     if parallel.dp_strategy == "distributed-optimizer":
         return DistributedOptimizer(
             stages,
@@ -111,6 +111,21 @@ def _warmup_share(config: RunConfig) -> float | None:
     if freeze is None or (training.train_iters is None and training.train_samples is None):
         return None
     return min(freeze / max(total_steps(config), 1), 1.0)
+
+
+def _options(
+    config: RunConfig, precision: Precision, l2norm: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> StrategyOptions:
+    parallel, settings = config.parallel, config.data_parallel
+    return StrategyOptions(
+        bucket_size=parallel.ddp_bucket_size,
+        grad_dtype=precision.main,
+        overlap=parallel.overlap_grad_reduce,
+        wire_dtype=torch.bfloat16 if settings.wire_dtype == "bf16" else None,
+        by_rank=settings.reduction_order == "rank",
+        split_main=config.optimizer.main_params == "split",
+        l2norm=l2norm,
+    )
 
 
 def _mark_hidden_matrices(stages: Mapping[int, torch.nn.Module]) -> None:

@@ -36,6 +36,7 @@ def save_tensors(
         "config": {"model": {"num_layers": 2}},
         "layout": {},
         "tokenizer": None,
+        "kernels": {"rmsnorm": "torch", "adam": "triton"},
     }
 
     def write(group: Any) -> None:

@@ -170,6 +170,7 @@ def save_as(
         config={"model": {"hidden_size": 8}},
         layout={"tp": group.size},
         tokenizer="0" * 64,
+        kernels={},
         world=group,
         device=CPU,
     )

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megalite.config.yaml_files import UniqueKeyLoader
 from tests.support.layers import Module, read_modules
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ CALLS = {
 ALLOWED_THERE = {"torch.save", "torch.serialization"}
 """Of these, what that package says: it writes such files too, and names the classes that torch may build."""
 
-SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
+SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.yaml_files.UniqueKeyLoader"}
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
@@ -122,7 +124,7 @@ def offences(module: Module) -> Iterator[str]:
     }
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.Name, ast.Attribute)):
+        if not isinstance(node, (ast.Name, ast.Attribute)) or isinstance(node.ctx, ast.Store):
             continue
         name = dotted(node, names)
         if name in ("torch.load", "numpy.load", "yaml.load"):
@@ -140,6 +142,11 @@ def offences(module: Module) -> Iterator[str]:
             yield f"allow_pickle on line {node.value.lineno}"
         if isinstance(node, ast.keyword) and node.arg == "shell" and not is_constant(node.value, False):
             yield f"shell on line {node.value.lineno}"
+
+
+def test_our_loader_is_a_safe_one() -> None:
+    assert UniqueKeyLoader.__mro__[1] is yaml.SafeLoader
+    assert set(vars(UniqueKeyLoader)) - {"__module__", "__doc__"} == {"construct_mapping"}
 
 
 def test_no_pickle() -> None:

@@ -137,6 +137,7 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
             config={},
             layout={},
             tokenizer=None,
+            kernels={},
             world=world,
             device=CPU,
         )

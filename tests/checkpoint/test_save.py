@@ -51,6 +51,7 @@ def save_plan(
         config={},
         layout={},
         tokenizer=tokenizer,
+        kernels={"rmsnorm": "torch"},
         world=group,
         device=CPU,
         log=log,

@@ -8,6 +8,7 @@ import pytest
 from megalite.cli.main import main
 from megalite.cli.parity import _options
 from megalite.config.errors import ConfigError
+from tests.support.ranks import forked_pools
 
 Captured = pytest.CaptureFixture[str]
 SMALL = "parity --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40"
@@ -50,17 +51,20 @@ def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
-    assert run("parity --fuzz 0 --seed 6 --steps 1") == 0
-    first = capsys.readouterr().out
-    assert first.startswith("1 layouts in ") and first.endswith("with seed 6: 0 different from one rank\n")
-    assert run("parity --fuzz 0 --seed 6 --steps 1 --tolerance 0") == 1
-    line, verdict, count = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("  DIFFERENT: first the ")
-    assert count.endswith("1 different from one rank")
-    command, *arguments = shlex.split(line)
-    assert command == "megalite"
-    assert main(arguments) == 1  # the line repeats the failure
-    assert f"  {capsys.readouterr().out.splitlines()[-1]}" == verdict
+    with forked_pools():
+        assert run("parity --fuzz 0 --seed 6 --steps 1") == 0
+        first = capsys.readouterr().out
+        assert first.startswith("1 layouts in ") and first.endswith(
+            "with seed 6: 0 different from one rank\n"
+        )
+        assert run("parity --fuzz 0 --seed 6 --steps 1 --tolerance 0") == 1
+        line, verdict, count = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("  DIFFERENT: first the ")
+        assert count.endswith("1 different from one rank")
+        command, *arguments = shlex.split(line)
+        assert command == "megalite"
+        assert main(arguments) == 1  # the line repeats the failure
+        assert f"  {capsys.readouterr().out.splitlines()[-1]}" == verdict
 
 
 @pytest.mark.parametrize(

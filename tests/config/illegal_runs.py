@@ -1,5 +1,7 @@
 """Settings of batch, schedules, data and checkpoints that `validate` refuses, with the exact message."""
 
+from megalite.config.compute import OPERATIONS
+
 RUNS = [
     (1, "--seed -1", "seed is -1; it must be at least 0, e.g. 1234"),
     (1, "--lr 0", "lr is 0; it must be above 0, e.g. 0.001"),
@@ -328,6 +330,26 @@ RUNS = [
         1,
         "--tiktoken-pattern x+",
         "tiktoken_pattern x+ has no effect without a tiktoken file; add --tokenizer-model FILE or remove it",
+    ),
+    (
+        1,
+        "--kernels rmsnorm",
+        "kernels: 'rmsnorm' is not OPERATION=BACKEND, such as rmsnorm=triton",
+    ),
+    (
+        1,
+        "--kernels rmsnrom=triton",
+        f"kernels: no operation rmsnrom: did you mean rmsnorm? (one of {', '.join(OPERATIONS)})",
+    ),
+    (
+        1,
+        "--kernels rmsnorm=triton adam=apx",
+        "kernels: no backend apx for adam: did you mean apex? (one of apex, triton, torch)",
+    ),
+    (
+        1,
+        "--kernels adam=apex,adam=torch",
+        "kernels: adam is given twice, as apex and torch; keep one of them",
     ),
 ]
 """(world size, command line, message)."""

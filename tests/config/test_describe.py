@@ -6,7 +6,8 @@ from megalite.config.run import RunConfig
 
 def test_each_setting_is_described() -> None:
     assert list(sections()) == [
-        *("model", "parallel", "data_parallel", "optimizer", "data", "training", "checkpoint", "logging")
+        *("model", "parallel", "data_parallel", "optimizer", "data", "training", "compute", "checkpoint"),
+        "logging",
     ]
     for setting in settings().values():
         assert setting.help.endswith("."), setting.name

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.flat import Update
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
@@ -24,7 +25,7 @@ from megalite.training.optimizer import build_optimizer
 from megalite.training.precision import Precision
 from megalite.training.strategy import build_strategy
 from tests.data_parallel import network_namespace
-from tests.e2e.forked import fork_server
+from tests.support.fork_server import fork_server
 
 RANKS = 4
 STEPS = 2
@@ -66,8 +67,8 @@ def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
     """Bytes that this rank says it has sent, and those that all have."""
     config = replace(RunConfig(), **{"ddp_bucket_size": 300_000, **settings})
     network = Network()
-    strategy = build_strategy(config, {0: network}, topology, Precision.of("fp32"))
-    optimizer = build_optimizer(config, strategy, topology)
+    strategy = build_strategy(config, {0: network}, topology, Precision.of("fp32"), Kernels())
+    optimizer = build_optimizer(config, strategy, topology, Kernels())
     before = 0
     for step in range(1, STEPS + 2):
         strategy.begin_step(step)

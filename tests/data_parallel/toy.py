@@ -8,6 +8,7 @@ import torch
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -51,8 +52,10 @@ class ToyRun:
         self.config: RunConfig = replace(RunConfig(), **settings)
         precision = Precision.of(self.config.training.precision)
         self.toy = Toy(precision.compute)
-        self.strategy: DataParallelStrategy = build_strategy(self.config, {0: self.toy}, topology, precision)
-        self.optimizer: Optimizer = build_optimizer(self.config, self.strategy, topology)
+        self.strategy: DataParallelStrategy = build_strategy(
+            self.config, {0: self.toy}, topology, precision, Kernels()
+        )
+        self.optimizer: Optimizer = build_optimizer(self.config, self.strategy, topology, Kernels())
         self.steps = 0
 
     def gradients(self, *, scale: float = 1.0, loss_scale: float = 1.0) -> list[float]:

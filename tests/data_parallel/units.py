@@ -10,6 +10,7 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import has_memory
 from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Optimizer
 from megalite.optimizers.flat import Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -107,8 +108,10 @@ class UnitRun:
         )
         self.layers = [Layer(index, make, self) for index in range(UNITS)]
         self.model = torch.nn.Sequential(*self.layers)
-        self.strategy: DataParallelStrategy = build_strategy(config, {0: self.model}, topology, precision)
-        self.optimizer: Optimizer = build_optimizer(config, self.strategy, topology)
+        self.strategy: DataParallelStrategy = build_strategy(
+            config, {0: self.model}, topology, precision, Kernels()
+        )
+        self.optimizer: Optimizer = build_optimizer(config, self.strategy, topology, Kernels())
         self.steps = self.microbatch = 0
 
     def live(self) -> Live:

@@ -1,42 +1,25 @@
 """`train_forked`: `megalite train` on some ranks without a launcher, forked from a process that has all of it imported.
 
-To start a Python process with torch takes each rank seconds, far longer than a tiny run. Here one server pays that; its
-forks run the command as a rank of torchrun's would: the same environment, and the store is outside of any rank.
+Forks of the fork server run the command as a rank of torchrun's would: the same environment, and the store is outside
+of any rank.
 """
 
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed as dist
 
 from megalite.cli.train import main
 from tests.e2e.programs import REPOSITORY, Outcome
-
-PRELOAD = ("pytest", "torch._dynamo", "megalite.training.loop", "tests.e2e.forked")
-"""torch._dynamo is imported by the first optimizer."""
+from tests.support.fork_server import fork_server
 
 STREAMS = ("out", "err")
-
-
-@cache
-def fork_server() -> ForkServerContext:
-    """One thread in the process that is forked, whatever this one has."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-        forkserver.ensure_running()
-    return context
 
 
 def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome:

@@ -42,7 +42,7 @@ class Runs:
     switched: Path
     """tp 2, a V over pp 2 with its second step traced, then pp 2, dp 2."""
     shrunk: Path
-    """The same, then one process without torchrun."""
+    """The same, then one rank."""
     whole: Path
     """One process, uninterrupted."""
     first_half: Outcome
@@ -51,7 +51,10 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs that all tests below look at: the first by torchrun, the last by itself, as users start them."""
+    """The runs that all tests below look at; the last is started as users do.
+
+    (`test_kill` trains under torchrun, and the sweeps' runs come to their end under it.)
+    """
     folder = tmp_path_factory.mktemp("runs")
     switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
 
@@ -59,7 +62,7 @@ def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         resume = ("--save-interval", "2", "--load", run_dir / "checkpoints", "--fresh-if-missing")
         return [*SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume, *flags]
 
-    first_half = train(4, *words(switched, *FIRST, "--exit-interval", str(SWITCH))).require_success()
+    first_half = train_forked(4, *words(switched, *FIRST, "--exit-interval", str(SWITCH))).require_success()
     shutil.copytree(switched, shrunk)
     second_half = train_forked(4, *words(switched, *SECOND)).require_success()
     train_forked(1, *words(shrunk)).require_success()

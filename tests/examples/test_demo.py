@@ -139,7 +139,10 @@ def test_steps_done(demo: ModuleType, tmp_path: Path) -> None:
     assert demo.steps_done() == 150
 
 
-def test_shows_and_runs_commands(demo: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shows_and_runs_commands(
+    demo: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     demo.run(sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])")
     shown, answer = capfd.readouterr().out.splitlines()
     assert shown == f"$ {Path(sys.executable).name} -c 'import os; print(os.environ['OMP_NUM_THREADS'])'"

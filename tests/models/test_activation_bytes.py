@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megalite.config.run import RunConfig
+from megalite.kernels.registry import Kernels
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
 from megalite.pipeline.ir.schedule import peak_activations
@@ -80,7 +81,7 @@ def layers_alone(context: RankContext, config: RunConfig) -> tuple[GPTStage, Sta
         has_head=False,
     )
     topology = context.topology_of(config)
-    stage = build_stages(config, [plan], topology, Precision.of(config.training.precision))[0]
+    stage = build_stages(config, [plan], topology, Precision.of(config.training.precision), Kernels())[0]
     return stage.train(), plan
 
 
@@ -150,7 +151,7 @@ def measured(world_size: int, settings: dict[str, Any]) -> dict[str, float]:
         ({"num_layers": 5, **full("block", 2)}, lambda t: 2 * 2 + 3 * (34 + SCORES)),
         ({"num_layers": 5, **full("block", 5)}, lambda t: 2 * 5),
     ],
-    ids=str,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 def test_a_layer_keeps_what_the_formula_says(
     settings: dict[str, Any], formula: Callable[[int], float]

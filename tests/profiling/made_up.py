@@ -127,6 +127,7 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
             pass_backward=3e-5,
             step=took(5e-5),
         ),
+        passes=(),
         collectives=tuple(collectives(cluster, machine)) if machine.ranks > 1 else (),
     )
 

@@ -17,12 +17,13 @@ LATE_IMPORTS = {
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch."""
 
-DISPATCHERS = {"megalite.cli.main"}
-"""Modules that import by name: one command's module, when it is called."""
+DISPATCHERS = {"megalite.cli.main", "megalite.kernels.implementations", "megalite.kernels.apex.detect"}
+"""Modules that import by name: one command's module, when it is called; a kernel's, when it is chosen; apex's
+extensions, to see whether they load."""
 
 OPTIONAL_PACKAGES = {
     *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
-    *("transformers", "zstandard"),
+    *("transformers", "triton", "zstandard"),
 }
 """Third-party packages of the extras, imported where they are used."""
 
@@ -143,7 +144,7 @@ def code_from_data(module: Module) -> list[str]:
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             wrong += [text for call in PICKLING_CALLS - allowed if text == call or is_tail(text, call)]
-        elif isinstance(node, ast.Name) and node.id in RUNNING_TEXT:
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in RUNNING_TEXT:
             wrong.append(node.id)
         elif (
             isinstance(node, ast.keyword)

@@ -45,8 +45,10 @@ steps an optimizer of which it knows the interface."""
 
 ONLY = {
     "megalite.config": {"megalite.config"},
-    "megalite.kernels": {"megalite.kernels"},
-    "megalite.optimizers": {"megalite.optimizers", "megalite.config", "megalite.topology"},
+    "megalite.kernels": {"megalite.kernels", "megalite.config"},
+    "megalite.optimizers": {
+        *("megalite.optimizers", "megalite.config", "megalite.topology", "megalite.kernels"),
+    },
     "megalite.models": {
         *("megalite.models", "megalite.config", "megalite.kernels"),
         *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.topology"),

@@ -1,19 +1,33 @@
 """`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's one `RankPool`.
 
-Spawning ranks anew costs ten seconds a test here; the pool pays once. In the workers too warnings are errors.
+Spawning ranks anew costs ten seconds a test here; the pool pays nothing, being forked from a process that has torch. In
+the workers too warnings are errors.
 """
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from megalite.parity import pool as rank_pool
 from megalite.parity.pool import RankContext, RankFailure, RankPool
+from tests.support.fork_server import fork_server
 
-__all__ = ["POOL_SIZE", "RankContext", "RankFailure", "run_ranks"]
+__all__ = ["POOL_SIZE", "RankContext", "RankFailure", "forked_pools", "run_ranks"]
 
 POOL_SIZE = 8
 
 _pools: list[RankPool] = []
+
+
+@contextmanager
+def forked_pools() -> Iterator[None]:
+    """Every `RankPool` made in here forks its workers from the fork server, and does not wait for torch."""
+    forks = SimpleNamespace(get_context=lambda method: fork_server())
+    with mock.patch.object(rank_pool, "multiprocessing", forks):
+        yield
 
 
 @atexit.register
@@ -39,5 +53,6 @@ def run_ranks(
     if _pools and _pools[0].stopped:
         _pools.clear()
     if not _pools:
-        _pools.append(RankPool(POOL_SIZE, strict=True))
+        with forked_pools():
+            _pools.append(RankPool(POOL_SIZE, strict=True))
     return _pools[0].run(size, fn, *args, timeout=timeout, **kwargs)

@@ -198,9 +198,7 @@ class _SpyGroup(Group):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
-    monkeypatch: pytest.MonkeyPatch, sp: bool
-) -> None:
+def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bool) -> None:
     group = _SpyGroup("tp", (0, 1), 0)
     layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, make=factory(group, sp))
     layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -208,7 +206,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
     def weight_gradient(*_: torch.Tensor) -> None:
         EVENTS.append("weight gradient")
 
-    monkeypatch.setattr("megalite.tensor_parallel.layers.accumulate_weight_grad", weight_gradient)
+    layer.weight.accumulate_product = weight_gradient
     y = layer(drawn(0, S, B, K).requires_grad_())
     EVENTS.clear()
     y.sum().backward()

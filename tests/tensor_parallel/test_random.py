@@ -5,7 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from megalite.tensor_parallel.random import DropoutStream, dropout, fill_normal
+from megalite.kernels.dropout import masked_dropout
+from megalite.tensor_parallel.random import DropoutStream, fill_normal, keep_mask
 from megalite.topology.sharding import ShardSpec
 
 CPU = torch.device("cpu")
@@ -81,7 +82,9 @@ def dropped(
 ) -> torch.Tensor:
     rows = list(range(12)) if rows is None else rows
     x = X[rows, : len(ids)]
-    return dropout(x, p, site=site, stream=DropoutStream(seed, ids), rows=torch.tensor(rows), length=12)
+    stream = DropoutStream(seed, ids)
+    keep = keep_mask(x, p, site=site, stream=stream, rows=torch.tensor(rows), length=12)
+    return masked_dropout(x, keep, p)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
@@ -135,7 +138,8 @@ def test_keep_mask_of_attention_probabilities() -> None:
 
 def test_the_gradient_passes_where_values_do() -> None:
     x = torch.ones(12, 4, 50, dtype=torch.float64, requires_grad=True)
-    y = dropout(x, 0.3, site="a", stream=STREAM, rows=torch.arange(12), length=12)
+    keep = keep_mask(x, 0.3, site="a", stream=STREAM, rows=torch.arange(12), length=12)
+    y = masked_dropout(x, keep, 0.3)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach())

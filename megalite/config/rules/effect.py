@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 
-from megalite.config.describe import values_of
+from megalite.config.describe import value_of
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 
 
 def shown(config: RunConfig, name: str) -> str:
     """`ep 2`, `recompute_modules mlp moe`, and for a switch its name alone."""
-    value = values_of(config)[name]
+    value = value_of(config, name)
     if value is True:
         return name
     if isinstance(value, float):
@@ -19,10 +19,8 @@ def shown(config: RunConfig, name: str) -> str:
 
 def asked_for(config: RunConfig, explicit: frozenset[str], names: Iterable[str]) -> list[str]:
     """Those of the settings that the user gave, other than to turn them off."""
-    values = values_of(config)
-    return [
-        name for name in names if name in explicit and values[name] is not None and values[name] is not False
-    ]
+    given = ((name, value_of(config, name)) for name in names if name in explicit)
+    return [name for name, value in given if value is not None and value is not False]
 
 
 def refuse_idle(
@@ -41,7 +39,7 @@ def refuse_elsewhere(
     Args:
         known: setting -> the values of `setting` that it means something to.
     """
-    value = values_of(config)[setting]
+    value = value_of(config, setting)
     for name in asked_for(config, explicit, known):
         if value not in known[name]:
             cause = f"with {setting} {value}"

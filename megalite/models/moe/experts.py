@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.activations import ACTIVATIONS
 from megalite.kernels.grouped_gemm import accumulate_grouped_weight_grad, grouped_matmul
+from megalite.models.activation import activation_of
 from megalite.models.recompute import Recompute
 from megalite.models.recompute_saved import not_saving
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -31,7 +31,7 @@ class Experts(torch.nn.Module):
         assert config.num_experts is not None
         count, f, h = config.num_experts, config.expert_ffn_size, config.hidden_size
         stacked = (count, 2, f) if config.is_gated else (count, f)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = activation_of(config.activation, f // make.expert_tp.size, make=make)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = make.make(
             f"{name}.up.weight",
@@ -104,7 +104,9 @@ class _OwedGrouped:
             grad_weight = torch.zeros_like(weight)
             accumulate_grouped_weight_grad(_matrices(grad_weight), self.grad_y, self.x, self.counts)
             return grad_weight
-        accumulate_grouped_weight_grad(_matrices(weight.main_grad), self.grad_y, self.x, self.counts)
+        accumulate_grouped_weight_grad(
+            _matrices(weight.main_grad), self.grad_y, self.x, self.counts, weight.accumulate_product
+        )
         weight.report()
         return None
 

@@ -2,10 +2,11 @@
 
 What is counted of the operations that only move bytes is what they read and write, in passes over [tokens, width]:
 a norm 2 and 3 (forward, backward), an activation gates+1 and 2·gates+1, dropout with residual sum 3 and 2, and of
-attention with scores in memory, b·a/t·s·s/cp of them, softmax 2 and 3 and dropout 2 and 2 with a byte of mask.
+attention with scores in memory, b·a/t·s·s/cp of them, softmax 2 and 3 and dropout 2 and 2 with a byte of mask. A softmax
+that is not fused, or whose b·a/t the fused one does not take, has four operations more: two casts, scale and mask.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,8 +53,9 @@ class Pricing:
 
     def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
         """One operation that multiplies `batch` pairs."""
+        peak = self.peak * self.stack.product_rate
         seconds = gemm_seconds(
-            m, n, k, batch=batch, element=self.work.element, peak=self.peak, cluster=self.cluster
+            m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster
         )
         return Parts(gemm=seconds, operations=1.0)
 
@@ -72,13 +74,13 @@ class Pricing:
 
     def passes(self, forward: Number, backward: Number, elements: Number, operations: Number = 1.0) -> Piece:
         """An operation without weights: passes over so many elements."""
-        size = elements * self.work.element
+        size = elements * self.work.element * self.stack.elementwise_slowdown
         return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
 
     def tensor(self, operation: str, volume: Number) -> Parts:
         """A collective of tensor parallelism."""
         seconds = collective_seconds(operation, volume, self.work.tp, 1.0, self.cluster)
-        return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, 1.0, 0.0))
+        return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, self.work.tp / 2.0, 0.0))
 
     def enter(self) -> Parts:
         """Into a column-parallel layer."""
@@ -90,9 +92,21 @@ class Pricing:
         parts = self.tensor("reduce-scatter", work.activation_bytes) * work.sequence_parallel
         return parts + self.tensor("all-reduce", work.activation_bytes) * (1.0 - work.sequence_parallel)
 
-    def block_communication(self) -> Piece:
-        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient."""
-        return Piece(self.enter() + self.leave(), self.enter() * 2.0 + self.leave(), Parts())
+    def block_communication(self, products: Parts) -> Piece:
+        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient.
+
+        Args:
+            products: those of the weights' gradients, as long as those of the inputs'. Where the stack says so, the latter
+                hide that gathering, and they themselves the sum of the input's gradient: as far as they last. On a CPU
+                nothing is hidden: what moves the bytes there is what computes.
+        """
+        gather, reduce = self.enter(), self.leave()
+        backward = gather * 2.0 + reduce
+        if self.cluster.accelerator.asynchronous:
+            hidden = np.minimum(gather.tensor, products.gemm) * self.stack.overlap_gathers
+            hidden = hidden + np.minimum(reduce.tensor, products.gemm) * self.stack.overlap_tensor_gradients
+            backward = replace(backward, tensor=backward.tensor - hidden)
+        return Piece(gather + reduce, backward, Parts())
 
 
 def norm(price: Pricing, width: Number) -> Piece:
@@ -123,8 +137,9 @@ def attention_core(price: Pricing) -> Piece:
 
 
 def _scores_in_memory(price: Pricing) -> Piece:
-    work, apart = price.work, 0.0 if price.stack.fused_softmax else 1.0
+    work, stack = price.work, price.stack
     batch, rows = work.batch * work.heads / work.tp, work.sequence / work.cp
+    apart = np.where(np.mod(batch, stack.softmax_multiple) > 0, 1.0, 0.0) if stack.fused_softmax else 1.0
     scores = price.gemm(rows, work.sequence, work.head_size, batch)
     context = price.gemm(rows, work.head_size, work.sequence, batch)
     backward = price.gemm(rows, work.sequence, work.head_size, batch)
@@ -136,7 +151,7 @@ def _scores_in_memory(price: Pricing) -> Piece:
         2.0 + 4.0 * apart + 2.0 * dropout + mask,
         3.0 + 4.0 * apart + 2.0 * dropout + mask,
         elements,
-        1.0 + 2.0 * apart + dropout,
+        1.0 + 4.0 * apart + dropout,
     )
     # Heads and sequence change places on the way in and out.
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
@@ -238,12 +253,21 @@ def embedding(price: Pricing) -> Piece:
 
 
 def head(price: Pricing) -> Piece:
-    """Final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward."""
+    """Final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
+
+    A loss that is not fused turns the logits round and copies them (3 passes and one in fp32), reads the copy for its
+    maximum and for the sum, reads and writes it for the difference, its exponential and the quotient; and in the
+    backward once more for the product with the loss's gradient, on the way back to the logits.
+    """
     work = price.work
     width = work.vocabulary / work.tp
     exact = max(4.0, work.element) / work.element
-    loss = price.passes(1.0 + 4.0 * exact, 2.0 * exact, work.tokens * width, 6.0)
-    sums = price.tensor("all-gather", work.tp * 2.0 * work.tokens * 4.0)
+    elements = work.tokens * width
+    if price.stack.fused_loss:
+        loss = price.passes(1.0 + 4.0 * exact, 2.0 * exact, elements, 6.0)
+    else:
+        loss = price.passes(3.0 + 9.0 * exact, 3.0 + 3.0 * exact, elements, 12.0)
+    sums = price.tensor("all-gather", work.tp * 3.0 * work.tokens * 4.0)
     return (
         norm(price, work.hidden / work.split)
         + price.linear(work.tokens, width, work.hidden)

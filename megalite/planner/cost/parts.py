@@ -8,7 +8,7 @@ from megalite.planner.cost.workload import Number
 from megalite.planner.hardware.cluster import Cluster
 from megalite.planner.hardware.stack import SoftwareStack
 
-ALTERNATION = 4.0
+ALTERNATION = 6.0
 """q: how the times of host and device combine. Infinite if each stretch of a stage were bound by the same one of them."""
 
 

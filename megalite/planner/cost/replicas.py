@@ -44,7 +44,10 @@ def stage_exchange(
     narrow = element / wire_width(config) if stack.half_gradients else 1.0
     sizes, work = group_sizes(config), workload_of(config)
     stride = float(data_stride(work))
-    strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": float(pipeline_stride(work)) * (sizes["pp"] - 1)}
+    hop = float(pipeline_stride(work))
+    # The ends of a pipeline that lies inside a node are in one node, however far apart.
+    ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
+    strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
     fully = config.parallel.dp_strategy == "fully-sharded"
     reduce = gather = 0.0
     pieces = 0

@@ -1,6 +1,6 @@
 """Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -87,20 +87,22 @@ def layer_parts(price: Pricing, *, moe: bool = False) -> LayerParts:
     """One block; `moe`: with experts instead of a dense MLP."""
     work = price.work
     norms = norm(price, work.hidden / work.split) * 2.0
-    core, communication = attention_core(price), price.block_communication()
-    total = norms + core + attention_projections(price) + communication + residual(price) * 2.0
+    core, projections = attention_core(price), attention_projections(price)
+    communication = price.block_communication(projections.weight_gradient)
+    total = norms + core + projections + communication + residual(price) * 2.0
     if moe:
         products, nonlinearity, exchange = experts(price)
         total = total + products + nonlinearity + exchange
         feed_forward = products.forward + nonlinearity.forward + exchange.forward
         if np.any(np.asarray(work.shared_ffn) > 0):
             products, nonlinearity = dense_mlp(price, work.shared_ffn)
+            communication = price.block_communication(products.weight_gradient)
             total = total + products + nonlinearity + communication
             feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
         again = feed_forward * work.recompute_moe
     else:
         products, nonlinearity = dense_mlp(price, work.ffn)
-        total = total + products + nonlinearity + communication
+        total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
         again = (products.forward + nonlinearity.forward + price.enter()) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
@@ -125,8 +127,7 @@ def stage_cost(
         has_embedding, has_head: 0 or 1.
         kept: layers that full recompute leaves alone (method block).
     """
-    total = embedding(price) * has_embedding + head(price) * has_head
-    again = Parts()
+    total, again = embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
         if np.any(np.asarray(number) > 0):
@@ -134,26 +135,46 @@ def stage_cost(
             total = total + layer.piece * number
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
             again = again + layer.again * (number * share)
-    return _seconds(price, total, again)
+    # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
+    end = _seconds(price, head(price) * has_head, Parts())
+    return _one_after_the_other(_seconds(price, total, again), end, price.stack.microbatch_seconds)
 
 
 def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
+    """Without the constant of a microbatch. What is computed again and the backward alternate, layer by layer: the host
+    may be late in one and make up for it in the other."""
     cluster, stack = price.cluster, price.stack
     gradients = total.input_gradient + total.weight_gradient
-    backward = gradients.seconds(cluster, stack)
+    backward, recompute = gradients.seconds(cluster, stack), again.seconds(cluster, stack)
+    apart = backward + recompute
+    both = (gradients + again).seconds(cluster, stack)
+    ratio = np.divide(both, apart, out=np.ones(np.shape(apart)), where=np.asarray(apart) > 0)
+    backward, recompute = backward * ratio, recompute * ratio
     whole = gradients.device_seconds(cluster, stack)
     part = total.weight_gradient.device_seconds(cluster, stack)
     share = np.divide(part, whole, out=np.zeros(np.shape(whole)), where=np.asarray(whole) > 0)
     weight = backward * share
-    constant = stack.microbatch_seconds
     return StageCost(
-        forward=total.forward.seconds(cluster, stack) + constant,
-        input_gradient=backward - weight + constant,
+        forward=total.forward.seconds(cluster, stack),
+        input_gradient=backward - weight,
         weight_gradient=weight,
-        recompute=again.seconds(cluster, stack),
+        recompute=recompute,
         forward_parts=total.forward,
         backward_parts=gradients,
         recompute_parts=again,
+    )
+
+
+def _one_after_the_other(layers: StageCost, end: StageCost, constant: Number) -> StageCost:
+    """The sum, and a constant on either way."""
+    return StageCost(
+        forward=layers.forward + end.forward + constant,
+        input_gradient=layers.input_gradient + end.input_gradient + constant,
+        weight_gradient=layers.weight_gradient + end.weight_gradient,
+        recompute=layers.recompute + end.recompute,
+        forward_parts=layers.forward_parts + end.forward_parts,
+        backward_parts=layers.backward_parts + end.backward_parts,
+        recompute_parts=layers.recompute_parts + end.recompute_parts,
     )
 
 
@@ -161,11 +182,7 @@ def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe
     """One layer alone, without the constant of a microbatch."""
     price = Pricing.of(work, cluster, stack)
     layer = layer_parts(price, moe=moe)
-    return _seconds(Pricing(work, cluster, _without_constant(stack), price.peak), layer.piece, layer.again)
-
-
-def _without_constant(stack: SoftwareStack) -> SoftwareStack:
-    return replace(stack, microbatch_seconds=0.0)
+    return _seconds(price, layer.piece, layer.again)
 
 
 def stage_costs(

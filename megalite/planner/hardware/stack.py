@@ -32,21 +32,37 @@ class SoftwareStack:
     """A message between stages is cut over tensor-parallel ranks, and put together on the other side."""
     attention_efficiency: float = field(metadata=FRACTION)
     """Of the GEMM efficiency, what fused attention reaches in its products."""
+    elementwise_slowdown: float
+    """How many times longer the operations on activations between the products take than their bytes at the rate that the
+    cluster's memory gives: more than 1 where arithmetic bounds them, or one pass counted is several."""
     operation_seconds: float = field(metadata=OR_ZERO)
     """The host's time to start one operation; a stage takes no less than all of its operations."""
     collective_seconds: float = field(metadata=OR_ZERO)
-    """The same of one collective of tensor parallelism."""
+    """The same of one collective of tensor parallelism over two ranks. Over t it takes t/2 times that: it begins when the
+    last of them has started it."""
     microbatch_seconds: float = field(metadata=OR_ZERO)
     """On top of each stage's forward, and of its backward, whatever they hold."""
     step_seconds: float = field(metadata=OR_ZERO)
     """On top of each step: data, norm, scheduler."""
     provenance: Mapping[str, str]
     """Name of a figure -> where it is from."""
+    overlap_tensor_gradients: bool = False
+    """In the backward, the gradient of a linear layer's input is summed (or scattered) beside the product for the weight's
+    gradient."""
+    overlap_gathers: bool = False
+    """With sequence parallelism, the backward gathers the input once more beside the product for the input's gradient."""
+    fused_loss: bool = True
+    """The loss reads the logits as they are; else it copies them in fp32 and each step of it is a pass over the copy."""
+    softmax_multiple: int = 1
+    """The fused softmax takes batches times heads (of a rank) in multiples of this; others go step by step."""
+    product_rate: float = 1.0
+    """Of the rate of products that the cluster file says, what this stack's libraries reach; more than 1 if that was
+    fitted on slower ones."""
 
 
 _FIGURES = (
-    *("attention_efficiency", "operation_seconds", "collective_seconds"),
-    *("microbatch_seconds", "step_seconds"),
+    *("attention_efficiency", "elementwise_slowdown", "operation_seconds", "collective_seconds"),
+    *("microbatch_seconds", "step_seconds", "product_rate"),
 )
 
 
@@ -65,7 +81,7 @@ def load_stack(name_or_path: str) -> SoftwareStack:
     path = find_file(name_or_path, _FOLDER, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
     for name in _FIGURES:
-        if name not in stack.provenance:
+        if name not in stack.provenance and not (name == "product_rate" and stack.product_rate == 1.0):
             raise ConfigError(
                 f"stack file {path}: provenance: {name} is missing; say where the figure is from, such as measured with "
                 f"..., fitted on ..., or assumed"

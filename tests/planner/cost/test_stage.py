@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalite.planner.cost.operations import Pricing, attention_core, dense_mlp
+from megalite.planner.cost.operations import Pricing, attention_core, attention_projections, dense_mlp, head
 from megalite.planner.cost.parts import Parts
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
 from megalite.planner.cost.workload import Workload, stacked, with_layouts, workload_of
-from megalite.planner.hardware.stack import load_stack
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack, load_stack
 from megalite.planner.pipeline import plan_stages
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
 
@@ -63,9 +64,10 @@ def test_one_rank_of_tensor_parallelism_communicates_nothing() -> None:
 
 
 def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
-    plain = layer_seconds(workload_of(config_of(4, tp=4)), cluster_with(link_latency=0.0), STACK)
+    stack = replace(STACK, overlap_tensor_gradients=False, overlap_gathers=False)
+    plain = layer_seconds(workload_of(config_of(4, tp=4)), cluster_with(link_latency=0.0), stack)
     split = layer_seconds(
-        workload_of(config_of(4, tp=4, sequence_parallel=True)), cluster_with(link_latency=0.0), STACK
+        workload_of(config_of(4, tp=4, sequence_parallel=True)), cluster_with(link_latency=0.0), stack
     )
     # An all-reduce is a reduce-scatter and an all-gather; the backward gathers the input once more in each half.
     assert split.forward_parts.tensor == pytest.approx(plain.forward_parts.tensor)
@@ -78,6 +80,98 @@ def test_communication_hides_behind_products_only_if_the_stack_says_so() -> None
     assert parts.device_seconds(BASE, without_host()) == 6.0
     assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=True)) == 4.0
     assert Parts(gemm=1.0, tensor=2.0).exposed_tensor(replace(STACK, overlap_tensor_parallel=True)) == 1.0
+
+
+def test_the_backward_hides_collectives_behind_its_products_as_far_as_they_last() -> None:
+    apart = replace(without_host(), overlap_tensor_gradients=False, overlap_gathers=False)
+    beside = replace(apart, overlap_tensor_gradients=True, overlap_gathers=True)
+
+    def tensor(stack: SoftwareStack, cluster: Cluster, **settings: object) -> tuple[float, float]:
+        cost = layer_seconds(workload_of(config_of(4, tp=4, **settings)), cluster, stack)
+        return float(cost.forward_parts.tensor), float(cost.backward_parts.tensor)
+
+    fast = cluster_with(link_bandwidth=3e12, link_latency=0.0)
+    forward, backward = tensor(apart, fast)
+    assert tensor(beside, fast) == (forward, 0.0)
+    # With sequence parallelism the gradient of the output is gathered before any product can begin.
+    forward, backward = tensor(apart, fast, sequence_parallel=True)
+    assert tensor(beside, fast, sequence_parallel=True) == (forward, pytest.approx(backward / 3))
+    gathers = replace(apart, overlap_gathers=True)
+    assert tensor(gathers, fast, sequence_parallel=True) == (forward, pytest.approx(backward * 2 / 3))
+    assert tensor(gathers, fast) == tensor(apart, fast)
+    # Slow links: no more is hidden than the weights' gradients take.
+    slow = cluster_with(link_bandwidth=1e9)
+    forward, backward = tensor(apart, slow)
+    price = Pricing.of(workload_of(config_of(4, tp=4)), slow, apart)
+    products = attention_projections(price) + dense_mlp(price, price.work.ffn)[0]
+    assert tensor(beside, slow) == (forward, pytest.approx(backward - products.weight_gradient.gemm))
+    # A CPU that sends cannot compute.
+    cpu = cluster_with(asynchronous=False)
+    assert tensor(beside, cpu) == tensor(apart, cpu)
+
+
+def test_the_fused_softmax_takes_multiples_of_batches_times_heads() -> None:
+    def operations(tp: int, b: int, stack: SoftwareStack = UNFUSED) -> float:
+        work = workload_of(config_of(8, tp=tp, micro_batch_size=b, attention_dropout=0.1))
+        return float(attention_core(Pricing.of(work, BASE, stack)).forward.operations)
+
+    assert UNFUSED.softmax_multiple == 4
+    fused = operations(4, 1)
+    assert operations(8, 2) == fused  # 16 heads: 2 on each of 8 ranks
+    assert operations(8, 1) == operations(8, 3) == fused + 4
+    assert operations(8, 1, replace(UNFUSED, softmax_multiple=1)) == fused
+    assert operations(4, 1, replace(UNFUSED, fused_softmax=False)) == fused + 4
+
+
+def test_a_loss_step_by_step_reads_its_copy_of_the_logits_again_and_again() -> None:
+    price = Pricing.of(workload_of(config_of(1)), SLOW_MEMORY, UNFUSED)
+    fused = Pricing.of(price.work, SLOW_MEMORY, replace(UNFUSED, fused_loss=True))
+    elements = 1024 * 51200
+    more = head(price).forward.memory - head(fused).forward.memory
+    # Turned round (read, write), and in fp32 five passes more.
+    assert more == pytest.approx(elements * (2 * 2 + 5 * 4))
+    more = head(price).input_gradient.memory - head(fused).input_gradient.memory
+    assert more == pytest.approx(elements * (3 * 2 + 4))
+
+
+def test_the_head_does_not_hide_how_late_the_host_is() -> None:
+    """The host is late in the layers, the device busy in the head: they add up."""
+    stack = replace(without_host(UNFUSED), operation_seconds=1e-3)
+    price = Pricing.of(workload_of(config_of(1, micro_batch_size=8)), BASE, stack)
+    layers, whole = stage_cost(price, dense=4), stage_cost(price, dense=4, has_head=1.0)
+    assert layers.total == pytest.approx(layers.parts.host_seconds(stack), rel=0.01)
+    alone = stage_cost(price, has_head=1.0)
+    assert whole.total == pytest.approx(layers.total + alone.total)
+    assert whole.total > 1.03 * whole.parts.seconds(BASE, stack)
+
+
+def test_what_is_computed_again_covers_for_a_backward_that_waits_for_the_host() -> None:
+    work = workload_of(config_of(1, recompute_granularity="full", micro_batch_size=4))
+    stack = replace(without_host(UNFUSED), operation_seconds=2e-4)
+    cost = layer_seconds(work, BASE, stack)
+    both = cost.backward_parts + cost.recompute_parts
+    assert cost.backward + cost.recompute == pytest.approx(both.seconds(BASE, stack))
+    apart = cost.backward_parts.seconds(BASE, stack) + cost.recompute_parts.seconds(BASE, stack)
+    assert cost.backward + cost.recompute < 0.999 * apart
+
+
+def test_a_collective_of_more_ranks_keeps_the_host_longer() -> None:
+    stack = replace(without_host(), collective_seconds=1.0)
+    hosts = [
+        layer_seconds(workload_of(config_of(8, tp=tp)), BASE, stack).forward_parts.host_seconds(stack)
+        for tp in (1, 2, 4, 8)
+    ]
+    assert hosts == [0.0, 2.0, 4.0, 8.0]
+
+
+def test_a_product_rate_is_that_of_products() -> None:
+    work = workload_of(config_of(1))
+    compute = cluster_with(memory_bandwidth=ENDLESS)
+    usual, fast = (
+        layer_seconds(work, compute, replace(without_host(UNFUSED), product_rate=rate))
+        for rate in (1.0, 1.25)
+    )
+    assert usual.parts.gemm == pytest.approx(1.25 * fast.parts.gemm)
 
 
 def test_the_slower_of_host_and_device_decides_and_on_a_cpu_both() -> None:

@@ -173,3 +173,15 @@ def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() ->
     left = max(0.0, gathered - float(hidden.stages[0].forward))
     assert hidden.exposed["parameters"] == pytest.approx(left)
     assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
+
+
+def test_the_ends_of_a_pipeline_inside_a_node_sum_a_tied_embedding_over_its_links() -> None:
+    def gradients(world: int, nic_bandwidth: float, **settings: Any) -> float:
+        cluster = cluster_with(nic_bandwidth=nic_bandwidth)
+        found = predict(config_of(world, **settings), cluster, STACK, with_memory=False)
+        return found.parts["gradients"]
+
+    inside = {"tp": 2, "pp": 4, "global_batch_size": 8}
+    assert gradients(8, 2.5e10, **inside) == pytest.approx(gradients(8, 1e9, **inside))
+    across = {"tp": 4, "pp": 4, "global_batch_size": 8}
+    assert gradients(16, 1e9, **across) > 2 * gradients(16, 2.5e10, **across)

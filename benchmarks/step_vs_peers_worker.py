@@ -1,0 +1,137 @@
+"""One rank of one contender of step_vs_peers.py: builds it, trains it, takes turns."""
+
+import gc
+import importlib
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from peer_case import GPT2, LLAMA, Case, Contender, batch_of
+
+from megalite.parity.pool import RankContext
+
+
+class Entry(NamedTuple):
+    """A contender: what builds it, and where it takes part."""
+
+    build: str
+    """module:function."""
+    layouts: tuple[str, ...]
+    families: tuple[str, ...] = (GPT2,)
+    bf16: bool = False
+    """It takes part in bf16 as well."""
+    needs: str | None = None
+    """The option that says where it lies."""
+
+
+MEGALITE = "megalite"
+_ONE = ("1", "1.2threads")
+CONTENDERS: dict[str, Entry] = {
+    MEGALITE: Entry(
+        "peer_megalite:build", (*_ONE, "dp2", "tp2", "pp2", "pp2.vpp2"), (GPT2, LLAMA), bf16=True
+    ),
+    "plain torch": Entry("peer_torch:build_plain", _ONE, bf16=True),
+    "nanoGPT-like": Entry("peer_nanogpt:build", _ONE, bf16=True),
+    "Hugging Face GPT-2": Entry("peer_huggingface:build", _ONE, bf16=True),
+    "torch DDP": Entry("peer_torch:build_ddp", ("dp2",)),
+    "torch DDP, ZeRO-1": Entry("peer_torch:build_zero", ("dp2",)),
+    "torch DTensor": Entry("peer_torch:build_dtensor", ("tp2",)),
+    "torch 1F1B": Entry("peer_torch_pipeline:build_even", ("pp2",)),
+    "torch 1F1B, cut as ours": Entry("peer_torch_pipeline:build_balanced", ("pp2",)),
+    "torch Interleaved1F1B": Entry("peer_torch_pipeline:build_even", ("pp2.vpp2",)),
+    "torch Interleaved1F1B, cut as ours": Entry("peer_torch_pipeline:build_balanced", ("pp2.vpp2",)),
+    "megatron-core": Entry(
+        "peer_megatron:build",
+        (*_ONE, "dp2", "tp2", "pp2", "pp2.vpp2"),
+        needs="megatron-core",
+    ),
+    "picotron": Entry("peer_picotron:build", (*_ONE, "dp2", "tp2", "pp2"), (LLAMA,), needs="picotron"),
+}
+
+
+class _Seat(NamedTuple):
+    name: str
+    contender: Contender
+    case: Case
+    steps: list[float]
+    """The losses so far."""
+
+
+_seat: list[_Seat] = []
+"""What this process trains."""
+
+
+@contextmanager
+def _warnings_of(name: str) -> Iterator[None]:
+    """What peers warn of is not ours to mend."""
+    with warnings.catch_warnings():
+        if name != MEGALITE:
+            warnings.simplefilter("ignore")
+        yield
+
+
+def make(context: RankContext, name: str, case: Case) -> Contender:
+    """A contender, in this process."""
+    module, _, function = CONTENDERS[name].build.partition(":")
+    with _warnings_of(name):
+        return getattr(importlib.import_module(module), function)(case, context)
+
+
+def build(context: RankContext, name: str, case: Case) -> None:
+    """Make a contender, in place of what was here."""
+    _seat.clear()
+    gc.collect()
+    torch.set_num_threads(case.layout.threads)
+    _seat.append(_Seat(name, make(context, name, case), case, []))
+
+
+def train(context: RankContext, steps: int) -> list[float]:
+    """This rank's parts of the losses of the next steps."""
+    seat = _seat[0]
+    first = len(seat.steps)
+    with _warnings_of(seat.name):
+        for index in range(first, first + steps):
+            seat.steps.append(seat.contender.step(batch_of(seat.case.size, index)))
+    return seat.steps[first:]
+
+
+def turn(context: RankContext, steps: int) -> dict[str, float]:
+    """The same timed: when it began and ended here (one clock for all processes), and CPU seconds."""
+    gc.collect()
+    dist.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    train(context, steps)
+    end, cpu = time.perf_counter(), time.process_time() - cpu
+    return {"start": start, "end": end, "cpu": cpu}
+
+
+def leave(context: RankContext) -> None:
+    """Free what was built."""
+    _seat.clear()
+    gc.collect()
+
+
+def gemm_rate(context: RankContext, threads: int, bf16: bool, n: int, seconds: float) -> float:
+    """FLOP/s of n³ matrix products of random numbers on this rank."""
+    torch.set_num_threads(threads)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    a, b = (torch.randn(n, n, dtype=dtype) for _ in range(2))
+    out = torch.empty(n, n, dtype=dtype)
+    torch.mm(a, b, out=out)
+    rates = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        rates.append(2 * n**3 / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def describe() -> dict[str, Any]:
+    """What was measured with."""
+    return {"torch": torch.__version__, "cpu_capability": torch.backends.cpu.get_cpu_capability()}

@@ -1,0 +1,150 @@
+"""`megalite kernels`: which kernels there are, which can run here, and which would."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+import torch
+
+from megalite.cli.output import show
+from megalite.cli.parser import Parser
+from megalite.config.compute import OPERATIONS
+from megalite.config.errors import ConfigError
+from megalite.kernels.implementations import IMPLEMENTATIONS, Use
+from megalite.kernels.registry import Kernels, backends_of, why_not, why_not_backend
+
+BAD_INPUT = 2
+"""Exit status."""
+
+SIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "bias_gelu": 16384,
+        "swiglu": 11008,
+        "geglu": 11008,
+        "rope": 128,
+        "softmax": 4096,
+        "cross_entropy": 50304,
+        "adam": 1 << 24,
+        "l2norm": 1 << 24,
+    }
+)
+"""Sizes of the last dimension, or of a flat buffer, in a model of hidden size 4096; the others have 4096 itself."""
+
+TYPES = (torch.bfloat16, torch.float32)
+FLAT = ("adam",)
+"""Operations on the optimizer's own fp32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend of an operation."""
+
+    operation: str
+    backend: str
+    reason: str | None
+    """Why it cannot be used here, or None."""
+    not_for: Mapping[str, str]
+    """Type -> why it does not take that one."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What would serve a typical use."""
+
+    operation: str
+    size: int
+    dtype: str
+    backend: str
+    why: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; 0, or 2 on bad input."""
+    try:
+        arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        device = _device(arguments.device)
+        rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
+        chosen = [choice for operation in OPERATIONS for choice in _chosen(operation, device)]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if arguments.json:
+        lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
+        show(json.dumps({"device": name, "torch": torch.__version__, **lists}, indent=2))
+    else:
+        show(f"device {name}, torch {torch.__version__}\n\n{_table(rows)}\n\n{_choices(chosen)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "megalite kernels",
+        "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model "
+        "of hidden size 4096.\nBy hand: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="the device asked about (cuda where there is one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _device(name: str | None) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _types(operation: str) -> tuple[torch.dtype, ...]:
+    return (torch.float32,) if operation in FLAT else TYPES
+
+
+def _rows(operation: str, device: str) -> list[Row]:
+    rows = []
+    for backend in backends_of(operation):
+        here = why_not_backend(backend, device) or IMPLEMENTATIONS[operation][backend].why_not_here()
+        refused = {}
+        if here is None:
+            uses = [Use(device, dtype, SIZES.get(operation, 4096)) for dtype in _types(operation)]
+            reasons = {str(use.dtype): why_not(operation, backend, use) for use in uses}
+            refused = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
+        rows.append(Row(operation, backend, here, refused))
+    return rows
+
+
+def _chosen(operation: str, device: torch.device) -> list[Chosen]:
+    found = []
+    size = SIZES.get(operation, 4096)
+    for dtype in _types(operation):
+        kernels = Kernels()
+        kernels.get(operation, device=device, dtype=dtype, size=size)
+        choice = kernels.chosen[0]
+        found.append(Chosen(operation, size, str(dtype), choice.backend, choice.why))
+    return found
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [f"{'operation':<14} {'backend':<8} status"]
+    for place, row in enumerate(rows):
+        first = place == 0 or rows[place - 1].operation != row.operation
+        refused = "; ".join(f"not {_short(dtype)}: {reason}" for dtype, reason in row.not_for.items())
+        status = row.reason or ("ready" if not refused else f"ready; {refused}")
+        lines.append(f"{row.operation if first else '':<14} {row.backend:<8} {status}")
+    return "\n".join(lines)
+
+
+def _choices(chosen: Sequence[Chosen]) -> str:
+    lines = [f"{'chosen for':<14} {'size':>9} {'type':<9} {'backend':<8} because"]
+    lines += [
+        f"{each.operation:<14} {each.size:>9} {_short(each.dtype):<9} {each.backend:<8} {each.why}"
+        for each in chosen
+    ]
+    return "\n".join(lines)
+
+
+def _short(dtype: str) -> str:
+    return dtype.removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Adapters to the kernels of NVIDIA's apex."""

@@ -1,0 +1,160 @@
+"""Before a kernel of apex is chosen it must give torch's numbers on a few rows.
+
+Its extensions are built from many versions of its source and for many versions of CUDA, and most of its functions check
+little of what they are given.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megalite.kernels.adam import adam
+from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.l2norm import l2norm
+from megalite.kernels.norms import layer_norm, rms_norm
+from megalite.kernels.rope import apply_rope
+from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_forward
+from megalite.kernels.weight_grad import accumulate_weight_grad
+
+ROWS = 64
+LONGEST = {"softmax": 1024, "adam": 1 << 16, "l2norm": 1 << 16}
+"""Sizes above are tried at this one, where the rows grow with the size or there are none."""
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of ‖apex - torch‖/‖torch‖, by the type of the activations."""
+
+Results = Mapping[str, torch.Tensor]
+
+
+class Inputs:
+    """The same numbers at each making, standard normal, drawn apart from torch's own generators."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[*shape] in the type of the activations, or the one given."""
+        return torch.randn(shape, generator=self._generator).to(self.device, dtype or self.dtype)
+
+    def ids(self, below: int, count: int) -> torch.Tensor:
+        """[count] whole numbers."""
+        return torch.randint(below, (count,), generator=self._generator).to(self.device)
+
+
+def why_wrong(operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
+    """Why a kernel must not serve an operation on a device of that type, or None.
+
+    Args:
+        kernel: the function, or the functions in a tuple.
+        size: of the last dimension.
+    """
+    return _why_wrong(operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
+
+
+@cache
+def _why_wrong(operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
+    case, reference = _CASES[operation]
+    try:
+        found = case(kernel, Inputs(dtype, device), size)
+    except (RuntimeError, TypeError, AttributeError) as raised:
+        return f"apex's failed when it was tried here ({str(raised).partition(chr(10))[0]})"
+    wanted = case(reference, Inputs(dtype, device), size)
+    for name, right in wanted.items():
+        error = _relative(found[name], right)
+        if not error <= LIMITS[dtype]:  # NaN too
+            return (
+                f"apex's gave other numbers than torch when it was tried here: {name} is off by {error:.1e} of "
+                f"itself, and {LIMITS[dtype]:.0e} is allowed"
+            )
+    return None
+
+
+def _relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    found, right = found.double(), right.double()
+    return (torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)).item()
+
+
+def _through(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], *rest: Any) -> Results:
+    """The output and the gradients of all inputs, for a gradient that is a function of the output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        y = function(*leaves, *rest)
+    grads = torch.autograd.grad(y, leaves, grad_outputs=torch.cos(y.detach()))
+    return {"the output": y.detach()} | {f"gradient {place}": grad for place, grad in enumerate(grads, 1)}
+
+
+def _rmsnorm(kernel: Any, draw: Inputs, size: int) -> Results:
+    return _through(kernel, (draw.normal(ROWS, size), draw.normal(size)), 1e-5)
+
+
+def _layernorm(kernel: Any, draw: Inputs, size: int) -> Results:
+    return _through(kernel, (draw.normal(ROWS, size), draw.normal(size), draw.normal(size)), 1e-5)
+
+
+def _rope(kernel: Any, draw: Inputs, size: int) -> Results:
+    angles = draw.normal(ROWS // 4, 1, 1, size // 2, dtype=torch.float32)
+    return _through(kernel, (draw.normal(ROWS // 4, 2, 2, size),), angles.cos(), angles.sin())
+
+
+def _softmax(kernel: Any, draw: Inputs, size: int) -> Results:
+    scores, grad = draw.normal(2, 4, size, size), draw.normal(2, 4, size, size)
+    probabilities = kernel[0](scores, 0.125).to(draw.dtype)
+    return {
+        "the output": probabilities,
+        "gradient 1": kernel[1](grad, probabilities, 0.125),
+    }
+
+
+def _cross_entropy(kernel: Any, draw: Inputs, size: int) -> Results:
+    logits, labels = draw.normal(ROWS, size), draw.ids(size, ROWS)
+    grad = draw.normal(ROWS, dtype=torch.float32)
+    (maximum, total, picked), saved = kernel[0](logits, labels, 0)
+    log_total = total.log()
+    return {
+        "the loss": log_total - picked,
+        "the log-sum-exp": log_total + maximum,
+        "the gradient": kernel[1](saved, labels, 0, log_total + maximum, grad),
+    }
+
+
+def _weight_grad(kernel: Any, draw: Inputs, size: int) -> Results:
+    grad_y, x = draw.normal(ROWS, ROWS), draw.normal(ROWS, size)
+    results = {}
+    for dtype in {torch.float32: None, draw.dtype: None}:
+        results[f"the {dtype} gradient"] = main = draw.normal(ROWS, size, dtype=dtype)
+        kernel(main, grad_y, x)
+    return results
+
+
+def _adam(kernel: Any, draw: Inputs, size: int) -> Results:
+    param, grad, exp_avg, exp_avg_sq = (draw.normal(size) for _ in range(4))
+    exp_avg_sq.square_()
+    copy, factor = torch.empty_like(param, dtype=torch.bfloat16), torch.full((), 0.5, device=param.device)
+    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    kernel(param, grad, exp_avg, exp_avg_sq, **settings, factor=factor, copy=copy)
+    return {"the weights": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "the copy": copy}
+
+
+def _l2norm(kernel: Any, draw: Inputs, size: int) -> Results:
+    return {
+        "the norm": kernel([draw.normal(size), draw.normal(0), draw.normal(size // 2 + 1), draw.normal(0)])
+    }
+
+
+_CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = MappingProxyType(
+    {
+        "rmsnorm": (_rmsnorm, rms_norm),
+        "layernorm": (_layernorm, layer_norm),
+        "rope": (_rope, apply_rope),
+        "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
+        "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),
+        "weight_grad": (_weight_grad, accumulate_weight_grad),
+        "adam": (_adam, adam),
+        "l2norm": (_l2norm, l2norm),
+    }
+)
+"""Operation -> what runs a kernel on inputs, and torch's kernel."""

@@ -1,0 +1,136 @@
+"""torch's kernels between matrix products, fused by torch.compile.
+
+What it compiles are the plain formulas: what the autograd functions of these kernels do by hand (keep little, make the
+rest again) the compiler's partitioner does by itself. Sums and norms are in fp32 for half types (fp64 for fp64) as there;
+what is fused is rounded once, at its end. Matrix products, attention, collectives and the gradients that are added to
+main gradients stay outside: they are one kernel each already, and they call back into the run while a backward is on its
+way, which a graph cannot.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megalite.kernels.activations import bias_gelu, geglu, swiglu
+from megalite.kernels.add_norm import add_norm
+from megalite.kernels.dropout import add_dropped
+from megalite.kernels.fp8 import quantise
+from megalite.kernels.norms import layer_norm, rms_norm
+from megalite.kernels.rope import apply_rope
+
+_HALF = (torch.bfloat16, torch.float16)
+
+Kernel = Callable[..., Any]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in _HALF else x
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    exact, factor = _wide(x), _wide(weight)
+    if zero_centered:
+        factor = factor + 1.0
+    return (exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps) * factor).to(x.dtype)
+
+
+def _add_dropped(
+    residual: torch.Tensor,
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    if bias is not None:
+        branch = branch + bias
+    return residual + (branch if keep is None else branch * keep * (1.0 / (1.0 - p)))
+
+
+def _add_norm(
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    p: float,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = _add_dropped(residual, branch, bias, keep, p)
+    if norm_bias is None:
+        return _rms_norm(x, weight, eps, zero_centered=zero_centered), x
+    return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+
+
+_FORMULAS: Mapping[Kernel, Kernel] = MappingProxyType(
+    {
+        rms_norm: _rms_norm,
+        layer_norm: layer_norm,
+        add_norm: _add_norm,
+        add_dropped: _add_dropped,
+        bias_gelu: bias_gelu,
+        swiglu: _swiglu,
+        geglu: _geglu,
+        apply_rope: apply_rope,
+        quantise: quantise,
+    }
+)
+"""A kernel of torch -> what is compiled in its place."""
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """Why torch.compile cannot be used for the device, or None: it is tried on one addition."""
+    try:
+        torch.compile(_add_one, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def compiled(kernel: Any) -> Any:
+    """What to call instead of one of torch's kernels, or of a `partial` of it; anything else as it is.
+
+    Compiled at the first call with each shape, type and set of options.
+    """
+    if isinstance(kernel, partial):
+        return partial(compiled(kernel.func), *kernel.args, **kernel.keywords)
+    try:
+        formula = _FORMULAS.get(kernel)
+    except TypeError:  # not hashable: no function
+        return kernel
+    return kernel if formula is None else _compile(formula)
+
+
+@cache
+def _compile(formula: Kernel) -> Kernel:
+    """Once a process: modules share what is compiled."""
+    graph = torch.compile(formula, fullgraph=True, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # A parameter's attributes are none of the graph's business, nor its Python class.
+        plain = (arg.view_as(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in args)
+        return graph(*plain, **kwargs)
+
+    return call

@@ -1,0 +1,239 @@
+"""Cross-entropy over this rank's columns of the vocabulary: logits are read once forward, and once backward, in place."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megalite.kernels.triton.launch import (
+    accumulator,
+    accumulator_dtype,
+    multiprocessors,
+    next_power_of_2,
+    warps,
+)
+
+WIDEST = 4096
+"""Columns that a program holds at a time. Whole rows of 64k and more would leave the registers."""
+
+RESIDENT = 4
+"""Programs a multiprocessor should have: rows are cut into parts where there are fewer of them."""
+
+MERGED = 256
+"""Parts of rows that a program merges."""
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The first running maximum: finite, since -inf - -inf is no number."""
+
+
+class Cut(NamedTuple):
+    """How [n, v] logits are shared out: grid (n, parts), each program a span of one row, block by block."""
+
+    parts: int
+    span: int
+    """Columns of a part, a multiple of `block`."""
+    block: int
+    warps: int
+
+
+def cut(n: int, v: int, programs: int) -> Cut:
+    """One program a row where that makes `programs` of them, else several."""
+    block = min(next_power_of_2(v), WIDEST)
+    blocks = max(triton.cdiv(v, block), 1)
+    wanted = min(max(triton.cdiv(programs, max(n, 1)), 1), blocks)
+    span = triton.cdiv(blocks, wanted) * block
+    return Cut(max(triton.cdiv(v, span), 1), span, block, warps(block))
+
+
+@triton.jit
+def _column(labels: tl.tensor, row: tl.tensor, first: tl.tensor, v: tl.tensor) -> tl.tensor:
+    """Column of a row's label, -1 where another rank has it."""
+    column = tl.load(labels + row) - first
+    return tl.where((column >= 0) & (column < v), column, -1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _forward(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    stats: tl.tensor,
+    first: tl.tensor,
+    n: tl.tensor,
+    v: tl.tensor,
+    row_stride: tl.tensor,
+    span: tl.tensor,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """Maximum, sum of exponentials and label's logit of part `program_id(1)` of a row, into stats [parts, 3, n]."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    begin = part * span
+    end = tl.minimum(begin + span, v)
+    base = logits + row * row_stride
+    # A lane is the 16 bytes that a thread loads at once: maximum and sum are kept for each, and meet after the loop.
+    within = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
+    maximum = tl.full((LANES,), LOWEST, WIDE)
+    total = tl.zeros((LANES,), WIDE)
+    while begin < end:
+        columns = begin + within
+        z = tl.load(base + columns, mask=columns < v, other=-float("inf")).to(WIDE)
+        higher = tl.maximum(maximum, tl.max(z, axis=1))
+        total = total * tl.exp(maximum - higher) + tl.sum(tl.exp(z - higher[:, None]), axis=1)
+        maximum = higher
+        begin += BLOCK
+    highest = tl.max(maximum, axis=0)
+    total = tl.sum(total * tl.exp(maximum - highest), axis=0)
+    column = _column(labels, row, first, v)
+    mine = (column >= part * span) & (column < end)
+    picked = tl.load(base + column, mask=mine, other=0.0).to(WIDE)
+    out = stats + part * 3 * n + row
+    tl.store(out, highest)
+    tl.store(out + n, total)
+    tl.store(out + 2 * n, picked)
+
+
+@triton.jit
+def _merge(
+    partial: tl.tensor,
+    stats: tl.tensor,
+    n: tl.tensor,
+    parts: tl.tensor,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """stats [3, n] of the parts' [parts, 3, n], as ranks of tensor parallelism are merged."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part = tl.arange(0, PARTS)[:, None]
+    mask = (part < parts) & (rows < n)[None, :]
+    source = partial + part * 3 * n + rows[None, :]
+    maximum = tl.load(source, mask=mask, other=LOWEST)
+    total = tl.load(source + n, mask=mask, other=0.0)
+    picked = tl.load(source + 2 * n, mask=mask, other=0.0)
+    highest = tl.max(maximum, axis=0)
+    total = tl.sum(total * tl.exp(maximum - highest[None, :]), axis=0)
+    tl.store(stats + rows, highest, mask=rows < n)
+    tl.store(stats + n + rows, total, mask=rows < n)
+    tl.store(stats + 2 * n + rows, tl.sum(picked, axis=0), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _backward(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    logsumexp: tl.tensor,
+    grad: tl.tensor,
+    first: tl.tensor,
+    v: tl.tensor,
+    row_stride: tl.tensor,
+    span: tl.tensor,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """The gradient over the logits; a row whose gradient is 0 is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * span
+    end = tl.minimum(begin + span, v)
+    column = _column(labels, row, first, v)
+    shift = tl.load(logsumexp + row).to(WIDE)
+    scale = tl.load(grad + row).to(WIDE)
+    read = tl.where(scale != 0, end, begin)
+    base = logits + row * row_stride
+    while begin < end:
+        columns = begin + tl.arange(0, BLOCK)
+        z = tl.load(base + columns, mask=columns < read, other=0.0).to(WIDE)
+        difference = tl.exp(z - shift) - tl.where(columns == column, 1.0, 0.0)
+        product = tl.where(columns < read, difference * scale, 0.0)
+        tl.store(base + columns, product.to(logits.dtype.element_ty), mask=columns < end)
+        begin += BLOCK
+
+
+def cross_entropy_forward(
+    logits: torch.Tensor, labels: torch.Tensor, first: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank's columns add to the loss of each token, and what the backward needs.
+
+    A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN.
+
+    Args:
+        logits: [n, V/tp]. The columns must lie side by side; rows may be apart.
+        labels: [n] ids; those of other ranks' columns are allowed.
+        first: the id of the first column.
+
+    Returns:
+        stats: [3, n] in fp32 (fp64 for fp64): the row's maximum m, d = Σ exp(z - m), and the label's z - m, 0 if another
+            rank has it.
+        saved: the logits themselves, or a copy where their rows overlap or their columns lie apart; and m + log d.
+    """
+    n, v = logits.shape
+    if logits.stride(1) != 1 or logits.stride(0) < v:
+        logits = logits.contiguous()
+    parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
+    stats = logits.new_empty((parts, 3, n), dtype=accumulator_dtype(logits.dtype))
+    if n == 0:
+        return stats[0], (logits, stats[0, 0])
+    _forward[n, parts](
+        logits,
+        labels.contiguous(),
+        stats,
+        first,
+        n,
+        v,
+        logits.stride(0),
+        span,
+        BLOCK=block,
+        LANES=max(block * logits.element_size() // 16, 1),
+        WIDE=accumulator(logits.dtype),
+        num_warps=warp_count,
+    )
+    merged = stats[0]
+    if parts > 1:
+        merged = torch.empty_like(merged)
+        padded = next_power_of_2(parts)
+        rows = max(MERGED // padded, 1)
+        _merge[(triton.cdiv(n, rows),)](stats, merged, n, parts, PARTS=padded, ROWS=rows)
+    maximum, total, picked = merged
+    own = (labels >= first) & (labels < first + v)
+    stats = torch.stack((maximum, total, torch.where(own, picked - maximum, 0.0)))
+    return stats, (logits, maximum + total.log())
+
+
+def cross_entropy_backward(
+    saved: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    first: int,
+    logsumexp: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """(exp(z - logsumexp) - [column + first == label])·grad, written over the logits and returned.
+
+    Args:
+        saved: of the forward: [n, V/tp], and this rank's own log-sum-exp [n].
+        labels: [n].
+        first: the id of the first column.
+        logsumexp: [n], over all ranks' columns; None: there are no others.
+        grad: [n], of each token's loss. Where it is 0 (the token is ignored) the row becomes exactly 0, whatever its
+            logits are.
+    """
+    logits, own = saved
+    n, v = logits.shape
+    if n == 0:
+        return logits
+    parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
+    _backward[n, parts](
+        logits,
+        labels.contiguous(),
+        (own if logsumexp is None else logsumexp).contiguous(),
+        grad.contiguous(),
+        first,
+        v,
+        logits.stride(0),
+        span,
+        BLOCK=block,
+        WIDE=accumulator(logits.dtype),
+        num_warps=warp_count,
+    )
+    return logits

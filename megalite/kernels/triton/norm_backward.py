@@ -1,0 +1,273 @@
+"""Gradients of LayerNorm and RMSNorm of a tensor or of a residual sum: the kernels behind norms and add_norm.
+
+Persistent programs go over the rows and each keeps its own sum over them of the weight's and the biases' gradients, in
+fp32 (fp64 for fp64); one small sum over the programs follows, in the same order every run.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from megalite.kernels.triton.launch import (
+    Tile,
+    accumulator,
+    accumulator_dtype,
+    multiprocessors,
+    next_power_of_2,
+    row_tile,
+)
+
+REGISTERS = 128
+"""A thread may have of the kernel over all rows, so that a multiprocessor of 65 536 holds RESIDENT_WARPS at once."""
+
+RESIDENT_WARPS = 16
+
+
+@triton.jit
+def row_sums_kernel(
+    dy: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    statistics: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    dy_stride: tl.tensor,
+    z_stride: tl.tensor,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """sums [1 or 2, rows]: the means over a long row of g · normed and of g, for g = dy · (OFFSET + weight)."""
+    row = tl.program_id(0)
+    place = row.to(tl.int64)
+    inverse = tl.load(statistics + row)
+    mean = tl.load(statistics + rows + row) if CENTRED else 0.0
+    along = tl.zeros([BLOCK], ACC)
+    plain = tl.zeros([BLOCK], ACC)
+    start = tl.zeros([], tl.int32)
+    while start < N:
+        column = start + tl.arange(0, BLOCK)
+        inside = column < N
+        g = tl.load(dy + place * dy_stride + column, mask=inside, other=0.0).to(ACC)
+        g *= tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
+        value = tl.load(z + place * z_stride + column, mask=inside, other=0.0).to(ACC)
+        along += g * ((value - mean) * inverse)
+        plain += g
+        start += BLOCK
+    tl.store(sums + row, tl.sum(along, 0) / N)
+    if CENTRED:
+        tl.store(sums + rows + row, tl.sum(plain, 0) / N)
+
+
+@triton.jit
+def _of_input(
+    g: tl.tensor,
+    normed: tl.tensor,
+    inverse: tl.tensor,
+    sums: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    CENTRED: tl.constexpr,
+    N: tl.constexpr,
+) -> tl.tensor:
+    """(g - mean(g) - normed · mean(g · normed)) · inverse, RMSNorm without the first mean; both are in `sums`, if any."""
+    if sums is not None:
+        along = tl.load(sums + row, mask=row < rows, other=0.0)
+    else:
+        along = tl.sum(g * normed, 1) / N  # g is 0 outside
+    out = g - normed * along[:, None]
+    if CENTRED:
+        if sums is not None:
+            plain = tl.load(sums + rows + row, mask=row < rows, other=0.0)
+        else:
+            plain = tl.sum(g, 1) / N
+        out -= plain[:, None]
+    return out * inverse
+
+
+@triton.jit
+def _inside(
+    row: tl.tensor, column: tl.tensor, rows: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
+    """Where the tensors are; a single row is always one of theirs."""
+    inside = (column < N)[None, :]
+    if ROWS > 1:
+        inside = inside & (row < rows)[:, None]
+    return inside
+
+
+@triton.jit
+def _rows_from(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    column: tl.tensor,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Rows for the next turn of the loop; after the last, anything."""
+    row = first + tl.arange(0, ROWS)
+    if ROWS == 1:
+        row = tl.minimum(row, rows - 1)
+    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(pointer + place, mask=_inside(row, column, rows, N, ROWS), other=0.0)
+
+
+@triton.jit
+def backward_kernel(
+    dy: tl.tensor,
+    dtotal: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    keep: tl.tensor,
+    statistics: tl.tensor,
+    sums: tl.tensor,
+    dz: tl.tensor,
+    dbranch: tl.tensor,
+    partials: tl.tensor,
+    rows: tl.tensor,
+    dy_stride: tl.tensor,
+    dtotal_stride: tl.tensor,
+    z_stride: tl.tensor,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    N: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """dz = the norm's gradient + dtotal, dbranch = keep · dz · SCALE (if any), for every so many ROWS rows.
+
+    partials [kinds, programs, N]: this program's sums over its rows of the gradients of the weight, of the norm's bias
+    (CENTRED) and of the branch's (BIAS). With `sums` the program's second index says which BLOCK columns it has.
+    """
+    programs = tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    dweight = tl.zeros([ROWS, BLOCK], ACC)
+    dnorm_bias = tl.zeros([ROWS, BLOCK], ACC)
+    dbias = tl.zeros([ROWS, BLOCK], ACC)
+    first = tl.program_id(0) * ROWS
+    if AHEAD:
+        z_next = _rows_from(z, first, rows, z_stride, column, N, ROWS)
+        dy_next = _rows_from(dy, first, rows, dy_stride, column, N, ROWS)
+    while first < rows:
+        row = first + tl.arange(0, ROWS)
+        here = _inside(row, column, rows, N, ROWS)
+        place = row.to(tl.int64)[:, None]
+        dense = place * N + column[None, :]
+        following = first + programs * ROWS
+        if AHEAD:  # the next turn's rows are on their way during this one
+            normed, g = z_next.to(ACC), dy_next.to(ACC)
+            z_next = _rows_from(z, following, rows, z_stride, column, N, ROWS)
+            dy_next = _rows_from(dy, following, rows, dy_stride, column, N, ROWS)
+        else:
+            normed = _rows_from(z, first, rows, z_stride, column, N, ROWS).to(ACC)
+            g = _rows_from(dy, first, rows, dy_stride, column, N, ROWS).to(ACC)
+        first = following
+        inverse = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
+        if CENTRED:
+            normed -= tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
+            dnorm_bias += g
+        normed *= inverse
+        dweight += g * normed
+        # From the cache in every turn: registers for it would be one tensor too many.
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
+        out = _of_input(g * factor[None, :], normed, inverse, sums, row, rows, CENTRED, N)
+        if dtotal is not None:
+            out += tl.load(dtotal + place * dtotal_stride + column[None, :], mask=here, other=0.0).to(ACC)
+        tl.store(dz + dense, out.to(dz.dtype.element_ty), mask=here)
+        if keep is not None:
+            out = tl.where(tl.load(keep + dense, mask=here, other=0) != 0, out * SCALE, 0.0)
+        if dbranch is not None:
+            tl.store(dbranch + dense, out.to(dbranch.dtype.element_ty), mask=here)
+        if BIAS:
+            dbias += out  # of rows beyond the last it is 0, as `inverse` is
+    partials += tl.program_id(0) * N + column
+    tl.store(partials, tl.sum(dweight, 0), mask=inside)
+    if CENTRED:
+        partials += programs * N
+        tl.store(partials, tl.sum(dnorm_bias, 0), mask=inside)
+    if BIAS:
+        tl.store(partials + programs * N, tl.sum(dbias, 0), mask=inside)
+
+
+@functools.cache
+def backward_tile(n: int, itemsize: int) -> Tile:
+    """What a program holds of rows of n elements at a time; less than a row only where the row's sums come first."""
+    each = 32 // itemsize  # two loads of 16 bytes a thread and tensor
+    block = next_power_of_2(n)
+    if block > 16 * 32 * each:
+        return Tile(1, 4 * 32 * each, 4)
+    if block >= 4 * 32 * each:
+        return Tile(1, block, block // (32 * each))
+    return Tile(max(4 * 32 * each // 2 // block, 1), block, 4)
+
+
+def backward_grid(rows: int, n: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """(programs that share the rows, programs that share a row's columns): all at once on the device."""
+    across = triton.cdiv(n, tile.block)
+    resident = multiprocessors(device) * RESIDENT_WARPS // tile.warps
+    return min(triton.cdiv(rows, tile.rows), max(resident // across, 1)), across
+
+
+def gradients(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    keep: torch.Tensor | None,
+    scale: float,
+    statistics: torch.Tensor,
+    offset: float,
+    *,
+    branch: torch.dtype | None = None,
+    bias: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(dz, dbranch, sums [kinds, n]) of what `normalise` made, as `backward_kernel` says.
+
+    Args:
+        dy, dtotal, z: [rows, n] with dense rows.
+        branch: type of the branch's gradient, if it is another tensor than dz.
+        bias: the last of the sums is the branch's bias's gradient.
+    """
+    rows, n = z.shape
+    centred = statistics.shape[0] == 2
+    kinds = 1 + centred + bias
+    exact = accumulator_dtype(z.dtype)
+    dz = torch.empty((rows, n), dtype=z.dtype, device=z.device)
+    dbranch = None if branch is None else torch.empty((rows, n), dtype=branch, device=z.device)
+    if rows == 0:
+        return dz, dbranch, torch.zeros((kinds, n), dtype=exact, device=z.device)
+    tile = backward_tile(n, z.element_size())
+    grid = backward_grid(rows, n, tile, z.device)
+    constants = {"OFFSET": offset, "CENTRED": centred, "N": n, "ACC": accumulator(z.dtype)}
+    sums = None
+    if tile.block < n:
+        sums = torch.empty_like(statistics)
+        wide = row_tile(n)
+        tensors = (dy, z, weight, statistics, sums, rows, dy.stride(0), z.stride(0))
+        row_sums_kernel[(rows,)](*tensors, **constants, BLOCK=wide.block, num_warps=wide.warps)
+    partials = torch.empty((kinds, grid[0], n), dtype=exact, device=z.device)
+    stride = 0 if dtotal is None else dtotal.stride(0)
+    backward_kernel[grid](
+        *(dy, dtotal, z, weight, keep, statistics, sums, dz, dbranch, partials),
+        *(rows, dy.stride(0), stride, z.stride(0)),
+        **constants,
+        SCALE=scale,
+        BIAS=bias,
+        AHEAD=tile.warps < 16 or not (centred and bias),  # with all three sums registers would spill
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        maxnreg=REGISTERS,
+    )
+    return dz, dbranch, partials.sum(1)

@@ -1,0 +1,106 @@
+"""Rotary position embedding (arXiv 2104.09864) in its half-split form, by a Triton kernel: read once, written once."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megalite.kernels.triton.launch import Tile, accumulator, next_power_of_2
+
+
+@triton.jit
+def rope_kernel(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    batch: tl.tensor,
+    s_stride: tl.tensor,
+    b_stride: tl.tensor,
+    head_stride: tl.tensor,
+    cos_s_stride: tl.tensor,
+    cos_b_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """Turn ROWS heads by their positions' angles, back where BACK; a row is (position, sequence, head)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    here = (row < rows)[:, None] & (column < HALF)
+    token = row // HEADS
+    position = (token // batch).to(tl.int64)
+    sequence = (token % batch).to(tl.int64)
+    angle = (position * cos_s_stride + sequence * cos_b_stride)[:, None] + column
+    c = tl.load(cos + angle, mask=here, other=0.0).to(ACC)
+    s = tl.load(sin + angle, mask=here, other=0.0).to(ACC)
+    if BACK:
+        s = -s
+    place = position * s_stride + sequence * b_stride + (row % HEADS).to(tl.int64) * head_stride
+    first_at = x + place[:, None] + column
+    first = tl.load(first_at, mask=here, other=0.0).to(ACC)
+    second = tl.load(first_at + HALF, mask=here, other=0.0).to(ACC)
+    out_at = y + row.to(tl.int64)[:, None] * (2 * HALF) + column
+    tl.store(out_at, (first * c - second * s).to(y.dtype.element_ty), mask=here)
+    tl.store(out_at + HALF, (second * c + first * s).to(y.dtype.element_ty), mask=here)
+
+
+@functools.cache
+def rope_tile(half: int, itemsize: int) -> Tile:
+    """Heads for one program: a load of 16 bytes a thread, half and tensor in 4 warps."""
+    block = next_power_of_2(half)
+    return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    length, batch, heads, size = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        rows, half = length * batch * heads, size // 2
+        tile = rope_tile(half, x.element_size())
+        rope_kernel[(triton.cdiv(rows, tile.rows),)](
+            *(x, cos, sin, y, rows, batch, x.stride(0), x.stride(1), x.stride(2)),
+            *(cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1)),
+            HEADS=heads,
+            HALF=half,
+            BACK=back,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            ACC=accumulator(x.dtype),
+            num_warps=tile.warps,
+        )
+    return y
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turn(dy, *ctx.saved_tensors, back=True), None, None
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x_i, x_{i+d/2}) of x [s, b, heads, d] by their angles.
+
+    Any float type; computed in fp32, in fp64 for fp64. x may be a slice of the fused projection: its strides are free
+    but for the last.
+
+    Args:
+        x: queries or keys.
+        cos, sin: [s, 1, 1, d/2], or [s, b, 1, d/2] where the sequences of a microbatch have positions of their own;
+            without gradient.
+    """
+    return _Rope.apply(x, cos, sin)

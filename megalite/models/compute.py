@@ -1,0 +1,98 @@
+"""How the layers of a stage compute: what section `compute` of the config says, applied once when they are built."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.rules.compute import attention_in_tiles
+from megalite.config.run import RunConfig
+from megalite.kernels.attention_backends import AttentionShape, choose_attention
+from megalite.kernels.compiled import compiled, why_not_compile
+from megalite.kernels.fp8 import ALIGNMENT, Fp8Products, quantise, why_not_fp8
+from megalite.models.attention import Attention
+from megalite.models.gpt import GPTStage
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
+    """Give the modules of a stage what they compute with; twice does no more than once.
+
+    Returns:
+        Lines for the log: which attention runs, and what else is not the default.
+
+    Raises:
+        ConfigError: what is asked for is not there on the device, or does not fit the model.
+    """
+    compute = config.compute
+    lines = _use_attention(stage, config)
+    if compute.tp_comm_overlap:
+        for linear in _linears(stage):
+            linear.overlap = True
+        lines.append(
+            "sequence-parallel gathers and scatters travel in pieces under the layers' matrix products"
+        )
+    if compute.compile:
+        reason = None if stage.device.type == "meta" else why_not_compile(stage.device)
+        if reason is not None:
+            raise ConfigError(f"compile cannot be had: {reason}; remove it")
+    if compute.fp8:
+        lines.append(_use_fp8(stage, config))
+    if compute.compile:
+        for module in stage.modules():
+            for name, kernel in list(vars(module).items()):
+                if callable(kernel):
+                    setattr(module, name, compiled(kernel))
+        lines.append("compiled: norms, activations, rotary embedding, dropout with residual sums")
+    return lines
+
+
+def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
+    layers = [module for module in stage.modules() if isinstance(module, Attention)]
+    if not layers:
+        return []
+    if config.model.attention_dropout > 0.0:
+        return ["attention with its probabilities in memory, for attention_dropout"]
+    first, make = layers[0], stage.make
+    shared = make.cp.size if first.exchange_heads else 1
+    shape = AttentionShape(
+        device=make.device,
+        dtype=make.dtype,
+        heads=first.groups * first.queries // shared,
+        groups=first.groups // shared,
+        head_size=first.head_size,
+    )
+    choice = choose_attention(config.compute.attention_backend, shape, seq=stage.seq_length)
+    for layer in layers:
+        layer.causal_attention = choice.kernel
+    tiled = attention_in_tiles(config)
+    if tiled is not None:
+        return [f"attention in pieces that are merged, for {tiled}"]
+    return [f"attention {choice.backend} ({choice.why})"]
+
+
+def _linears(module: torch.nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
+    for child in module.modules():
+        if isinstance(child, ColumnParallelLinear | RowParallelLinear):
+            yield child
+
+
+def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
+    reason = None if stage.device.type == "meta" else why_not_fp8(stage.device)
+    if reason is not None:
+        raise ConfigError(f"fp8 cannot be had: {reason}; remove it")
+    products = Fp8Products(compiled(quantise) if config.compute.compile else quantise)
+    last = config.model.num_layers - 1
+    for index, block in stage.layers.items():
+        if int(index) in (0, last):
+            continue
+        for linear in _linears(block):
+            spec = linear.weight.info.spec
+            shape = linear.weight.flatten(0, -2).shape
+            if any(size % ALIGNMENT for size in shape):
+                raise ConfigError(
+                    f"fp8 takes weights whose dimensions on a rank are multiples of {ALIGNMENT}, and {spec.name} has "
+                    f"{shape[0]} x {shape[1]}; use other sizes or another tp"
+                )
+            linear.products = products
+    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a tensor"

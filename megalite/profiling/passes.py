@@ -1,0 +1,223 @@
+"""What passes of real stages take, and what of it is neither products nor attention: bytes, operations, a constant.
+
+Kernels alone say too little of a CPU: what lies between the products (norms, activations, softmax, copies) is many
+operations there, some bound by memory and some by arithmetic, and no formula of bytes gives their rate.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.models.gpt import GPTStage
+from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.stage import stage_cost
+from megalite.planner.cost.workload import workload_of
+from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.stack import SoftwareStack
+from megalite.profiling.fit import fit_times
+from megalite.profiling.timing import Timer, Timing
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageShape:
+    """A last or a middle stage of a small GPT, one sequence a microbatch."""
+
+    family: str
+    """`gpt` (LayerNorm, GELU, biases) or `llama` (RMSNorm, SwiGLU, rotary positions)."""
+    hidden: int
+    sequence: int
+    layers: int
+    vocabulary: int
+    """0: a middle stage, without a head."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Of a model with such a stage."""
+        llama = self.family == "llama"
+        model = ModelConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=max(1, self.hidden // 64),
+            vocab_size=self.vocabulary or 128,
+            max_position_embeddings=None if llama else self.sequence,
+            position_embedding_type="rope" if llama else "learned_absolute",
+            normalization="RMSNorm" if llama else "LayerNorm",
+            activation="swiglu" if llama else "gelu",
+            add_bias_linear=not llama,
+        )
+        config = replace(
+            dataclasses.replace(RunConfig(), model=model),
+            seq_length=self.sequence,
+            micro_batch_size=1,
+            global_batch_size=1,
+            train_iters=1,
+        )
+        return validate(config, world_size=1)
+
+    @property
+    def flops(self) -> float:
+        """Of products, forward and backward, about."""
+        weights = 12.0 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
+        return 6.0 * weights * self.sequence
+
+
+SHAPES = tuple(
+    StageShape(family=family, hidden=hidden, sequence=sequence, layers=layers, vocabulary=vocabulary)
+    for hidden, sequence in ((64, 64), (128, 128), (256, 256), (512, 256))
+    for family, layers, vocabulary in (("gpt", 1, 0), ("llama", 2, 0), ("llama", 1, 32 * hidden))
+)
+"""Small ones, of which most is overhead, to such as CPUs train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """A forward, or a forward with its backward."""
+
+    shape: StageShape
+    backward: bool
+    dtype: str
+    timing: Timing
+
+
+def measure_passes(
+    timer: Timer, *, dtype: torch.dtype, name: str, most_flops: float, seconds: float
+) -> Iterator[PassTime]:
+    """Every rank at once, `seconds` in all.
+
+    Args:
+        most_flops: stages with more are left out.
+
+    Collectives: barriers and gathers over the timer's world.
+    """
+    shapes = [shape for shape in SHAPES if shape.flops <= most_flops] or list(SHAPES[:3])
+    each = seconds / (2 * len(shapes))
+    for shape in shapes:
+        for backward, run in (
+            (False, _forward(shape, dtype, timer.device)),
+            (True, _both(shape, dtype, timer.device)),
+        ):
+            timing = timer.over_ranks(timer.each(run, seconds=each))
+            yield PassTime(shape=shape, backward=backward, dtype=name, timing=timing)
+
+
+def _stage(shape: StageShape, dtype: torch.dtype, device: torch.device) -> tuple[GPTStage, torch.Tensor]:
+    """A stage whose weight gradients go to fp32 buffers, as in training, and its input."""
+    make = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=dtype, device=device)
+    stage = GPTStage(
+        shape.config.model,
+        first_layer=0,
+        last_layer=shape.layers,
+        has_embedding=False,
+        has_head=shape.vocabulary > 0,
+        make=make,
+        seq_length=shape.sequence,
+    )
+    main = torch.float64 if dtype == torch.float64 else torch.float32
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=main, device=device)
+    return stage, torch.randn(stage.activation_shape(1), device=device).to(dtype).requires_grad_()
+
+
+def _forward(shape: StageShape, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    stage, x = _stage(shape, dtype, device)
+    labels = torch.arange(shape.sequence, device=device).view(1, -1) if shape.vocabulary else None
+
+    def forward() -> torch.Tensor:
+        return stage(x, stage.context(), labels=labels)
+
+    return forward
+
+
+def _both(shape: StageShape, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    stage, x = _stage(shape, dtype, device)
+    labels = torch.arange(shape.sequence, device=device).view(1, -1) if shape.vocabulary else None
+    grad = torch.ones(1, shape.sequence, device=device) if shape.vocabulary else torch.ones_like(x)
+
+    def both() -> None:
+        y = stage(x, stage.context(), labels=labels)
+        y.backward(grad.to(y.dtype))
+        x.grad = None
+        for parameter in stage.parameters():
+            parameter.grad = None
+
+    return both
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassFit:
+    """What the planner's formulas lack to give the measured passes."""
+
+    elementwise_slowdown: float
+    operation_seconds: float
+    pass_seconds: float
+    error: float
+    """Mean of |formula / measured - 1|."""
+
+
+def fit_passes(times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack) -> PassFit:
+    """Least squares over relative errors, with products and attention as the formulas have them.
+
+    Args:
+        cluster: with its rates of products and of memory.
+        stack: with its attention.
+    """
+    plain = dataclasses.replace(stack, elementwise_slowdown=1.0)
+    without = dataclasses.replace(stack, elementwise_slowdown=0.0)
+    known, moved, operations, passes = [], [], [], []
+    for time in times:
+        bare, parts = _parts(time, cluster, without), _parts(time, cluster, plain)
+        known.append(float(bare.gemm + bare.memory))
+        moved.append(float(parts.gemm + parts.memory) - known[-1])
+        operations.append(float(parts.operations))
+        passes.append(2.0 if time.backward else 1.0)
+    seconds = [time.timing.seconds for time in times]
+    fit = fit_times([moved, operations, passes], seconds, known=known)
+    slowdown, operation, constant = fit.constants
+    return PassFit(
+        # At least a little: no operation on activations is free.
+        elementwise_slowdown=max(slowdown, 0.01),
+        operation_seconds=operation,
+        pass_seconds=constant,
+        error=fit.error,
+    )
+
+
+def _parts(time: PassTime, cluster: Cluster, stack: SoftwareStack) -> Parts:
+    config = replace(time.shape.config, precision=time.dtype)
+    cost = stage_cost(
+        Pricing.of(workload_of(config), cluster, stack),
+        dense=float(time.shape.layers),
+        has_head=float(time.shape.vocabulary > 0),
+    )
+    return cost.forward_parts + cost.backward_parts if time.backward else cost.forward_parts
+
+
+def with_passes(
+    times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack, *, source: str
+) -> tuple[SoftwareStack, float]:
+    """The stack with the constants of `fit_passes`, and its error.
+
+    Args:
+        source: when, with what and how it was measured, for the provenance.
+    """
+    fit = fit_passes(times, cluster, stack)
+    where = f"fitted on passes of small stages, {source}"
+    names = ("elementwise_slowdown", "operation_seconds", "microbatch_seconds")
+    fitted = dataclasses.replace(
+        stack,
+        elementwise_slowdown=fit.elementwise_slowdown,
+        operation_seconds=fit.operation_seconds,
+        microbatch_seconds=fit.pass_seconds,
+        provenance={**stack.provenance, **dict.fromkeys(names, where)},
+    )
+    return fitted, fit.error

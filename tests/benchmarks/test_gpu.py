@@ -1,0 +1,351 @@
+"""The GPU benchmark where there is no GPU: its dry run whole, and what decides about its numbers."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu
+import gpu_child
+import gpu_flat_operations
+import gpu_goals
+import gpu_kernels
+import gpu_profile
+import gpu_rivals
+import gpu_step
+import gpu_tables
+import pytest
+import torch
+from gpu_ceilings import backend_named
+from gpu_clock import Clock
+from gpu_floor import floor
+from gpu_legs import Row
+from gpu_operations import Shape
+from gpu_preferences import rules, write
+
+from megalite.kernels.implementations import Use
+from megalite.kernels.preferences import read_preferences
+from megalite.models.shapes import flops_per_token
+
+CPU = torch.device("cpu")
+CASES = sorted(gpu_flat_operations.CASES)
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One dry run of everything."""
+    folder = tmp_path_factory.mktemp("gpu")
+    files = folder / "gpu.json", folder / "preferences.yaml"
+    printed, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        code = gpu.main(["--dry", "--json", str(files[0]), "--write-preferences", str(files[1])])
+        text = sys.stdout.getvalue()
+    finally:
+        sys.stdout = printed
+    return SimpleNamespace(
+        code=code, text=text, result=json.loads(files[0].read_text()), preferences=files[1]
+    )
+
+
+def test_the_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
+    rows = dry.result["rows"]
+    assert dry.code == 0
+    assert dry.result["dry"]
+    assert dry.result["command"].startswith("python3 benchmarks/gpu.py --dry")
+    assert {row["part"] for row in rows} == {"machine", "ceilings", "kernels", "step"}
+    assert dry.result["machine"]["torch"] == torch.__version__
+    assert {row["what"] for row in rows if row["part"] == "ceilings"} == {"copy", "gemm", "attention"}
+    runs = [row for row in rows if row["part"] == "step" and "tokens_per_second" in row]
+    assert {row["who"] for row in runs} == {"megalite", "nanoGPT-like", "Hugging Face GPT-2"}
+    assert {row["accumulation"] for row in runs if row["who"] == "megalite"} == {1, 2}
+    assert all(math.isfinite(row["last_loss"]) for row in runs)
+
+
+def test_all_that_the_dry_run_lacks_is_what_a_cpu_lacks(dry: SimpleNamespace) -> None:
+    reasons = {row["failed"] for row in dry.result["rows"] if "failed" in row}
+    wanted = (
+        "it needs a CUDA device",
+        "not compiled",
+        "liger_kernel is not",
+        "FP8 products need",
+        "No viable backend",
+    )
+    assert [reason for reason in reasons if not any(part in reason for part in wanted)] == []
+
+
+def test_the_dry_run_checks_each_kernel(dry: SimpleNamespace) -> None:
+    """Triton's too, interpreted: as exact as the type is, and the same twice."""
+    kernels = [row for row in dry.result["rows"] if row["part"] == "kernels" and "ms" in row]
+    with_triton = {row["operation"] for row in kernels if row["backend"] == "triton"}
+    assert {row["case"] for row in kernels} == set(CASES)
+    assert with_triton == set(gpu_flat_operations.CASES) - {"add_norm, dropout", "weight_grad", "softmax"}
+    for row in kernels:
+        assert row["bitwise"], row
+        # The interpreter cuts digits off where a device rounds; a CPU's weight gradient is rounded to bf16.
+        assert row["error_steps"] < 1.0 or row["case"] == "weight_grad", row
+
+
+def test_the_dry_run_says_where_a_step_spends_its_time(dry: SimpleNamespace) -> None:
+    profile = [row for row in dry.result["rows"] if "profile" in row]
+    assert [row["profile"] for row in profile] == list(gpu_profile.ROWS)
+    assert sum(row["share"] for row in profile) == pytest.approx(1.0, abs=1e-6)
+    assert {row["profile"] for row in profile if row["ms"] > 0} >= {
+        "GEMM",
+        "attention",
+        "cross-entropy",
+        "optimizer",
+    }
+
+
+def test_the_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) -> None:
+    for title in ("Ceilings", "Kernels", "Profile: megalite", "Steps", "Goals", "A dry run"):
+        assert f"\n{title}" in f"\n{dry.text}"
+    table = read_preferences(dry.preferences.read_text(), "written")
+    order, because = table.order("adam", Use("cpu", torch.float32, 10**6), CPU)
+    assert order[0] == "torch"
+    assert because.startswith("measured on a dry run on")
+
+
+def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    if not torch.cuda.is_available():
+        assert gpu.main([]) == 2
+        assert "no CUDA device; --dry" in capsys.readouterr().err
+    assert gpu.main(["--dry", "--parts", "step", "--write-preferences", "x"]) == 2
+    assert "add it to --parts" in capsys.readouterr().err
+
+
+def test_every_operation_of_the_registry_has_a_case() -> None:
+    assert gpu_kernels.without_case() == []
+
+
+def test_all_legs_together_fit_their_time() -> None:
+    """What matters most comes first, and each task names what its process must import."""
+    legs = gpu.legs_of(gpu.parse(["--fp8"]), "cuda")
+    assert [leg.name for leg in legs][:3] == ["ceilings", "megalite GPT 1.3B", "kernels"]
+    assert {task["part"] for leg in legs for task in leg.tasks} == set(gpu_child.PARTS)
+    flags = [task["flags"] for leg in legs for task in leg.tasks if "flags" in task]
+    for extra in flags:
+        if "--fp8" not in extra:  # for which this machine's device is asked
+            gpu_step.config_of("GPT 1.3B", device="cpu", microbatch=8, accumulation=8, extra=extra)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors_are_those_of_the_kernel_however_it_is_cut(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain kernels are as exact as their type; one that is off by 1 % in one output is found out."""
+    operation = gpu_flat_operations.CASES[case]
+    torch.manual_seed(0)
+    size = 64 if case == "rope" else 20
+    tensors = operation.make(Shape(24, size), operation.dtype, CPU)
+    plain = operation.plain or gpu_kernels.IMPLEMENTATIONS[case]["torch"].load()
+    found = operation.outputs(plain, tensors)
+    off = gpu_kernels.errors(operation, tensors, found)
+    # On a CPU torch rounds the product to bf16 before it adds it to the fp32 gradient.
+    assert off.steps < 4.0 or case == "weight_grad"
+    assert off.largest < 4 * torch.finfo(operation.dtype).eps
+    monkeypatch.setattr(gpu_kernels, "CHUNK", 200)
+    assert gpu_kernels.errors(operation, tensors, found).relative == pytest.approx(off.relative, rel=1e-6)
+    for name, value in found.items():
+        scaled = gpu_kernels.errors(operation, tensors, {**found, name: value * 1.05})
+        assert scaled.worst == name
+        assert scaled.relative == pytest.approx(0.05, rel=0.2)
+
+
+def test_nothing_that_is_not_a_number_passes() -> None:
+    row, of_torch = {"error_steps": float("nan"), "bitwise": True}, {"error_steps": 0.3}
+    assert gpu_kernels.acceptable(row, of_torch) is not None
+    assert gpu_kernels.acceptable({**row, "error_steps": 0.72}, of_torch) is None
+    assert gpu_kernels.acceptable({**row, "error_steps": 0.73}, of_torch) is not None
+    assert gpu_kernels.acceptable({**row, "error_steps": 0.1, "bitwise": False}, None) == "two runs differ"
+
+
+def test_adams_copy_must_be_its_parameters_rounded() -> None:
+    def kernel(*tensors: torch.Tensor, copy: torch.Tensor, **settings: Any) -> None:
+        gpu_flat_operations.plain_adam(*tensors, **settings, copy=torch.empty_like(copy))
+
+    adam = gpu_flat_operations.CASES["adam"]
+    with pytest.raises(ValueError, match="not what the parameters round to"):
+        adam.outputs(kernel, adam.make(Shape(1, 9), adam.dtype, CPU))
+
+
+def test_ligers_signatures_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that computes what Liger would, from the arguments that Liger takes."""
+
+    def loss(logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.float(), target, reduction=reduction)
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, in_place: bool = True) -> torch.Tensor:
+        assert not in_place
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    functional = SimpleNamespace(
+        liger_rms_norm=rms_norm,
+        liger_layer_norm=lambda x, w, b, eps: torch.nn.functional.layer_norm(x, w.shape, w, b, eps),
+        liger_swiglu=lambda a, b: torch.nn.functional.silu(a) * b,
+        liger_geglu=lambda a, b: torch.nn.functional.gelu(a) * b,
+        liger_cross_entropy=loss,
+    )
+    monkeypatch.setattr(gpu_rivals.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_rivals.importlib, "import_module", lambda name: functional)
+    for case in ("rmsnorm", "layernorm", "swiglu", "geglu", "cross_entropy"):
+        kernel = gpu_rivals.rivals(case, compiled=False)["liger"]
+        operation = gpu_flat_operations.CASES[case]
+        tensors = operation.make(Shape(6, 20), operation.dtype, CPU)
+        assert gpu_kernels.errors(operation, tensors, operation.outputs(kernel, tensors)).relative < 8e-3
+        for piece in operation.passes(kernel, tensors):
+            Clock(CPU, repeats=2).time(piece.work, piece.prepare)
+
+
+def kernel_row(backend: str, size: int, ms: float, **more: Any) -> Row:
+    return {
+        "part": "kernels", "case": "swiglu", "operation": "swiglu", "backend": backend, "rows": 64, "size": size,
+        "dtype": "bfloat16", "preferred": "triton", "pass": "forward", "ms": ms, "p20": ms, "p80": ms, "graph_ms": ms, "bytes": 1 << 30,
+        "gb_s": (1 << 30) / ms / 1e6, "error": 0.002, "error_steps": 0.3, "max_error": 0.002, "bitwise": True, **more,
+    }  # fmt: skip
+
+
+def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) -> None:
+    rows = [
+        *(kernel_row("torch", 1024, 1.0), kernel_row("triton", 1024, 0.99)),  # not clearly faster
+        *(kernel_row("torch", 2048, 2.0), kernel_row("triton", 2048, 0.5), kernel_row("triton", 2048, 0.5)),
+        *(
+            kernel_row("torch", 4096, 2.0),
+            kernel_row("triton", 4096, 0.5),
+        ),  # the same order: no rule of its own
+        *(kernel_row("torch", 8192, 2.0), kernel_row("triton", 8192, 0.5, bitwise=False)),
+        {
+            "part": "kernels",
+            "operation": "swiglu",
+            "case": "swiglu",
+            "backend": "apex",
+            "size": 8192,
+            "failed": "none",
+        },
+    ]
+    found = rules(rows, device="sm_90", measured_on="a GPU")
+    assert [(rule.get("from_size"), rule["order"]) for rule in found] == [
+        (None, ["torch", "triton"]),
+        (2048, ["triton", "torch"]),
+        (8192, ["torch"]),
+    ]
+    assert found[1]["because"] == "measured on a GPU: 64 x 2048: triton 1.000 ms, torch 2.000 ms"
+    assert found[2]["because"].endswith("torch 2.000 ms; triton refused: two runs differ")
+    write(tmp_path / "new.yaml", found)
+    table = read_preferences((tmp_path / "new.yaml").read_text(), "new.yaml")
+    assert [rule.order for rule in table.rules if rule.operation == "swiglu" and rule.device == "sm_90"] == [
+        ("torch", "triton"),
+        ("triton", "torch"),
+        ("torch",),
+    ]
+    assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), (
+        "the shipped ones stay"
+    )
+
+
+CEILINGS: list[Row] = [
+    {"part": "ceilings", "what": "copy", "shape": "4 GiB", "ms": 1.0, "gb_s": 3000.0},
+    {"part": "ceilings", "what": "gemm", "shape": "square, forward", "dtype": "bfloat16", "ms": 1.0, "tflops": 798.0},
+    {
+        "part": "ceilings", "what": "attention", "shape": "b", "backend": "cudnn", "ran": "cudnn", "ms": 1.0,
+        "tflops": 484.0, "backward_ms": 1.0, "backward_tflops": 370.0,
+    },
+]  # fmt: skip
+
+
+def test_the_floor_of_gpt_1_3b_is_the_sum_of_its_parts_at_the_ceilings() -> None:
+    """By hand for an H100: 128.9 TFLOP of products and 9.9 + ... of attention over 16384 tokens."""
+    config = gpu_step.config_of("GPT 1.3B", device="cpu", microbatch=8, accumulation=1)
+    least = floor(CEILINGS, config.model, seq_length=2048, microbatch=8, accumulation=1)
+    assert least is not None
+    assert least["GEMM"] == pytest.approx(161.5, abs=0.2)
+    assert least["attention"] == pytest.approx(29.1, abs=0.1)
+    assert least["cross-entropy"] == pytest.approx(1.65, abs=0.01)
+    assert least["optimizer"] == pytest.approx(14.9, abs=0.1)
+    assert floor(CEILINGS[:2], config.model, seq_length=2048, microbatch=8, accumulation=1) is None
+
+
+def step_row(model: str, accumulation: int, tokens: float, **more: Any) -> Row:
+    config = gpu_step.config_of(model, device="cpu", microbatch=8, accumulation=accumulation)
+    seconds = accumulation * 8 * config.training.seq_length / tokens
+    measured = gpu_step.speed(
+        [seconds],
+        model=config.model,
+        seq_length=config.training.seq_length,
+        samples=8 * accumulation,
+        peak_tflops=989.4,
+    )
+    return {
+        "part": "step", "who": "megalite", "model": model, "precision": "bf16", "microbatch": 8,
+        "accumulation": accumulation, "peak_gib": 50.0, **measured, **more,
+    }  # fmt: skip
+
+
+def test_mfu_is_by_the_planners_formulas() -> None:
+    row = step_row("GPT 1.3B", 8, 67000.0)
+    config = gpu_step.config_of("GPT 1.3B", device="cpu", microbatch=8, accumulation=8)
+    assert row["tokens_per_second"] == pytest.approx(67000.0)
+    assert row["mfu_palm"] == pytest.approx(67000.0 * flops_per_token(config.model, 2048) / 989.4e12)
+    assert (row["mfu_palm"], row["mfu_causal"]) == (
+        pytest.approx(0.614, abs=1e-3),
+        pytest.approx(0.573, abs=1e-3),
+    )
+
+
+def test_goals_are_judged() -> None:
+    rows = [
+        *CEILINGS,
+        *(step_row("GPT 1.3B", 1, 50000.0), step_row("GPT 1.3B", 8, 67000.0)),
+        step_row("GPT 1.3B", 8, 70000.0, precision="fp8"),
+        step_row("GPT 1.3B", 8, 50000.0, who="a peer"),
+        {
+            "part": "step",
+            "who": "other",
+            "model": "GPT 1.3B",
+            "precision": "bf16",
+            "microbatch": 8,
+            "failed": "out",
+        },
+        *(kernel_row("torch", 2048, 1.0), kernel_row("triton", 2048, 0.38)),
+    ]
+    judged = {
+        line.split(">=")[0].strip(): line.split(">=")[1].split()[1:]
+        for line in gpu_goals.goals_table(rows)[1:]
+    }
+    assert judged["GPT 1.3B, 8 microbatches: MFU, PaLM"] == ["0.614", "met"]
+    assert judged["GPT 1.3B, 1 microbatch: MFU, PaLM"][1] == "MISSED"
+    assert judged["GPT 1.3B: FP8's tokens/s over bf16's"] == ["1.045", "MISSED"]
+    assert judged["GPT 1.3B: tokens/s over a peer"] == ["1.340", "met"]
+    assert judged["GPT-2 124M: MFU, PaLM"] == ["not", "measured"]
+    assert judged["kernels that move 128 MB and more: least share of the copy rate"] == ["0.942", "met"]
+    assert judged["least speed of the preferred backend over torch's eager kernel"] == ["2.632", "met"]
+    lines = gpu_tables.steps_table(rows)
+    assert any("other" in line and line.endswith("- out") for line in lines)
+    assert any(f"{'2.63':>9}" in line for line in gpu_tables.kernels_table(rows)), "x torch"
+
+
+def test_pieces_of_a_profile_are_sorted_and_the_large_ones_named() -> None:
+    category = gpu_profile.category_of_kernel({"_forward": "cross-entropy"})
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "GEMM",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>": "norms and activations",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "_forward": "cross-entropy",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4, AddFunctor>": "other",
+    }
+    assert {name: category(name) for name in names} == names
+    table = gpu_profile.shares({"_forward": 4.0, "nvjet": 2.0, "gemm": 90.0}, 100.0, category)
+    assert table == {"cross-entropy": (4.0, {"_forward": 4.0}), "GEMM": (92.0, {"gemm": 90.0})}
+    assert gpu_profile.covered([(0.0, 2.0), (5.0, 6.0), (1.0, 3.0), (1.5, 2.0)]) == 4.0
+    assert gpu_profile.category_of_operation("aten::addmm") == "GEMM"
+
+
+def test_the_attention_backend_is_read_off_what_ran() -> None:
+    assert backend_named(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "cudnn"
+    assert backend_named(["void pytorch_flash::flash_fwd_kernel"]) == "flash"
+    assert backend_named(["fmha_cutlassF_bf16_aligned_64x128_rf_sm80"]) == "efficient"
+    assert backend_named(["ampere_bf16_s1688gemm", "softmax_warp_forward"]) == "math"

@@ -1,0 +1,119 @@
+"""Processes and clock of the GPU benchmark: whatever a task does, it becomes a row."""
+
+import io
+import json
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_child
+import gpu_legs
+import pytest
+import torch
+from gpu_clock import Clock
+from gpu_legs import Leg, Row, run_legs
+
+CPU = torch.device("cpu")
+
+
+def test_the_clock_restores_before_each_repetition() -> None:
+    calls: list[str] = []
+    timing = Clock(CPU, repeats=3).time(lambda: calls.append("work"), lambda: calls.append("prepare"))
+    assert calls == ["prepare", "work"] * 4
+    assert (timing.repeats, timing.graph_ms) == (3, None)
+    assert timing.p20 <= timing.ms <= timing.p80
+
+
+STUB = """
+import json, os, sys, time
+tasks = json.loads(sys.stdin.readline())
+def send(message): print("row " + json.dumps(message), flush=True)
+for task in tasks:
+    send("begin")
+    print("something else on stdout")
+    if task["do"] == "die":
+        print("last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
+    if task["do"] == "hang":
+        time.sleep(60)
+    send({"did": task["do"], "pid": os.getpid()})
+    send("end")
+    if task["do"] == "leave":
+        sys.exit(0)
+"""
+
+
+def run_stub(*legs: tuple[str, ...], seconds: float = 20.0, until: float = 60.0) -> list[Row]:
+    return run_legs(
+        [
+            Leg(str(number), tuple({"part": "stub", "do": do} for do in leg), seconds)
+            for number, leg in enumerate(legs)
+        ],
+        until=time.monotonic() + until,
+        show=lambda row: None,
+        command=(sys.executable, "-S", "-c", STUB),
+    )
+
+
+def test_a_task_that_kills_its_process_is_a_row_and_the_rest_goes_on() -> None:
+    rows = run_stub(("a", "die", "b", "leave", "c"), ("d",))
+    assert [row.get("did", row.get("failed")) for row in rows] == [
+        "a",
+        "killed by signal 9: last words",
+        "b",
+        "leave",
+        "c",
+        "d",
+    ]
+    a, b, leave, c, d = (row["pid"] for row in rows if "pid" in row)
+    assert b == leave
+    assert len({a, b, c, d}) == 4
+    assert rows[1]["do"] == "die"
+
+
+def test_a_task_that_hangs_ends_its_leg_and_no_other() -> None:
+    rows = run_stub(("a", "hang", "b"), ("c",), seconds=2.0)
+    assert [row.get("did") for row in rows] == ["a", None, None, "c"]
+    assert rows[1]["failed"] == "not done after the leg's 2 s"
+    assert rows[2]["failed"] == "not run: the leg's time is spent"
+
+
+def test_legs_for_which_there_is_no_time_say_so() -> None:
+    assert [row["failed"] for row in run_stub(("a",), until=0.0)] == [
+        "not run: the time for the whole benchmark is spent"
+    ]
+
+
+def test_a_process_that_cannot_start_its_tasks_is_not_started_for_ever() -> None:
+    rows = run_legs(
+        [Leg("x", ({"part": "stub"}, {"part": "stub"}), 20.0)],
+        until=time.monotonic() + 60.0,
+        show=lambda row: None,
+        command=(sys.executable, "-S", "-c", "raise SystemExit('no such module')"),
+    )
+    assert [row["failed"] for row in rows] == ["exit status 1: no such module"] * 2
+
+
+def test_a_step_out_of_memory_is_tried_with_half_the_microbatch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(task: dict[str, Any]) -> Any:
+        if task["microbatch"] > 4:
+            raise torch.cuda.OutOfMemoryError
+        yield {"microbatch": task["microbatch"], "accumulations": task["accumulations"]}
+
+    task = {"part": "stub", "microbatch": 8, "accumulations": [1, 8]}
+    monkeypatch.setitem(sys.modules, "stub_part", SimpleNamespace(rows=rows))
+    monkeypatch.setattr(gpu_child, "PARTS", {"stub": "stub_part"})
+    monkeypatch.setattr(gpu_child.gc, "collect", lambda: 0)  # of all that other tests have imported: seconds
+    monkeypatch.setattr(sys, "argv", ["gpu_child.py", "stub"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([task])))
+    gpu_child.main()
+    sent = [json.loads(line.removeprefix(gpu_legs.MARK)) for line in capsys.readouterr().out.splitlines()]
+    assert sent == [
+        "begin",
+        {"part": "stub", "microbatch": 8, "failed": "out of memory"},
+        {"microbatch": 4, "accumulations": [2, 16]},
+        "end",
+    ]

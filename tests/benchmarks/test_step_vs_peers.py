@@ -1,0 +1,172 @@
+"""The contenders of the step benchmark train the same model, and its driver compares them as it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import step_vs_peers
+import step_vs_peers_profile
+import step_vs_peers_worker as worker
+from peer_case import GPT2, LAYOUTS, Case, batch_of
+from step_vs_peers_rounds import Disagreement, Measured, compete, quartiles
+from step_vs_peers_table import row_of, table
+
+from megalite.parity.pool import RankContext, RankFailure
+from tests.support.ranks import run_ranks
+
+HERE = [name for name, entry in worker.CONTENDERS.items() if entry.needs is None]
+"""Contenders that need nothing but what the tests need."""
+LAYOUT_NAMES = list(LAYOUTS)
+STEPS = 4
+
+
+def case_of(layout: str) -> Case:
+    return Case(size=step_vs_peers.TINY, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUT_NAMES if name != "1.2threads"])
+def test_contenders_train_the_same_model(layout: str) -> None:
+    case = case_of(layout)
+    losses = {}
+    for name in HERE:
+        if layout not in worker.CONTENDERS[name].layouts:
+            continue
+        if layout == "1" and name != worker.MEGALITE:  # needs no ranks
+            contender = worker.make(RankContext(0), name, case)
+            losses[name] = [contender.step(batch_of(case.size, step)) for step in range(STEPS)]
+        else:
+            run_ranks(case.layout.ranks, worker.build, name, case)
+            parts = run_ranks(case.layout.ranks, worker.train, STEPS)
+            run_ranks(case.layout.ranks, worker.leave)
+            losses[name] = [sum(step) for step in zip(*parts)]
+    assert len(losses) >= 2
+    for name, found in losses.items():
+        assert found == pytest.approx(losses[worker.MEGALITE], abs=3e-6), name
+    ours = losses[worker.MEGALITE]
+    assert len({round(loss, 3) for loss in ours}) == len(ours), "the batches differ"
+
+
+def test_every_layout_and_model_has_peers() -> None:
+    for name, model in step_vs_peers.MODELS.items():
+        arguments = step_vs_peers.parse(["--models", name])
+        cases = step_vs_peers.cases_of(name, LAYOUT_NAMES, arguments)
+        assert [layout for case, layout in cases if not case.bf16] == list(model.layouts)
+        for case, layout in cases:
+            contenders = step_vs_peers.contenders_of(case, layout, list(worker.CONTENDERS))
+            assert contenders[0] == worker.MEGALITE
+            assert len(contenders) >= 2, (name, layout)
+            assert case.family == GPT2 or set(contenders) <= {worker.MEGALITE, "picotron"}
+
+
+def test_those_that_change_torch_sit_alone() -> None:
+    seats = step_vs_peers.seats_of(["megalite", "plain torch", "torch DDP", "megatron-core", "picotron"])
+    assert len(set(seats.values())) == 5
+    again = step_vs_peers.seats_of(["megalite", "torch 1F1B", "megatron-core"])
+    assert again["megatron-core"] == seats["megatron-core"]
+    assert again["torch 1F1B"] == seats["plain torch"], "processes are used again"
+
+
+class FakePool:
+    """Answers as a contender with the given losses and step times would, on two ranks."""
+
+    def __init__(self, losses: list[float], seconds: list[float]) -> None:
+        self.losses, self.seconds = losses, iter(seconds)
+        self.clock, self.turns = 0.0, 0
+
+    def run(self, size: int, fn: Any, *args: Any, **_: Any) -> list[Any]:
+        if fn is worker.train:
+            return [[loss / size for loss in self.losses]] * size
+        if fn is worker.gemm_rate:
+            return [1e9] * size
+        if fn is not worker.turn:
+            return [None] * size
+        self.turns += 1
+        start, took = self.clock, next(self.seconds)
+        # The second rank starts and ends later: the step lasts from the first start to the last end.
+        return [
+            {"start": start, "end": start + took * 0.75, "cpu": took / 4},
+            {"start": start + took / 4, "end": start + took, "cpu": took / 2},
+        ]
+
+
+class BrokenPool(FakePool):
+    def run(self, size: int, fn: Any, *args: Any, **_: Any) -> list[Any]:
+        raise RankFailure("rank 1 of 2 failed first:\nTraceback ...\nValueError: no CUDA")
+
+
+def competed(limit: float = 1e-4) -> Measured:
+    pools = {
+        worker.MEGALITE: FakePool([2.0, 1.5], [4.0, 2.0, 8.0]),
+        "torch DDP": FakePool([2.0, 1.50005], [6.0, 4.0, 8.0]),
+        "torch DDP, ZeRO-1": BrokenPool([], []),
+    }
+    settings = {"checks": 2, "rounds": 3, "steps": 2, "gemm": 8, "seed": 0}
+    return compete(pools, case_of("dp2"), limit=limit, **settings)  # type: ignore[arg-type]
+
+
+def test_ratios_are_medians_over_rounds() -> None:
+    found = competed()
+    assert found.seconds[worker.MEGALITE] == [2.0, 1.0, 4.0]
+    assert found.cpu[worker.MEGALITE] == [1.5, 0.75, 3.0]
+    row = row_of("torch DDP", found, case_of("dp2"))
+    assert row["ours_over_theirs"] == {"wall": 1.5, "cpu": 1.5}, "1.5, 2 and 1 in the rounds"
+    tokens = step_vs_peers.TINY.batch * step_vs_peers.TINY.seq
+    assert row["tokens_per_second"] == pytest.approx(tokens / 3.0, abs=0.05)
+    assert row["loss_difference"] == pytest.approx(5e-5)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
+
+
+def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found, case = competed(), case_of("dp2")
+    rows = [row_of(name, found, case) for name in (worker.MEGALITE, "torch DDP", "torch DDP, ZeRO-1")]
+    result = {"model": "small", "layout": "dp2", "precision": "fp32", "rounds": 3, "rows": rows}
+    text = table(result)
+    assert "| torch DDP, ZeRO-1 | failed: ValueError: no CUDA |" in text
+    assert "megalite over the best peer (torch DDP): 1.50 (CPU time 1.50)" in text
+    assert "no CUDA" in capsys.readouterr().err
+
+
+def test_nothing_is_timed_where_losses_differ() -> None:
+    with pytest.raises(Disagreement, match=r"torch DDP differ from megalite's by 5.00e-05, more than 1e-05"):
+        competed(limit=1e-5)
+    nan = {
+        worker.MEGALITE: FakePool([2.0], [1.0]),
+        "torch DDP": FakePool([float("nan")], [1.0]),
+    }
+    settings = {"checks": 1, "rounds": 1, "steps": 1, "gemm": 8, "seed": 0}
+    with pytest.raises(Disagreement):
+        compete(nan, case_of("dp2"), limit=1e-4, **settings)  # type: ignore[arg-type]
+    assert all(pool.turns == 0 for pool in nan.values())
+
+
+def test_a_profile_adds_up_kinds_and_shows_the_largest_operations() -> None:
+    found = {
+        worker.MEGALITE: {
+            "whole": {"CPU seconds": 1.5},
+            "operations": {"aten::mm": [7.0, 3], "aten::addmm_": [2.5, 1], "aten::gelu": [1.0, 2]},
+        },
+        "plain torch": {"whole": {"CPU seconds": 2.0}, "operations": {"aten::mm": [8.0, 4]}},
+    }
+    lines = [line.split() for line in step_vs_peers_profile.report(found, 2).splitlines()]
+    assert ["CPU", "seconds", "1.5", "2"] in lines
+    assert ["GEMM", "9.5", "8.0"] in lines
+    assert ["norms,", "activations", "1.0", "0.0"] in lines
+    assert lines[-2:] == [
+        ["aten::addmm_", "2.5", "in", "1", "0.0", "in", "0"],
+        ["aten::mm", "7.0", "in", "3", "8.0", "in", "4"],
+    ], "two operations, the larger difference first"
+
+
+def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program itself, with processes of its own."""
+    output = tmp_path / "found.json"
+    words = ["--smoke", "--models", "small", "--layouts", "1", "--no-bf16", "--json", str(output)]
+    assert step_vs_peers.main([*words, "--contenders", "megalite", "plain torch", "megatron-core"]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    ours, plain, missing = result["rows"]
+    assert (ours["contender"], plain["contender"]) == (worker.MEGALITE, "plain torch")
+    assert ours["loss_difference"] == 0.0
+    assert plain["loss_difference"] < 1e-5
+    assert missing == {"contender": "megatron-core", "note": "not given"}
+    assert "megalite over the best peer (plain torch)" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""`megalite kernels`, and what a run says to a kernel that is not there."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.cli import kernels
+from megalite.cli.main import main
+from megalite.config.compute import OPERATIONS
+from megalite.kernels.registry import backends_of
+
+Captured = pytest.CaptureFixture[str]
+
+
+def asked(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main(["kernels", "--json", "--device", "cpu", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table(capsys: Captured) -> None:
+    assert main(["kernels", "--device", "cpu"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")[1:]
+    lines = first.splitlines()
+    assert len(lines) == 1 + sum(len(backends_of(operation)) for operation in OPERATIONS)
+    assert lines[1].split(maxsplit=2)[:2] == ["rmsnorm", "apex"]
+    assert lines[1].endswith(" apex has no cpu; it needs a CUDA device")
+    assert lines[3].split() == ["torch", "ready"]
+    chosen = [line.split()[:4] for line in second.splitlines()[1:]]
+    assert ["rmsnorm", "4096", "bfloat16", "torch"] in chosen
+    assert ["rope", "128", "float32", "torch"] in chosen
+    assert {row[0] for row in chosen} == set(OPERATIONS)
+
+
+def test_json(capsys: Captured) -> None:
+    found = asked(capsys)
+    assert found["device"] == "cpu" and found["torch"] == torch.__version__
+    rows = {(row["operation"], row["backend"]): row for row in found["kernels"]}
+    assert set(rows) == {(name, backend) for name in OPERATIONS for backend in backends_of(name)}
+    assert rows["adam", "torch"] == {"operation": "adam", "backend": "torch", "reason": None, "not_for": {}}
+    assert rows["adam", "apex"]["reason"] == "apex has no cpu; it needs a CUDA device"
+    adam = [row for row in found["chosen"] if row["operation"] == "adam"]
+    assert adam == [
+        {
+            "operation": "adam",
+            "size": 1 << 24,
+            "dtype": "torch.float32",
+            "backend": "torch",
+            "why": "no rule: torch",
+        }
+    ]
+
+
+def test_a_type_that_a_kernel_does_not_take(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of apex's cross-entropy, where apex is."""
+    monkeypatch.setattr(kernels, "why_not_backend", lambda backend, device: None)
+    monkeypatch.setattr("megalite.kernels.implementations.why_not_extension", lambda name: None)
+    monkeypatch.setattr("megalite.kernels.registry.why_not_backend", lambda backend, device: None)
+    monkeypatch.setattr(
+        kernels,
+        "why_not",
+        lambda operation, backend, use: (
+            "too small" if (backend, use.dtype) == ("apex", torch.bfloat16) else None
+        ),
+    )
+    assert main(["kernels", "--device", "cpu"]) == 0
+    assert "cross_entropy  apex     ready; not bfloat16: too small\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda(capsys: Captured) -> None:
+    assert main(["kernels", "--device", "cuda"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "error: --device cuda: torch finds no CUDA device here; use --device cpu\n"
+
+
+def test_bad_flags(capsys: Captured) -> None:
+    assert main(["kernels", "--devise", "cpu"]) == 2
+    assert "megalite kernels --help lists the flags" in capsys.readouterr().err
+
+
+TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
+
+
+@pytest.mark.parametrize(
+    "kernel, reason",
+    [
+        ("adam=apex", "adam=apex cannot be had: apex has no cpu; it needs a CUDA device; use adam=torch"),
+        ("bias_gelu=apex", "apex has no bias_gelu (bias and GELU); there is triton, torch"),
+    ],
+)
+def test_a_run_that_asks_for_what_is_not_there(
+    capsys: Captured, kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: "not interpreted")
+    status = main(["train", *TINY.split(), "--train-iters", "1", "--device", "cpu", "--kernels", kernel])
+    assert status == 2
+    assert capsys.readouterr().err == f"error: kernels: {reason}\n"

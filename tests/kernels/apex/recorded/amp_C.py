@@ -1,0 +1,77 @@
+"""Stands for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu and
+multi_tensor_l2norm_kernel.cu."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.kernels.apex.signatures import FLOATS, bound, contiguous, of_type, require
+
+_MOST_TENSORS = {1: 110, 4: 36}
+_MOST_BLOCKS = 320
+
+
+def _launched(chunk: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> list[int]:
+    """How many chunks of each tensor are run. Those gathered when the lists end on an empty tensor are not."""
+    require(len(lists) == depth, "tensor_lists.size() != depth")
+    require(len(lists[0]) > 0, "tensor_lists[0].size() is not > 0")
+    of_type(noop, torch.int32)
+    require(noop.numel() >= 1, "no flag")
+    for tensors in lists:
+        require(len(tensors) == len(lists[0]), "Size mismatch among tensor lists")
+        for tensor, first in zip(tensors, lists[0], strict=True):
+            contiguous(tensor)
+            require(tensor.numel() == first.numel(), "Size mismatch")
+    run, gathered, tensors_held = [0] * len(lists[0]), [0] * len(lists[0]), 0
+    for place, tensor in enumerate(lists[0]):
+        tensors_held += 1
+        chunks = -(-tensor.numel() // chunk)
+        for number in range(chunks):
+            gathered[place] += 1
+            last_of_tensor = number == chunks - 1
+            full = tensors_held == _MOST_TENSORS[depth] and last_of_tensor
+            if full or sum(gathered) == _MOST_BLOCKS or (last_of_tensor and place == len(lists[0]) - 1):
+                run = [before + now for before, now in zip(run, gathered, strict=True)]
+                gathered, tensors_held = [0] * len(lists[0]), 0 if last_of_tensor else 1
+    return run
+
+
+def multi_tensor_adam(*arguments: Any) -> None:
+    bound(arguments, "itlffffiiif")
+    chunk, noop, lists, lr, beta1, beta2, eps, step, mode, correct, decay = arguments
+    run = _launched(chunk, noop, lists, 4)
+    require(mode in (0, 1) and correct in (0, 1) and step >= 1, "mode, bias correction or step")
+    lr, beta1, beta2, eps, decay = (np.float32(value) for value in (lr, beta1, beta2, eps, decay))
+    first, second = 1.0, 1.0
+    if correct:
+        first, second = (float(np.float32(1 - float(beta) ** step)) for beta in (beta1, beta2))
+    for place, (g, p, m, v) in enumerate(zip(*lists, strict=True)):
+        of_type(lists[0][0], *FLOATS)
+        of_type(g, lists[0][0].dtype)
+        of_type(p, lists[0][0].dtype)
+        of_type(m, torch.float32)
+        of_type(v, torch.float32)
+        count = min(run[place] * chunk, p.numel())
+        g, p, m, v = (tensor[:count] for tensor in (g, p, m, v))
+        grad = g.float() if mode else g.float() + float(decay) * p.float()
+        m.copy_(float(beta1) * m + float(1 - beta1) * grad)
+        v.copy_(float(beta2) * v + float(1 - beta2) * grad * grad)
+        update = (m / first) / ((v / second).sqrt() + float(eps))
+        if mode:
+            update = update + float(decay) * p.float()
+        p.copy_(p.float() - float(lr) * update)
+
+
+def multi_tensor_l2norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    bound(arguments, "itlb")
+    chunk, noop, lists, per_tensor = arguments
+    run = _launched(chunk, noop, lists, 1)
+    squares = []
+    for place, x in enumerate(lists[0]):
+        of_type(lists[0][0], *FLOATS)
+        of_type(x, lists[0][0].dtype)
+        require(x.numel() < 2**31, "offsets run over")
+        squares.append(x[: run[place] * chunk].float().square().sum())
+    norms = torch.stack(squares).sqrt() if per_tensor else torch.empty(0)
+    return torch.stack(squares).sum().sqrt().view(1), norms

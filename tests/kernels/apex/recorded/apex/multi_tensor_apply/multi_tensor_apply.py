@@ -1,0 +1,1 @@
+"""A file by which NVIDIA's package is known."""

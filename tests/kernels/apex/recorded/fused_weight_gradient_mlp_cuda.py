@@ -1,0 +1,29 @@
+"""Stands for apex's extension of this name: csrc/megatron/fused_weight_gradient_dense*.cu."""
+
+from typing import Any
+
+import torch
+
+from tests.kernels.apex.signatures import FLOATS, HALVES, bound, contiguous, of_type, require, some_blocks
+
+
+def _add(arguments: tuple[Any, ...], types: tuple[torch.dtype, ...], main: torch.dtype | None) -> None:
+    bound(arguments, "ttt")
+    x, grad_y, main_grad = arguments
+    contiguous(x, grad_y, main_grad)  # raw pointers: strides are not looked at
+    of_type(x, *types)
+    of_type(grad_y, x.dtype)
+    of_type(main_grad, main or x.dtype)
+    rows = x.view(-1, x.shape[-1])
+    grads = grad_y.view(-1, grad_y.shape[-1])
+    require(tuple(main_grad.shape) == (grads.shape[1], rows.shape[1]) and len(grads) == len(rows), "sizes")
+    some_blocks(len(rows))
+    main_grad.copy_(main_grad.float() + grads.float().t() @ rows.float())
+
+
+def wgrad_gemm_accum_fp32(*arguments: Any) -> None:
+    _add(arguments, FLOATS, torch.float32)
+
+
+def wgrad_gemm_accum_fp16(*arguments: Any) -> None:
+    _add(arguments, HALVES, None)

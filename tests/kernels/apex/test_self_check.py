@@ -1,0 +1,111 @@
+"""Kernels of apex serve after they have given torch's numbers, and not otherwise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.kernels.implementations import IMPLEMENTATIONS, Use
+from megalite.kernels.registry import Kernels, why_not
+from tests.kernels.apex.conftest import Adapter
+
+CPU = torch.device("cpu")
+OF_APEX = [operation for operation, backends in IMPLEMENTATIONS.items() if "apex" in backends]
+SIZES = {"softmax": 32, "rope": 16}
+
+
+def uses() -> list[tuple[str, torch.dtype]]:
+    return [(name, dtype) for name in OF_APEX for dtype in IMPLEMENTATIONS[name]["apex"].dtypes]
+
+
+@pytest.mark.parametrize("operation, dtype", uses())
+def test_a_right_kernel_serves(installed: Adapter, operation: str, dtype: torch.dtype) -> None:
+    kernels = Kernels({operation: "apex"})
+    kernels.check(CPU)
+    found = kernels.get(operation, device=CPU, dtype=dtype, size=SIZES.get(operation, 40))
+    first = found[0] if isinstance(found, tuple) else found
+    assert first.__module__.startswith("megalite.kernels.apex.")
+    assert [choice.backend for choice in kernels.chosen] == ["apex"]
+
+
+def _scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*given: Any) -> Any:
+        results = function(*given)
+        return [1.02 * each for each in results] if isinstance(results, list) else 1.02 * results
+
+    return wrong
+
+
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*given: Any) -> None:
+        function(*given)
+        function(*given)
+
+    return wrong
+
+
+WRONG = {
+    "rmsnorm": ("fused_layer_norm_cuda", "rms_backward_affine", _scaled),
+    "layernorm": ("fused_layer_norm_cuda", "forward_affine", _scaled),
+    "rope": ("fused_rotary_positional_embedding", "backward_cached", _scaled),
+    "softmax": ("scaled_upper_triang_masked_softmax_cuda", "backward", _scaled),
+    "cross_entropy": ("xentropy_cuda", "backward", _scaled),
+    "weight_grad": ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp16", _twice),
+    "adam": ("amp_C", "multi_tensor_adam", _twice),
+    "l2norm": (
+        "amp_C",
+        "multi_tensor_l2norm",
+        lambda real: lambda *given: tuple(1.02 * x for x in real(*given)),
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", OF_APEX)
+def test_a_wrong_kernel_is_refused(
+    installed: Adapter, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension, name, spoil = WRONG[operation]
+    module = __import__(extension)
+    monkeypatch.setattr(module, name, spoil(getattr(module, name)))
+    implementation = IMPLEMENTATIONS[operation]["apex"]
+    use = Use("cpu", implementation.dtypes[-1], SIZES.get(operation, 40))
+    reason = why_not(operation, "apex", use)
+    assert reason is not None
+    assert reason.startswith("apex's gave other numbers than torch when it was tried here: ")
+    with pytest.raises(ConfigError, match=f"kernels: {operation}=apex cannot be had: apex's gave other"):
+        Kernels({operation: "apex"}).get(operation, device=CPU, dtype=use.dtype, size=use.size)
+
+
+def test_another_version_is_a_reason(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an apex whose backward has one parameter less."""
+    module = __import__("fused_layer_norm_cuda")
+    real = module.rms_backward_affine
+    monkeypatch.setattr(module, "rms_backward_affine", lambda a, b, c, d, e, f: real(a, b, c, d, e, f, False))
+    reason = why_not("rmsnorm", "apex", Use("cpu", torch.float32, 16))
+    assert reason is not None
+    assert reason.startswith("apex's failed when it was tried here (") and "\n" not in reason
+
+
+def test_nan_is_wrong(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = __import__("amp_C")
+    monkeypatch.setattr(module, "multi_tensor_l2norm", lambda *given: (None, torch.tensor([float("nan")])))
+    reason = why_not("l2norm", "apex", Use("cpu", torch.float32, 16))
+    assert reason is not None and "the norm is off by nan of itself" in reason
+
+
+def test_torchs_own_generator_is_left_alone(installed: Adapter) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert why_not("rmsnorm", "apex", Use("cpu", torch.float32, 16)) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_try_serves_all_flat_buffers(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = __import__("amp_C")
+    real, calls = module.multi_tensor_adam, []
+    monkeypatch.setattr(module, "multi_tensor_adam", lambda *given: (calls.append(1), real(*given)))
+    for size in (10**6, 10**7, 10**8):
+        assert why_not("adam", "apex", Use("cpu", torch.float32, size)) is None
+    assert len(calls) == 1

@@ -1,0 +1,137 @@
+"""Pinned attention kernels against torch's own choice; and what is said of those that are not there."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.config.errors import ConfigError
+from megalite.kernels import attention_backends
+from megalite.kernels.attention import causal_attention
+from megalite.kernels.attention_backends import AttentionShape, choose_attention
+
+CPU = torch.device("cpu")
+
+
+def shape(dtype: torch.dtype = torch.float64, groups: int = 4, device: torch.device = CPU) -> AttentionShape:
+    return AttentionShape(device=device, dtype=dtype, heads=4, groups=groups, head_size=16)
+
+
+def drawn(of: AttentionShape, s_q: int, s_k: int) -> list[torch.Tensor]:
+    """Laid out as the model has them: views of [s, b, heads, d]."""
+    generator = torch.Generator().manual_seed(s_q)
+    sizes = [(s_q, 2, of.heads, 16), (s_k, 2, of.groups, 16), (s_k, 2, of.groups, 16)]
+    tensors = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
+    return [t.to(of.device, of.dtype).permute(1, 2, 0, 3).detach().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_pinned_kernels_give_the_same_numbers(backend: str, groups: int) -> None:
+    of = shape(groups=groups)
+    kernel = choose_attention(backend, of, seq=12).kernel
+    for causal, s_q in ((True, 12), (False, 1)):
+        given = drawn(of, s_q, 12)
+        ours, expected = kernel(*given, causal=causal), causal_attention(*given, causal=causal)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+        grad = torch.linspace(-1.0, 1.0, ours.numel(), dtype=torch.float64).view(ours.shape)
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, given, grad),
+            torch.autograd.grad(expected, given, grad),
+            rtol=1e-11,
+            atol=1e-12,
+        )
+
+
+class _Seen(TorchDispatchMode):
+    """The operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_pinned_kernel_is_the_one_that_runs() -> None:
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    for backend, runs, not_there in (("flash", flash, "_softmax"), ("math", "_safe_softmax", flash)):
+        kernel = choose_attention(backend, shape(), seq=12).kernel
+        with _Seen() as seen:
+            kernel(*drawn(shape(), 12, 12))
+        assert runs in seen.names and not_there not in seen.names, (backend, seen.names)
+
+
+def test_auto_says_what_torch_takes() -> None:
+    choice = choose_attention("auto", shape(groups=2), seq=12)
+    assert choice.kernel is causal_attention
+    assert (choice.backend, choice.why) == ("flash", "torch's choice")
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_flash_sdp(False)
+        assert choose_attention("auto", shape(), seq=12).backend == "math"
+    finally:
+        torch.backends.cuda.enable_flash_sdp(flash)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
+def test_what_a_cpu_lacks(backend: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_attention(backend, shape(), seq=12)
+    assert str(error.value) == (
+        f"attention_backend {backend} cannot be had: there is none on cpu, which has flash, math; "
+        "use attention_backend auto"
+    )
+
+
+def test_a_kernel_that_fails_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image\nmore lines")
+
+    kernels = {**attention_backends._KERNELS, ("math", "cpu"): fails}
+    monkeypatch.setattr(attention_backends, "_KERNELS", kernels)
+    with pytest.raises(ConfigError, match=r"math cannot be had: no kernel image; use attention_backend auto"):
+        choose_attention("math", shape(), seq=12)
+
+
+def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
+    cuda = torch.device("cuda")
+    for of, says in (
+        (shape(torch.float32, device=cuda), "it takes bfloat16 and float16, not float32"),
+        (
+            AttentionShape(cuda, torch.bfloat16, 4, 4, 12),
+            "it takes head sizes that are multiples of 8, not 12",
+        ),
+    ):
+        for backend in ("flash", "cudnn"):
+            with pytest.raises(ConfigError, match=says):
+                choose_attention(backend, of, seq=12)
+
+
+def test_on_no_device_nothing_is_asked() -> None:
+    choice = choose_attention("cudnn", shape(device=torch.device("meta")), seq=12)
+    assert (choice.backend, choice.why) == ("cudnn", "not on a device")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn", "math"])
+def test_pinned_kernels_on_cuda(backend: str, groups: int) -> None:
+    of = AttentionShape(torch.device("cuda"), torch.bfloat16, 4, groups, 16)
+    kernel = choose_attention(backend, of, seq=128).kernel
+    given = drawn(of, 128, 128)
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    ours, expected = kernel(*given), causal_attention(*exact)
+    grad = torch.randn_like(ours)
+    pairs = [(ours, expected)]
+    pairs += zip(
+        torch.autograd.grad(ours, given, grad),
+        torch.autograd.grad(expected, exact, grad.double()),
+        strict=True,
+    )
+    for one, other in pairs:
+        assert (one.double() - other).norm() <= 1.5e-2 * other.norm()

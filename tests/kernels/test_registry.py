@@ -1,0 +1,224 @@
+"""Which kernel serves an operation: by preference, by request, and what is said where that cannot be."""
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from megalite.config.compute import OPERATIONS
+from megalite.config.errors import ConfigError
+from megalite.kernels import norms, registry
+from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.implementations import FLOATS, IMPLEMENTATIONS, Implementation, Use
+from megalite.kernels.preferences import read_preferences, shipped_preferences
+from megalite.kernels.registry import Kernels, backends_of, why_not
+
+CPU = torch.device("cpu")
+
+# Two operations, whose kernels of all backends are torch's, so that each can be had.
+NORMS = {
+    "torch": Implementation("norms", ("rms_norm",)),
+    "triton": Implementation("norms", ("layer_norm",), FLOATS),
+    "apex": Implementation(
+        "activations",
+        ("swiglu",),
+        (torch.float32,),
+        limit=lambda use: "it takes sizes up to 4096" if use.size > 4096 else None,
+    ),
+}
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backend runs on this CPU; rmsnorm has a kernel of each."""
+    monkeypatch.setattr(registry, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(registry, "why_not_apex", lambda device: None)
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", MappingProxyType({**IMPLEMENTATIONS, "rmsnorm": NORMS}))
+
+
+def rules(*rows: str) -> Kernels:
+    """Kernels by rules on rmsnorm, each given as the rest of a YAML mapping."""
+    text = "\n".join(
+        f'- {{operation: rmsnorm, device: cpu, because: "rule {n}", {row}}}' for n, row in enumerate(rows)
+    )
+    return Kernels(preferences=read_preferences(text, "test"))
+
+
+def chosen(kernels: Kernels, dtype: torch.dtype = torch.float32, size: int = 8) -> tuple[str, str]:
+    kernels.get("rmsnorm", device=CPU, dtype=dtype, size=size)
+    return kernels.chosen[-1].backend, kernels.chosen[-1].why
+
+
+def test_every_operation_has_torchs_kernel() -> None:
+    assert set(IMPLEMENTATIONS) == set(OPERATIONS)
+    for backends in IMPLEMENTATIONS.values():
+        assert backends["torch"].dtypes == (torch.float64, *FLOATS)
+        assert backends["torch"].limit is None and backends["torch"].extension is None
+        assert backends["torch"].load() is not None
+
+
+def test_get_gives_the_function_itself() -> None:
+    kernels = Kernels()
+    where = {"device": CPU, "dtype": torch.float32, "size": 8}
+    assert kernels.get("rmsnorm", **where) is norms.rms_norm
+    assert kernels.get("cross_entropy", **where) == (cross_entropy_forward, cross_entropy_backward)
+
+
+def test_on_a_cpu_torch_serves_everything() -> None:
+    kernels = Kernels()
+    for operation in OPERATIONS:
+        kernels.get(operation, device=CPU, dtype=torch.bfloat16, size=4096)
+    assert {choice.backend for choice in kernels.chosen} == {"torch"}
+    assert [choice.operation for choice in kernels.chosen] == list(OPERATIONS)
+
+
+def test_one_choice_for_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, loads = Kernels(), []
+    load = Implementation.load
+    monkeypatch.setattr(Implementation, "load", lambda self: (loads.append(self.module), load(self))[1])
+    for size in (8, 8, 16, 8):
+        kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=size)
+    assert loads == ["norms", "norms"]
+    assert [choice.use.size for choice in kernels.chosen] == [8, 16]
+
+
+def test_the_first_of_the_order_that_takes_the_use(everywhere: None) -> None:
+    kernels = rules("order: [apex, triton, torch]")
+    assert chosen(kernels) == ("apex", "rule 0")
+    assert chosen(kernels, size=4097) == ("triton", "rule 0")
+    assert chosen(kernels, torch.bfloat16) == ("triton", "rule 0")
+    assert chosen(kernels, torch.float64) == ("torch", "rule 0")
+    assert chosen(rules("order: [apex]"), torch.float64) == ("torch", "nothing else takes it")
+
+
+def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = rules(
+        "order: [torch]",
+        "order: [triton], from_size: 1024, dtypes: [bfloat16, float16]",
+        "order: [apex], from_size: 512",
+    )
+    assert chosen(kernels, size=511) == ("torch", "rule 0")
+    assert chosen(kernels, size=512) == ("apex", "rule 2")
+    assert chosen(kernels, torch.bfloat16, size=1024) == ("triton", "rule 1")
+    assert chosen(kernels, size=1024) == ("apex", "rule 2")
+    assert chosen(rules("order: [apex], from_size: 9")) == ("torch", "no rule: torch")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    text = "".join(
+        f'- {{operation: rmsnorm, device: {device}, order: [{backend}], because: "on {device}"}}\n'
+        for device, backend in (("cuda", "torch"), ("sm_90", "triton"), ("sm_100", "apex"))
+    )
+    use = Use("cuda", torch.float32, 8)
+    order = read_preferences(text, "test").order("rmsnorm", use, torch.device("cuda", 0))
+    assert order == (("triton",), "on sm_90")
+
+
+def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
+    kernels = Kernels({"rmsnorm": "triton"}, preferences=read_preferences("[]", "test"))
+    kernels.check(CPU)
+    assert chosen(kernels) == ("triton", "asked for")
+    assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is norms.layer_norm
+    assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is norms.layer_norm
+    assert kernels.chosen[-1].why == "no rule: torch"
+
+
+@pytest.mark.parametrize(
+    "use, reason",
+    [
+        ((torch.bfloat16, 8), "it takes float32, not bfloat16; use rmsnorm=triton"),
+        ((torch.float32, 5000), "it takes sizes up to 4096; use rmsnorm=triton"),
+    ],
+)
+def test_a_use_that_the_request_does_not_take(
+    everywhere: None, use: tuple[torch.dtype, int], reason: str
+) -> None:
+    kernels = Kernels({"rmsnorm": "apex"})
+    kernels.check(CPU)  # it can run here
+    with pytest.raises(ConfigError) as error:
+        kernels.get("rmsnorm", device=CPU, dtype=use[0], size=use[1])
+    assert str(error.value) == f"kernels: rmsnorm=apex cannot be had: {reason}"
+
+
+@pytest.mark.parametrize("backend", ["triton", "apex"])
+def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("triton", "apex"):
+        monkeypatch.setattr(registry, f"why_not_{name}", lambda device: f"it needs more than a {device}")
+    with pytest.raises(ConfigError) as error:
+        Kernels({"adam": backend}).check(CPU)
+    needs = "it needs more than a cpu"
+    assert str(error.value) == f"kernels: adam={backend} cannot be had: {needs}; use adam=torch"
+    assert why_not("adam", backend, Use("cpu", torch.float32, 8)) == needs
+
+
+def test_apex_on_a_cpu() -> None:
+    assert registry.why_not_apex("cpu") == "apex has no cpu; it needs a CUDA device"
+
+
+def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = dataclasses.replace(NORMS["apex"], extension="fused_layer_norm_cuda")
+    monkeypatch.setattr(
+        registry, "IMPLEMENTATIONS", {"rmsnorm": {**NORMS, "apex": lacking}, "adam": IMPLEMENTATIONS["adam"]}
+    )
+    monkeypatch.setattr("megalite.kernels.implementations.why_not_extension", lambda name: f"no {name}")
+    with pytest.raises(ConfigError, match=r"cannot be had: no fused_layer_norm_cuda; use rmsnorm=triton"):
+        Kernels({"rmsnorm": "apex"}).check(CPU)
+    assert chosen(rules("order: [apex, torch]")) == ("torch", "rule 0")
+
+
+def test_an_operation_that_a_backend_has_not() -> None:
+    assert backends_of("swiglu") == ["triton", "torch"]
+    with pytest.raises(ConfigError) as error:
+        Kernels({"swiglu": "apex"}).check(CPU)
+    assert str(error.value) == "kernels: apex has no swiglu (silu(gate) · up); there is triton, torch"
+
+
+def test_a_kernel_of_one_launch_is_said_to_fuse(everywhere: None) -> None:
+    where = {"device": CPU, "dtype": torch.float32, "size": 8}
+    assert not Kernels().fuses("rmsnorm", **where)
+    assert Kernels({"rmsnorm": "triton"}).fuses("rmsnorm", **where)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: 1", "a list of rules is wanted, got dict"),
+        ("- 3", "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size"),
+        (
+            "- {operation: adam, device: cpu, order: [torch]}",
+            "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size",
+        ),
+        (
+            "- {operation: adam, device: cpu, order: [torch], because: b, since: 3}",
+            "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size",
+        ),
+        (
+            "- {operation: adam, device: cpu, order: [torch], because: b}\n"
+            "- {operation: adm, device: cpu, order: [torch], because: b}",
+            "rule 2: no operation adm (one of rmsnorm, ",
+        ),
+        (
+            "- {operation: adam, device: cpu, order: [torch, cudnn], because: b}",
+            "rule 1: no backend cudnn (one of apex, triton, torch)",
+        ),
+    ],
+)
+def test_wrong_rules_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_preferences(text, "mine.yaml")
+    assert str(error.value).startswith(f"mine.yaml{': ' if message[0] == 'a' else ', '}{message}")
+
+
+def test_the_shipped_rules_name_kernels_that_exist() -> None:
+    found = shipped_preferences().rules
+    assert {rule.operation for rule in found} == set(OPERATIONS)
+    for rule in found:
+        assert set(rule.order) <= set(backends_of(rule.operation)), rule
+        assert "torch" in rule.order, rule
+        assert rule.because.startswith(("assumed: ", "measured ")), rule
+        assert rule.dtypes <= {"float32", "bfloat16", "float16"}, rule
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_names_are_functions_of_one_place(operation: str) -> None:
+    counts = {len(implementation.names) for implementation in IMPLEMENTATIONS[operation].values()}
+    assert counts == ({2} if operation in ("cross_entropy", "softmax") else {1})

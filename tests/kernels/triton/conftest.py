@@ -1,0 +1,38 @@
+"""Where there is no CUDA device Triton's interpreter runs the kernels, which must be said before they are imported."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not CUDA:
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """A CUDA device, or the CPU with the kernels interpreted."""
+    return torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, so that what a kernel leaves out shows."""
+    monkeypatch.setattr(torch, "empty", _full_of_nan(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _full_of_nan(torch.empty_like))
+
+
+def _full_of_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
+        new = allocate(*args, **kwargs)
+        return new.fill_(float("nan")) if new.is_floating_point() else new
+
+    return allocate_and_fill

@@ -1,0 +1,83 @@
+"""Compares kernels with float64: outputs and the gradients of every input, by the relative L2 distance."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+"""The interpreter cuts bf16 off where a GPU rounds it: 3.3e-3, not 1.7e-3, of the 4e-3."""
+
+DTYPES = tuple(LIMITS)
+
+Tensors = Sequence[torch.Tensor | None]
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def numbers(
+    *shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
+) -> torch.Tensor:
+    """Normally distributed and the same everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+
+
+def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """|ours - exact| / |exact|; |ours| where exact is 0."""
+    ours, exact = ours.detach().double(), exact.detach().double()
+    scale = exact.norm().item()
+    return (ours - exact).norm().item() / (scale or 1.0)
+
+
+def assert_near(ours: torch.Tensor, exact: torch.Tensor, limit: float | None = None) -> None:
+    """Within `limit`, by default that of our type; shapes equal, no NaN."""
+    assert ours.shape == exact.shape
+    found = distance(ours, exact)
+    assert found <= (LIMITS[ours.dtype] if limit is None else limit), found
+
+
+def run(
+    function: Callable[..., Outputs], inputs: Tensors, grads: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, and the gradients of the inputs of float types; both are checked to have their types."""
+    leaves = [
+        value.detach().requires_grad_() if value is not None and value.is_floating_point() else value
+        for value in inputs
+    ]
+    made = function(*leaves)
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    torch.autograd.backward(outputs, list(grads))
+    ours = []
+    for leaf in leaves:
+        if leaf is not None and leaf.requires_grad:
+            assert leaf.grad is not None
+            assert leaf.grad.dtype == leaf.dtype
+            ours.append(leaf.grad)
+    return outputs, ours
+
+
+def compare(
+    ours: Callable[..., Outputs], exact: Callable[..., Outputs], inputs: Tensors, limit: float | None = None
+) -> None:
+    """Outputs and gradients of one function against those of another in float64, within `limit` or the type's."""
+    wide = [value.double() if value is not None and value.is_floating_point() else value for value in inputs]
+    with torch.no_grad():
+        made = exact(*wide)
+    shapes = [output.shape for output in (made if isinstance(made, tuple) else (made,))]
+    like = next(value for value in inputs if value is not None)
+    grads = [
+        numbers(*shape, dtype=like.dtype, device=like.device, seed=90 + i) for i, shape in enumerate(shapes)
+    ]
+    found = run(ours, inputs, grads)
+    expected = run(exact, wide, [grad.double() for grad in grads])
+    for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+        assert_near(one, other, limit)
+    assert all(output.dtype == like.dtype for output in found[0])
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    """LayerNorm by its definition, RMSNorm without `bias`; `offset` is added to the weight."""
+    centred = x if bias is None else x - x.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)
+    return normed if bias is None else normed + bias

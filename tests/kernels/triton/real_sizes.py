@@ -1,0 +1,94 @@
+"""Calls of every Triton kernel at the sizes of real models, on tensors that hold no memory."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
+from megalite.kernels.triton.adam import adam
+from megalite.kernels.triton.add_norm import add_norm
+from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.triton.l2norm import l2norm
+from megalite.kernels.triton.norms import layernorm, rmsnorm
+from megalite.kernels.triton.rope import rope
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+S, B = 2048, 8
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad and dtype.is_floating_point)
+
+
+def back(*outputs: torch.Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+
+
+def norms(n: int, dtype: torch.dtype = BF16) -> None:
+    x, weight, bias = empty(S, B, n, dtype=dtype), empty(n, dtype=dtype), empty(n, dtype=dtype)
+    back(rmsnorm(x, weight, 1e-5))
+    back(layernorm(x, weight, bias, 1e-5, zero_centered=True))
+
+
+def sums(n: int, *, rms: bool, dropout: float = 0.0) -> None:
+    branch, residual, weight = empty(S, B, n), empty(S, B, n), empty(n)
+    bias, norm_bias = (None, None) if rms else (empty(n), empty(n))
+    keep = empty(S, B, n, dtype=torch.bool) if dropout else None
+    back(*add_norm(branch, bias, keep, dropout, residual, weight, norm_bias, 1e-5))
+
+
+def gelus(f: int, dtype: torch.dtype = BF16) -> None:
+    back(bias_gelu(empty(S, B, f, dtype=dtype), empty(f, dtype=dtype)))
+    back(bias_gelu(empty(S, B, f, dtype=dtype), None, tanh=True))
+
+
+def gates(f: int, dtype: torch.dtype = BF16) -> None:
+    back(swiglu(empty(S, B, 2 * f, dtype=dtype)))
+    back(geglu(empty(S, B, 2 * f, dtype=dtype)))
+
+
+def turns(heads: int, size: int, dtype: torch.dtype = BF16) -> None:
+    angles = (empty(S, 1, 1, size // 2, dtype=FP32, grad=False) for _ in range(2))
+    back(rope(empty(S, B, heads, size, dtype=dtype), *angles))
+
+
+def losses(n: int, v: int, dtype: torch.dtype = BF16) -> None:
+    labels = empty(n, dtype=torch.int64)
+    stats, saved = cross_entropy_forward(empty(n, v, dtype=dtype, grad=False), labels, v)
+    cross_entropy_backward(saved, labels, v, stats[0], stats[1])
+
+
+def updates(n: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
+    param, exp_avg, exp_avg_sq = (empty(n, dtype=FP32, grad=False) for _ in range(3))
+    adam(
+        *(param, empty(n, dtype=grad, grad=False), exp_avg, exp_avg_sq),
+        lr=1e-4,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        factor=None if copy is None else empty(dtype=FP32, grad=False),
+        copy=None if copy is None else empty(n, dtype=copy, grad=False),
+    )
+
+
+CALLS: Mapping[str, Callable[[], object]] = {
+    "norms 1024 fp32": lambda: norms(1024, FP32),
+    "norms 4096": lambda: norms(4096),
+    "norms 16384": lambda: norms(16384),
+    "add_norm 2048 layer dropout": lambda: sums(2048, rms=False, dropout=0.1),
+    "add_norm 8192 rms": lambda: sums(8192, rms=True),
+    "gelu 8192": lambda: gelus(8192),
+    "swiglu and geglu 28672": lambda: gates(28672),
+    "swiglu and geglu 5504 fp16": lambda: gates(5504, FP16),
+    "rope 64 fp32": lambda: turns(16, 64, FP32),
+    "rope 128": lambda: turns(32, 128),
+    "cross_entropy 131072": lambda: losses(S * B, 131072),
+    "cross_entropy 131072 fp32": lambda: losses(S * B, 131072, FP32),
+    "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),
+    "adam": lambda: updates(1 << 30, FP32, BF16),
+    "adam bf16 gradients": lambda: updates(1 << 30, BF16, None),
+    "l2norm": lambda: l2norm([empty(1 << 30, dtype=dtype) for dtype in (FP32, BF16)]),
+}
+"""A name -> a call; each compiles one to six kernels, at a quarter of a second each."""

@@ -1,0 +1,80 @@
+"""Every Triton kernel, compiled for a Hopper GPU at the sizes of real models: nothing spills, and loads are wide."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.triton.compiled import widths
+from tests.kernels.triton.real_sizes import CALLS
+
+ROOT = Path(__file__).parents[3]
+MERGE = "cross_entropy._merge"
+"""Of a few numbers a row, where there are few rows: the one kernel that does not stream memory."""
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the program says, from an empty cache."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compiled"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def kernels(lines: list[Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Those first launched by the test's call."""
+    found = [kernel for kernel in lines[:-1] if kernel["call"] == request.param]
+    assert found, "the call launches nothing that those before it did not: give it another size"
+    return found
+
+
+def bits(accesses: Mapping[str, int]) -> int:
+    return sum(int(width) * count for width, count in accesses.items())
+
+
+@pytest.mark.parametrize("kernels", CALLS, indirect=True)
+def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:
+    wrong = [kernel for kernel in kernels if kernel["stack"] or kernel["local"]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kernels", CALLS, indirect=True)
+def test_a_multiprocessor_holds_four_warps_a_scheduler(kernels: list[dict[str, Any]]) -> None:
+    """It has 65,536 registers; with fewer threads too little would be under way to keep the memory busy."""
+    wrong = [kernel for kernel in kernels if 65536 // kernel["registers"] < 16 * 32]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kernels", CALLS, indirect=True)
+def test_memory_is_streamed_sixteen_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
+    """All but a number or two a row."""
+    for kernel in kernels:
+        if kernel["kernel"].endswith(MERGE):
+            continue
+        assert kernel["loads"].get("128", 0) * 128 >= 0.6 * bits(kernel["loads"]), kernel
+
+
+def test_every_kernel_is_compiled(lines: list[Any]) -> None:
+    assert lines[-1]
+    assert {kernel["kernel"] for kernel in lines[:-1]} == set(lines[-1])
+
+
+def test_widths_are_read() -> None:
+    ptx = "@%p1 ld.global.v4.b32 { %r1 };\n ld.global.L1::evict_first.v2.b64 {};\nld.global.b16 a;\nst.global.v4.b32 [x];"
+    assert widths("ld.global", ptx) == {128: 2, 16: 1}
+    assert widths("st.global", ptx) == {128: 1}

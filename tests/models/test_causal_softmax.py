@@ -1,0 +1,52 @@
+"""Attention with dropout takes the kernel of the plain causal softmax where the mask is plain, and nowhere else."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_forward
+from megalite.models.attention import Attention
+from tests.models.stages import GPT, B, S, build, varied
+
+
+@pytest.mark.parametrize(
+    "changes, documents, calls",
+    [
+        ({"attention_dropout": 0.2}, None, 1),
+        ({"attention_dropout": 0.2, "sliding_window": 4}, None, 0),
+        ({"attention_dropout": 0.2}, ((0, 3), (0, 5)), 0),
+    ],
+    ids=["causal", "window", "documents"],
+)
+def test_where_the_kernel_is_used(
+    changes: dict[str, Any], documents: tuple[tuple[int, ...], ...] | None, calls: int
+) -> None:
+    stage = build(varied(GPT, **changes))
+    tokens = torch.randint(0, 37, (B, S), generator=torch.Generator().manual_seed(2))
+    seen, results = [], []
+
+    def forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+        seen.append("forward")
+        assert scores.shape[-2:] == (S, S)
+        return causal_softmax_forward(scores, scale)
+
+    def backward(*given: Any) -> torch.Tensor:
+        seen.append("backward")
+        return causal_softmax_backward(*given)
+
+    for softmax in ((forward, backward), None):
+        for block in stage.layers.values():
+            assert isinstance(block.attention, Attention)
+            assert block.attention._softmax is not None
+            block.attention._softmax = softmax
+        stage.zero_grad()
+        losses = stage(tokens, stage.context((4, 5), attention_documents=documents), labels=tokens)
+        losses.sum().backward()
+        results.append([losses.detach(), *(parameter.grad.clone() for parameter in stage.parameters())])
+    assert seen == calls * (3 * ["forward"] + 3 * ["backward"])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_without_dropout_there_is_none() -> None:
+    assert all(block.attention._softmax is None for block in build(GPT).layers.values())

@@ -1,0 +1,213 @@
+"""What section `compute` makes of the layers of a stage, and that the numbers stay."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.kernels import compiled as compiled_module
+from megalite.kernels.attention import causal_attention
+from megalite.kernels.fp8 import Fp8Products
+from megalite.models import compute
+from megalite.models.attention import Attention
+from megalite.models.compute import apply_compute
+from megalite.models.gpt import GPTStage
+from megalite.models.recompute import Recompute
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.group import Group
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, tiny_config
+
+GPT = {"hidden_dropout": 0.2, "attention_dropout": 0.0}
+NONE, FULL = Recompute(), Recompute(granularity="full", method="uniform", num_layers=2)
+SELECTIVE = Recompute(granularity="selective", modules=frozenset(("core_attn", "layernorm", "mlp_act")))
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def stage_of(config: RunConfig, *, tp: Group | None = None, recompute: Recompute = NONE) -> GPTStage:
+    """The whole model on this rank, with main gradients in at least fp32."""
+    model, dtype = config.model, DTYPES[config.training.precision]
+    make = ParameterFactory(
+        tp=tp or Group.solo("tp"),
+        seed=3,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    stage = GPTStage(
+        model,
+        first_layer=0,
+        last_layer=model.num_layers,
+        has_embedding=True,
+        has_head=True,
+        make=make,
+        seq_length=config.training.seq_length,
+        recompute=recompute,
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=wide)
+    return stage
+
+
+def numbers(stage: GPTStage, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Losses of a microbatch, and each weight's gradient wherever it went."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 90, (2, config.training.seq_length + 1), generator=generator)
+    losses = stage(tokens[:, :-1], stage.context((4, 5)), labels=tokens[:, 1:])
+    losses.sum().backward()
+    found = {"loss": losses.detach()}
+    for name, parameter in stage.named_parameters():
+        assert isinstance(parameter, ShardedParameter) and parameter.main_grad is not None
+        found[name] = parameter.main_grad if parameter.grad is None else parameter.grad
+        assert float(found[name].abs().max()) > 0.0, name
+    return found
+
+
+def differ(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == others.keys()
+    return max(
+        float((ours[name].double() - other.double()).norm() / other.double().norm())
+        for name, other in others.items()
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "math"])
+def test_attention_is_the_one_asked_for(backend: str) -> None:
+    config = tiny_config(**LLAMA, num_layers=2, attention_backend=backend)
+    stage, plain = stage_of(config), stage_of(config)
+    said = "flash (torch's choice)" if backend == "auto" else f"{backend} (asked for)"
+    assert apply_compute(stage, config) == [f"attention {said}"]
+    called = []
+    for layer in (module for module in stage.modules() if isinstance(module, Attention)):
+        if backend == "auto":
+            assert layer.causal_attention is causal_attention
+        kernel = layer.causal_attention
+
+        def spy(*args: Any, kernel: Any = kernel, **kwargs: Any) -> torch.Tensor:
+            called.append(1)
+            return kernel(*args, **kwargs)
+
+        layer.causal_attention = spy
+    assert differ(numbers(stage, config), numbers(plain, config)) <= 1e-12
+    assert len(called) == 2
+
+
+def test_the_log_says_where_attention_is_another() -> None:
+    config = tiny_config(attention_dropout=0.1)
+    assert apply_compute(stage_of(config), config) == [
+        "attention with its probabilities in memory, for attention_dropout"
+    ]
+    config = tiny_config(sliding_window=4)
+    assert apply_compute(stage_of(config), config) == [
+        "attention in pieces that are merged, for sliding_window 4"
+    ]
+
+
+def test_fp8_is_refused_where_there_is_none() -> None:
+    config = tiny_config(precision="bf16", fp8=True)
+    with pytest.raises(
+        ConfigError, match=r"^fp8 cannot be had: cpu has no matrix products in fp8; remove it$"
+    ):
+        apply_compute(stage_of(config), config)
+
+
+def test_fp8_serves_the_inner_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's product for CPUs, which is as exact as it is slow."""
+    monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
+    settings: dict[str, Any] = {"precision": "bf16", "hidden_size": 64, "init_method_std": 0.02}
+    config = tiny_config(**settings, fp8=True)
+    stage, plain = stage_of(config), stage_of(config)
+    lines = apply_compute(stage, config)
+    assert lines[-1] == "fp8 linear layers in layers 1 to 2 of 4, one scale a tensor"
+    for index, block in stage.layers.items():
+        for linear in block.modules():
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                assert isinstance(linear.products, Fp8Products) == (index in "12"), index
+    ours, exact = numbers(stage, config), numbers(plain, config)
+    assert 0.0 < differ(ours, exact) <= 0.15
+    assert abs(float(ours["loss"].mean() - exact["loss"].mean())) <= 5e-3 * float(exact["loss"].mean())
+    assert all(grad.isfinite().all() for grad in ours.values())
+
+
+def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
+    config = tiny_config(precision="bf16", fp8=True, ffn_hidden_size=40)
+    with pytest.raises(ConfigError) as error:
+        apply_compute(stage_of(config), config)
+    assert str(error.value) == (
+        "fp8 takes weights whose dimensions on a rank are multiples of 16, and layers.1.mlp.up.weight has 40 x 32; "
+        "use other sizes or another tp"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=["kept", "full", "selective"])
+@pytest.mark.parametrize("family", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_compiled_layers_give_the_same_numbers(
+    family: dict[str, Any], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, with everything recomputed; graphs are run by torch's operators, so nothing is generated."""
+    calls: list[str] = []
+    real = torch.compile
+
+    def traced(formula: Any, **how: Any) -> Any:
+        assert how == {"fullgraph": True, "dynamic": False}
+        graph = real(formula, backend="aot_eager", **how)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(formula.__name__)
+            return graph(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", traced)
+    compiled_module._compile.cache_clear()
+    torch.compiler.reset()  # what other tests compiled counts towards the limit of variants
+    try:
+        config = tiny_config(**family, num_layers=2, compile=True)
+        stage, plain = stage_of(config, recompute=recompute), stage_of(config, recompute=recompute)
+        assert apply_compute(stage, config)[-1].startswith("compiled: norms")
+        assert apply_compute(stage, config)[-1].startswith("compiled: norms")
+        assert differ(numbers(stage, config), numbers(plain, config)) <= 1e-11
+    finally:
+        compiled_module._compile.cache_clear()
+        torch.compiler.reset()
+    expected = {"_rms_norm", "_swiglu", "apply_rope"} if family is LLAMA else {"layer_norm", "bias_gelu"}
+    assert {"_add_dropped", *expected} <= set(calls)
+
+
+def test_no_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "why_not_compile", lambda device: "RuntimeError: no C++ compiler")
+    config = tiny_config(compile=True)
+    with pytest.raises(
+        ConfigError, match=r"^compile cannot be had: RuntimeError: no C\+\+ compiler; remove it$"
+    ):
+        apply_compute(stage_of(config), config)
+
+
+def overlapped(context: RankContext, tp: int) -> None:
+    torch.set_num_threads(1)
+    settings: dict[str, Any] = {**LLAMA, "num_layers": 2, "tp": tp, "sequence_parallel": True}
+    config = tiny_config(tp, **settings, tp_comm_overlap=True)
+    group = context.topology(tp=tp).tp
+    stage, plain = stage_of(config, tp=group), stage_of(config, tp=group)
+    lines = apply_compute(stage, config)
+    assert "travel in pieces" in lines[-1]
+    exchanged = []
+    rotate = Group.rotate_async
+    try:
+        Group.rotate_async = lambda *args: exchanged.append(1) or rotate(*args)  # type: ignore[method-assign]
+        ours = numbers(stage, config)
+    finally:
+        Group.rotate_async = rotate  # type: ignore[method-assign]
+    assert len(exchanged) == 2 * 4 * 2 * (tp - 1)  # layers, linear layers in each, ways
+    assert differ(ours, numbers(plain, config)) <= 1e-12
+
+
+def test_overlap_changes_no_numbers() -> None:
+    run_ranks(2, overlapped, 2)

@@ -1,0 +1,159 @@
+"""Layers that multiply while rows travel against the same layers that gather first and scatter after."""
+
+import pytest
+import torch
+
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.tensor_parallel.ring_linear import arriving, sum_of_parts
+from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.topology.group import Group
+from tests.support.ranks import RankContext, run_ranks
+
+S, B, WIDTH, F = 16, 2, 40, 48
+START = 0.5
+
+Layer = ColumnParallelLinear | RowParallelLinear
+Numbers = dict[str, torch.Tensor]
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def layers(tp: Group, dtype: torch.dtype, *, bias: bool) -> list[Layer]:
+    make = ParameterFactory(tp=tp, seed=1, dtype=dtype, device=torch.device("cpu"), sequence_parallel=True)
+    return [
+        ColumnParallelLinear("a", (F, WIDTH), std=1.0, bias=bias, make=make),
+        ColumnParallelLinear("b", (2, F, WIDTH), std=1.0, bias=bias, make=make, shard_dim=1),
+        RowParallelLinear("c", (WIDTH, F), std=1.0, bias=bias, make=make),
+    ]
+
+
+def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: bool) -> Numbers:
+    """Forward and backward of this rank's part, with bias gradients and the number of reports."""
+    layer.overlap = overlap
+    dtype, tape, reports = layer.weight.dtype, WeightTape(), []
+    layer.weight.tape = tape
+    for parameter in (layer.weight, layer.bias):
+        if parameter is not None:
+            parameter.grad = None
+            parameter.data.copy_(drawn(3, *parameter.shape, dtype=dtype))
+    layer.weight.main_grad = torch.full_like(layer.weight, START) if into_main_grad else None
+    layer.weight.grad_ready = lambda: reports.append(1)
+    column = isinstance(layer, ColumnParallelLinear)
+    shape = (S // tp.size, B, WIDTH) if column else (S, B, F // tp.size)
+    x = drawn(10 + tp.rank, *shape, dtype=dtype).requires_grad_()
+    y = layer(x)
+    grad = drawn(20 + tp.rank, *y.shape, dtype=dtype)
+    if split:
+        with tape.recording(0):
+            y.backward(grad)
+        assert layer.weight.grad is None and not reports
+        tape.run(0)
+    else:
+        y.backward(grad)
+    assert len(reports) == int(into_main_grad)
+    weight_grad = layer.weight.main_grad if into_main_grad else layer.weight.grad
+    assert x.grad is not None and weight_grad is not None
+    found = {"output": y.detach(), "input gradient": x.grad, "weight gradient": weight_grad}
+    if layer.bias is not None and layer.bias.grad is not None:
+        found["bias gradient"] = layer.bias.grad
+    return found
+
+
+def same_numbers(context: RankContext, size: int) -> None:
+    torch.set_num_threads(1)
+    tp = context.topology(tp=size).tp
+    for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
+            for layer in layers(tp, dtype, bias=bias):
+                how = {"into_main_grad": into_main_grad, "split": split}
+                whole = run(layer, tp, overlap=False, **how)
+                pieces = run(layer, tp, overlap=True, **how)
+                assert pieces.keys() == whole.keys()
+                for name, expected in whole.items():
+                    error = (pieces[name].double() - expected.double()).norm() / expected.double().norm()
+                    assert error <= bound, (type(layer).__name__, dtype, name, float(error))
+                if isinstance(layer, ColumnParallelLinear) and dtype == torch.float32:
+                    # Rows do not know of each other.
+                    assert torch.equal(pieces["output"], whole["output"])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_give_the_numbers_of_the_whole(tp: int) -> None:
+    run_ranks(tp, same_numbers, tp)
+
+
+def parts_and_sums(context: RankContext, size: int) -> None:
+    tp = context.topology(tp=size).tp
+    order, total = [], {}
+    for rank, part in arriving(torch.full((2, 3), float(tp.rank)), tp):
+        order.append(rank)
+        total[rank] = part.clone()
+    assert order == [(tp.rank - step) % size for step in range(size)]
+    assert all(torch.equal(part, torch.full((2, 3), float(rank))) for rank, part in total.items())
+
+    asked: list[int] = []
+
+    def make(rank: int) -> torch.Tensor:
+        asked.append(rank)
+        return torch.full((2,), 10.0 * rank + tp.rank)
+
+    own, summing = sum_of_parts(make, tp)
+    assert asked == [(tp.rank - 1 - step) % size for step in range(size)]  # its own last: it need not travel
+    summing.wait()
+    assert torch.equal(own, torch.full((2,), 10.0 * tp.rank * size + sum(range(size))))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_ring_brings_every_part_and_sums_every_addend(size: int) -> None:
+    run_ranks(size, parts_and_sums, size)
+
+
+EVENTS: list[str] = []
+
+
+class _SpyWork:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait(self) -> None:
+        EVENTS.append(f"{self.name} is here")
+
+
+class _SpyGroup(Group):
+    """Three ranks that are not there: notes what starts and what is waited for."""
+
+    def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _SpyWork]:
+        EVENTS.append("rows leave")
+        return torch.zeros_like(tensor), _SpyWork("a neighbour's")
+
+    def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> _SpyWork:
+        EVENTS.append("gather starts")
+        output.zero_()
+        return _SpyWork("the whole input")
+
+
+def test_each_piece_travels_under_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spied(*args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        EVENTS.append("product")
+        return out.zero_()
+
+    monkeypatch.setattr(torch, "mm", spied)
+    group = _SpyGroup("tp", (0, 1, 2), 0)
+    layer = layers(group, torch.float64, bias=False)[0]
+    layer.overlap = True
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    layer.weight.accumulate_product = lambda *_: EVENTS.append("weight gradient")
+    EVENTS.clear()
+    y = layer(torch.zeros(2, B, WIDTH, dtype=torch.float64, requires_grad=True))
+    there = ["rows leave", "product", "a neighbour's is here"]
+    assert [*there, *there, "product"] == EVENTS
+    EVENTS.clear()
+    y.sum().backward()
+    assert [
+        *("gather starts", "rows leave", "a neighbour's is here", "rows leave"),
+        *("the whole input is here", "weight gradient", "a neighbour's is here"),
+    ] == EVENTS

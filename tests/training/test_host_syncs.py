@@ -1,0 +1,68 @@
+"""In a step the host waits for the device once, for loss and norm, by which every rank decides alike."""
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.parity.trajectory import Runner
+from megalite.topology.topology import Topology
+from megalite.training.replica import build_replica
+from tests.support.tiny import LLAMA, tiny_config
+
+READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+"""What brings numbers of a tensor to the host."""
+FAMILIES = {"gpt": {"hidden_dropout": 0.1}, "llama": {**LLAMA, "hidden_dropout": 0.1}}
+
+
+def runner(device: torch.device, family: str, **changes: Any) -> Runner:
+    config = tiny_config(**FAMILIES[family], device=device.type, num_layers=2, **changes)
+    return Runner(build_replica(config, Topology.solo(device)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any device: our own code's reads. Masks are counted where they are, on the host."""
+    run = runner(torch.device("cpu"), family, global_batch_size=3)
+    run.step()
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def counted(name: str) -> Any:
+        read = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            place = Path(sys._getframe(1).f_code.co_filename)
+            if "megalite" in place.parts and "site-packages" not in place.parts:
+                seen[name, place.name] += 1
+            return read(tensor, *args, **kwargs)
+
+        return call
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    run.step()
+    del seen["__float__", "loss.py"]
+    assert {**seen} == {("tolist", "step.py"): 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_on_cuda_waits_once(family: str) -> None:
+    """All that CUDA's own check finds, also inside torch."""
+    run = runner(torch.device("cuda", 0), family, precision="bf16")
+    for _ in range(2):
+        run.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
+    assert len(waits) == 1, [f"{one.filename}:{one.lineno}" for one in waits]
