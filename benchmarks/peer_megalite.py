@@ -13,6 +13,7 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.parity.pool import RankContext
 from megalite.planner.pipeline import plan_stages
 from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.replica import Replica, build_replica
 from megalite.training.step import Stepper
 
@@ -57,6 +58,7 @@ class Megalite:
     """See `Contender`."""
 
     def __init__(self, case: Case, context: RankContext) -> None:
+        keep_freed_memory()  # as training on a CPU does
         self._case = case
         config = config_of(case)
         self._topology = context.topology_of(config)

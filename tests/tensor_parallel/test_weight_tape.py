@@ -40,7 +40,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.rstrip("_")
         self.count += name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-        self.rows += name == "embedding_dense_backward"
+        # One of the two, by whether there is a main gradient.
+        self.rows += name in ("embedding_dense_backward", "index_add")
         return func(*args, **(kwargs or {}))
 
 
