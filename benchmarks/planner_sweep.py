@@ -2,7 +2,7 @@
 
 python benchmarks/planner_sweep.py --folder runs/planner-sweep [--json FILE] [--profile-seconds N] [--steps N]
 
-14 layouts of a GPT with 9 million parameters on 4 gloo ranks of one thread each. Run it on a machine where nothing else
+14 layouts of a GPT with 4.5 million parameters on 4 gloo ranks of one thread each. Run it on a machine where nothing else
 runs; it takes some 15 minutes. The same command goes on where it was stopped.
 """
 
