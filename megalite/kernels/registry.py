@@ -55,7 +55,7 @@ class Kernels:
             found = _of_backend(operation, backend)
             reason = why_not_backend(backend, device.type) or found.why_not_here()
             if reason is not None:
-                raise ConfigError(_refusal(operation, backend, reason, device.type))
+                raise ConfigError(_refusal(operation, backend, reason))
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
         """The function (of the cross-entropy: the module with its two functions) that serves a use.
@@ -96,7 +96,7 @@ class Kernels:
         if asked is not None:
             reason = why_not(operation, asked, use)
             if reason is not None:
-                raise ConfigError(_refusal(operation, asked, reason, use.device))
+                raise ConfigError(_refusal(operation, asked, reason))
             return Choice(operation, use, asked, "asked for")
         order, why = self._preferences.order(operation, use, device)
         for backend in order:
@@ -123,12 +123,5 @@ def _of_backend(operation: str, backend: str) -> Implementation:
     return found
 
 
-def _refusal(operation: str, backend: str, reason: str, device: str) -> str:
-    others = [
-        other
-        for other in backends_of(operation)
-        if other != backend
-        and why_not_backend(other, device) is None
-        and IMPLEMENTATIONS[operation][other].why_not_here() is None
-    ]
-    return f"kernels: {operation}={backend} cannot be had: {reason}; use {operation}={others[0] if others else 'torch'}"
+def _refusal(operation: str, backend: str, reason: str) -> str:
+    return f"kernels: {operation}={backend} cannot be had: {reason}; use {operation}=torch"

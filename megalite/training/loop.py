@@ -8,14 +8,12 @@ from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.files import lock_folder
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
-from megalite.config.compute import kernel_requests
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data_parallel.lost_peers import raise_if_peer_lost
 from megalite.data_parallel.replica_check import check_replicas
-from megalite.kernels.registry import Kernels
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
@@ -24,7 +22,7 @@ from megalite.training.checkpointing import load, refuse_foreign_checkpoints, sa
 from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.evaluation import Evaluator, read_batches
 from megalite.training.programs import Programs
-from megalite.training.replica import Replica, build_replica
+from megalite.training.replica import Replica, build_modules, build_replica
 from megalite.training.reporter import Reporter
 from megalite.training.saving import SaveError, Saver
 from megalite.training.setup import (
@@ -75,8 +73,6 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         try:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
-            kernels = Kernels(kernel_requests(config.compute.kernels))
-            kernels.check(device)
         except Exception as error:
             found = error
         world.agree(found, device)
@@ -88,7 +84,12 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
             backend=p.distributed_backend,
             timeout_minutes=p.distributed_timeout_minutes,
         )
-        replica = build_replica(config, topology, programs, kernels)
+        try:
+            modules = build_modules(config, topology, programs)
+        except ConfigError as error:
+            found = error  # of kernels, which one stage may need and another not
+        world.agree(found, device)
+        replica = build_replica(config, topology, programs, modules)
         _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
         agreed = True
     except (ConfigError, NonFiniteError) as error:

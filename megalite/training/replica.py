@@ -126,24 +126,47 @@ def build_stages(
     return stages
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Modules:
+    """What a rank computes with, before anything moves it."""
+
+    stages: dict[int, GPTStage]
+    kernels: Kernels
+    computes: tuple[str, ...]
+    """What the log says of how layers compute."""
+
+
+def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> Modules:
+    """This rank's stages with their kernels.
+
+    Raises:
+        ConfigError: a kernel that was asked for cannot be had, or does not take what a stage needs of it: perhaps on some
+            ranks alone.
+    """
+    kernels = Kernels(kernel_requests(config.compute.kernels))
+    kernels.check(topology.device)
+    precision = Precision.of(config.training.precision)
+    stages = build_stages(config, programs.stages, topology, precision, kernels)
+    lines = [line for stage in stages.values() for line in apply_compute(stage, config)]
+    return Modules(stages=stages, kernels=kernels, computes=tuple(dict.fromkeys(lines)))
+
+
 def build_replica(
     config: RunConfig,
     topology: Topology,
     programs: Programs | None = None,
-    kernels: Kernels | None = None,
+    modules: Modules | None = None,
 ) -> Replica:
     """Everything of this rank for a validated config whose vocab_size is set.
 
     Args:
         topology: of `layout_of(config)`.
-        programs, kernels: if they have been made already.
+        programs, modules: if they have been made already.
     """
     programs = programs or Programs(config)
-    kernels = kernels or Kernels(kernel_requests(config.compute.kernels))
-    plan = programs.stages
+    modules = modules or build_modules(config, topology, programs)
+    stages, kernels = modules.stages, modules.kernels
     precision = Precision.of(config.training.precision)
-    stages = build_stages(config, plan, topology, precision, kernels)
-    computes = [apply_compute(stage, config) for stage in stages.values()]
     # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
     # the lookups.
     tapes = {stage: WeightTape() for stage in stages}
@@ -154,10 +177,10 @@ def build_replica(
     return Replica(
         config=config,
         topology=topology,
-        plan=plan,
+        plan=programs.stages,
         programs=programs,
         kernels=kernels,
-        computes=tuple(dict.fromkeys(line for lines in computes for line in lines)),
+        computes=modules.computes,
         precision=precision,
         stages=stages,
         tapes=tapes,

@@ -68,6 +68,10 @@ AT_RUN_TIME = {
     "run folder": Case("--data-path {data} --vocab-size 384 --tp 2 --run-dir {plain_file}", ("cannot write {plain_file}", "give a folder that can be written")),
     "folder to save to": Case("--data-path {data} --vocab-size 384 --tp 2 --save {plain_file}", ("cannot write checkpoints to {plain_file}", "give a folder that can be written with --save")),
     "checkpoints of another run": Case("--data-path {data} --vocab-size 384 --save {checkpoints}", ("{checkpoints} holds checkpoints up to step 2", "starts at step 0", "--load {checkpoints}", "another --save")),
+    "kernel that is not here": Case("--data-path {data} --vocab-size 384 --pp 2 --kernels adam=apex", ("kernels: adam=apex cannot be had", "apex", "use adam=torch")),
+    # The last stage alone has a loss.
+    "kernel of one stage": Case("--data-path {data} --vocab-size 384 --pp 2 --precision fp64 --kernels cross_entropy=triton", ("kernels: cross_entropy=triton cannot be had", "not float64", "use cross_entropy=torch")),
+    "fp8": Case("--data-path {data} --vocab-size 384 --pp 2 --bf16 --fp8", ("fp8 cannot be had", "remove it")),
 }  # fmt: skip
 
 # Whatever a command line and its files say wrong by themselves; --dry-run and training share these checks.

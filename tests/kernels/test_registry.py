@@ -125,8 +125,8 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
 @pytest.mark.parametrize(
     "use, reason",
     [
-        ((torch.bfloat16, 8), "it takes float32, not bfloat16; use rmsnorm=triton"),
-        ((torch.float32, 5000), "it takes sizes up to 4096; use rmsnorm=triton"),
+        ((torch.bfloat16, 8), "it takes float32, not bfloat16; use rmsnorm=torch"),
+        ((torch.float32, 5000), "it takes sizes up to 4096; use rmsnorm=torch"),
     ],
 )
 def test_a_use_that_the_request_does_not_take(
@@ -160,7 +160,7 @@ def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) 
         registry, "IMPLEMENTATIONS", {"rmsnorm": {**NORMS, "apex": lacking}, "adam": IMPLEMENTATIONS["adam"]}
     )
     monkeypatch.setattr("megalite.kernels.implementations.why_not_extension", lambda name: f"no {name}")
-    with pytest.raises(ConfigError, match=r"cannot be had: no fused_layer_norm_cuda; use rmsnorm=triton"):
+    with pytest.raises(ConfigError, match=r"cannot be had: no fused_layer_norm_cuda; use rmsnorm=torch"):
         Kernels({"rmsnorm": "apex"}).check(CPU)
     assert chosen(rules("order: [apex, torch]")) == ("torch", "rule 0")
 
