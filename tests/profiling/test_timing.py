@@ -88,3 +88,20 @@ def test_one_lucky_run_does_not_decide_the_repeats() -> None:
 
     timer(clock).each(run, seconds=0.0)
     assert clock.now < 0.1
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_ranks_take_turns_a_product_comes_before_each_run_and_is_taken_off(
+    crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    products = []
+
+    def product(*_: torch.Tensor, out: torch.Tensor) -> None:
+        products.append(clock.now)
+        clock.now += 0.001
+
+    monkeypatch.setattr(torch, "mm", product)
+    timing = timer(clock, crowded=crowded).amid(clock.takes(0.004), seconds=1.0)
+    assert timing.seconds == pytest.approx(0.004)
+    assert (len(products) > clock.runs) if crowded else not products
