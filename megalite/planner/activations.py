@@ -166,13 +166,13 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     granularity = "none" if training.recompute_granularity == "full" else None
     total = len(units) * _unit_input_bytes(config)
     total += sum(layer_activation_bytes(config, index, granularity=granularity) for index in kept_whole)
-    e, exact, whole = _sizes(config)
+    e, _, whole = _sizes(config)
     if plan.has_embedding and model.hidden_dropout:
         total += _tokens(config) * model.hidden_size // whole
     if plan.has_head:
-        # Inputs of final norm and output projection; log-probabilities for the loss.
+        # Inputs of final norm and output projection; logits, or what the loss puts in their place.
         total += _tokens(config) * 2 * e * model.hidden_size // whole
-        total += _tokens(config) * exact * model.padded_vocab_size // config.parallel.tp
+        total += _tokens(config) * e * model.padded_vocab_size // config.parallel.tp
     return total
 
 

@@ -160,7 +160,7 @@ def test_layers_with_and_without_experts_differ() -> None:
     experts, dense = (layer_activation_bytes(config, index) for index in (0, 1))
     assert experts > dense == layer_activation_bytes(config_of(f"{GPT} --bf16", 1))
     (plan,) = plan_stages(config)
-    ends = TOKENS * (2 * 2 * H + 4 * 512)
+    ends = TOKENS * (2 * 2 * H + 2 * 512)
     assert stage_activation_bytes(config, plan) == 2 * experts + 2 * dense + ends
 
 
@@ -179,7 +179,7 @@ def test_full_recompute_keeps_the_inputs_of_units(
     (plan,) = plan_stages(config)
     assert [list(unit) for unit in recompute_units(config, plan)] == units
     layer, unit_input = (34 + 10) * TOKENS * H, 2 * TOKENS * H
-    ends = TOKENS * (H + 2 * 2 * H + 4 * 512)
+    ends = TOKENS * (H + 2 * 2 * H + 2 * 512)
     assert stage_activation_bytes(config, plan) == len(units) * unit_input + kept_whole * layer + ends
     workspace = max(len(unit) for unit in units) * layer - unit_input
     assert recompute_workspace_bytes(config, plan) == workspace
@@ -201,5 +201,5 @@ def test_ends_of_the_pipeline() -> None:
     assert stage_activation_bytes(config, first) == first.num_layers * layer + tokens * 64
     assert (
         stage_activation_bytes(config, last)
-        == last.num_layers * layer + tokens * 64 * 4 + tokens * 4 * 512 // 2
+        == last.num_layers * layer + tokens * 64 * 4 + tokens * 2 * 512 // 2
     )
