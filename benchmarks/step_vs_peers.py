@@ -176,6 +176,15 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def command_of(words: Sequence[str]) -> str:
+    """What was called; where the peers lie is this machine's affair."""
+    shown = list(words)
+    for place, word in enumerate(words):
+        if word in ("--megatron-core", "--picotron"):
+            shown[place + 1] = "FOLDER"
+    return shlex.join(["python", "benchmarks/step_vs_peers.py", *shown])
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 if a contender failed."""
     arguments = parse(words)
@@ -200,7 +209,7 @@ def main(words: Sequence[str] | None = None) -> int:
         pools.stop()
     if arguments.json:
         facts = {
-            "command": shlex.join(["python", "benchmarks/step_vs_peers.py", *(words or sys.argv[1:])]),
+            "command": command_of(list(words or sys.argv[1:])),
             "device": f"{platform.machine()}, {os.cpu_count()} cores",
             "python": platform.python_version(),
             **worker.describe(),

@@ -13,7 +13,6 @@ from megalite.planner.hardware.cluster import (
     Accelerator,
     Cluster,
     Network,
-    Node,
     cluster_names,
     load_cluster,
 )
@@ -90,14 +89,16 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     )
     provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
     provenance["efficiency.memory"] = source
-    node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node)
+    node = dataclasses.replace(
+        base.node, accelerators=machine.accelerators_per_node, ranks_per_core=machine.ranks_per_core
+    )
     network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
     inside = [time for time in measured.collectives if time.place == "inside"]
     across = [time for time in measured.collectives if time.place == "across"]
     if inside:
         latency, link, p2p, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(link, p2p)
-        node = Node(accelerators=node.accelerators, link_bandwidth=peak, link_latency=latency)
+        node = dataclasses.replace(node, link_bandwidth=peak, link_latency=latency)
         shares = dataclasses.replace(
             shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak), small_groups=1.0
         )

@@ -43,6 +43,11 @@ class Machine:
         return self.shares_cores and self.ranks_per_node * self.threads > self.cores
 
     @property
+    def ranks_per_core(self) -> float:
+        """Where they outnumber the cores; else 1."""
+        return self.ranks_per_node * self.threads / self.cores if self.crowded else 1.0
+
+    @property
     def shares_cores(self) -> bool:
         """Ranks of a node compete for its cores and its memory's bandwidth."""
         return self.device_type == "cpu" and self.ranks_per_node > 1

@@ -27,6 +27,15 @@ def fit_stack(
         source: when, with what and how it was measured, for the provenance.
     """
     overheads, synchronous = measured.overheads, not cluster.accelerator.asynchronous
+    if measured.machine.crowded:
+        # What is exchanged beside computation takes a core from it: it costs as much as after it.
+        base = dataclasses.replace(
+            base,
+            overlap_tensor_parallel=False,
+            overlap_tensor_gradients=False,
+            overlap_gathers=False,
+            overlap_gradients=False,
+        )
     assumed = f"assumed, from stack {base.name}"
     return dataclasses.replace(
         base,

@@ -39,6 +39,7 @@ def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
         line.startswith("step 2, by megalite ")
         and ", files of 2" in line
         and f"torch {torch.__version__}" in line
+        and ", kernels torch" in line
         for line in lines
     )
     assert any(line.startswith("layout tp 1, pp 1, dp 1, cp 1, ep 1") for line in lines)

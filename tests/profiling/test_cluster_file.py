@@ -68,6 +68,14 @@ def test_messages_take_what_was_measured(fitted: Cluster) -> None:
     assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
 
 
+def test_crowded_cores_are_told(fitted: Cluster) -> None:
+    assert fitted.node.ranks_per_core == 1.0
+    crowded = measurements(TRUTH, dataclasses.replace(CPU, cores=2))
+    node = fit_cluster(crowded, BASE, nominal=False, name="mine", source="measured").cluster.node
+    assert node.ranks_per_core == 2.0
+    assert node.accelerators == 4
+
+
 def test_a_second_type_gets_its_own_rate() -> None:
     """By all of its products, not by the one that was fastest."""
     measured = measurements(TRUTH, CPU, ("fp32", "bf16"))

@@ -26,6 +26,14 @@ def test_constants_are_those_measured(tmp_path: Path) -> None:
     assert load_stack(str(tmp_path / "stack.yaml")) == stack
 
 
+def test_nothing_hides_beside_computation_where_ranks_share_cores() -> None:
+    crowded = dataclasses.replace(MEASURED, machine=dataclasses.replace(CPU, cores=2))
+    stack = fit_stack(crowded, CLUSTER, BASE, name="mine", source="measured")
+    assert not (stack.overlap_gradients or stack.overlap_tensor_gradients or stack.overlap_gathers)
+    free = fit_stack(MEASURED, CLUSTER, BASE, name="mine", source="measured")
+    assert free.overlap_gradients and free.overlap_tensor_gradients and free.overlap_gathers
+
+
 def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
     """0.6 ms over the operations of a layer: the same whole, whoever is said to take it."""
     asynchronous = dataclasses.replace(

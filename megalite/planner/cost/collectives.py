@@ -75,6 +75,13 @@ def pipeline_stride(work: Workload) -> Number:
     return work.tp * work.cp * np.where(work.order_dp_first, work.dp, 1.0)
 
 
+def sharing_ranks(stride: Number, pp: int, cluster: Cluster) -> Number:
+    """Ranks a core of those that share cores with other stages of their pipeline; 1 where a pipeline leaves the node: its
+    ranks there may all wait at once."""
+    whole = stride * pp <= cluster.node.accelerators
+    return np.where(whole, cluster.node.ranks_per_core, 1.0)
+
+
 def data_stride(work: Workload) -> Number:
     """Global ranks between the replicas of a parameter; context-parallel ranks count as replicas."""
     return work.tp * np.where(work.order_dp_first, 1.0, np.where(work.cp > 1, 1.0, work.pp))

@@ -14,11 +14,13 @@ from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token
 from megalite.pipeline.ir.generators.interleaved import smallest_group
 from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.sharing import shared_makespan
 from megalite.pipeline.ir.simulate import Event, Link, Timeline, simulate
-from megalite.planner.cost.collectives import collective_seconds
+from megalite.planner.cost.collectives import collective_seconds, pipeline_stride, sharing_ranks
 from megalite.planner.cost.links import links_of
 from megalite.planner.cost.replicas import Exchange, exposed_exchange, optimizer_seconds, stage_exchange
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
+from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware.cluster import Cluster
 from megalite.planner.hardware.stack import SoftwareStack
 from megalite.planner.memory import RankMemory, activation_peaks, rank_memory
@@ -40,9 +42,10 @@ class Prediction:
     mfu_causal: float
     """The same with the half of attention that the causal mask leaves (megatron)."""
     bubble: float
-    """Idle share of the busiest pipeline rank, messages included."""
+    """Idle share of the busiest pipeline rank, messages included; where ranks share cores, of these."""
     parts: Mapping[str, float]
-    """The step of the busiest pipeline rank, part by part; they add up to step_seconds."""
+    """The step of the busiest pipeline rank, part by part; they add up to step_seconds. `given` is less than 0: what ranks
+    that wait leave to others on shared cores."""
     exposed: Mapping[str, float]
     """Communication that nothing hides, by kind: tensor, context, expert, pipeline, gradients, parameters."""
     memory: tuple[RankMemory, ...]
@@ -124,9 +127,14 @@ def predict(
         "gradients": gradients,
         "parameters": max(gathers),
     }
-    step = run.seconds + gradients + max(gathers) + sum(after.values())
     inside, inner_exposed = _busiest(run, stages, costs, count, cluster, stack)
     parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
+    taken = run.seconds
+    crowd = float(sharing_ranks(pipeline_stride(workload_of(config)), p.pp, cluster))
+    if crowd > 1.0:
+        taken = _shared(programs, costs, count, links, crowd)
+        parts["given"] = taken - run.seconds
+    step = taken + gradients + max(gathers) + sum(after.values())
     tokens = count * p.dp * config.training.micro_batch_size * config.training.seq_length
     model, length = config.model, config.training.seq_length
     achievable = cluster.peak(config.training.precision) * world * step
@@ -135,13 +143,32 @@ def predict(
         tokens_per_second=tokens / step,
         mfu=flops_per_token(model, length, "palm") * tokens / achievable,
         mfu_causal=flops_per_token(model, length, "megatron") * tokens / achievable,
-        bubble=1.0 - sum(inside.values()) / run.seconds,
+        bubble=_idle(run, taken) if crowd > 1.0 else 1.0 - sum(inside.values()) / run.seconds,
         parts=parts,
         exposed={**inner_exposed, **exposed},
         memory=_memory(config, stages, count) if with_memory else (),
         stages=tuple(costs),
         timeline=run.timeline,
     )
+
+
+def _shared(
+    programs: list[Program], costs: list[StageCost], num_microbatches: int, links: Links, crowd: float
+) -> float:
+    """Seconds of the whole step where ranks that wait leave their cores to others."""
+    ahead = bool(programs[0].schedule.recomputed)
+    timing = dataclasses.replace(simulator_costs(costs, ahead=ahead), links=links)
+    taken, *shorter = (shared_makespan(program.schedule, timing, crowd) for program in programs)
+    if not shorter:
+        return taken
+    count, before = (program.schedule.num_microbatches for program in programs)
+    return taken + (taken - shorter[0]) / (count - before) * (num_microbatches - count)
+
+
+def _idle(run: Run, taken: float) -> float:
+    """Share of `taken` seconds in which cores that ranks share have nothing to do."""
+    busy = run.timeline.busy
+    return 1.0 - run.scale * sum(busy) / len(busy) / taken
 
 
 def _memory(config: RunConfig, stages: tuple[StagePlan, ...], count: int) -> tuple[RankMemory, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware.reading import (
+    AT_LEAST_ONE,
     FRACTION,
     OR_ZERO,
     PRECISIONS,
@@ -50,6 +51,9 @@ class Node:
     """Of one accelerator to the others of its node."""
     link_latency: float = field(metadata=OR_ZERO)
     """Of one step of a collective, or a message, inside the node."""
+    ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
+    """On a CPU with more ranks than cores: the rates above are what a rank has while all others compute; while some wait,
+    the others have their cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

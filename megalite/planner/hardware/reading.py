@@ -19,6 +19,8 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 OR_ZERO = {"least": "zero"}
 """Metadata of a field that may be 0."""
+AT_LEAST_ONE = {"least": "one"}
+"""Metadata of a field that is 1 or more."""
 FRACTION = {"least": "positive", "most": 1.0}
 """Metadata of a field that is a share of something: above 0, at most 1."""
 
@@ -143,9 +145,10 @@ def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> 
     if isinstance(number, bool) or not isinstance(number, int | float) or (kind is int and not whole):
         wanted = "a whole number such as 8" if kind is int else "a number such as 1.0e9"
         raise ConfigError(f"{where} takes {wanted}, got {reprlib.repr(value)}")
-    zero = metadata.get("least") == "zero"
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise ConfigError(f"{where} is {value}; it must be {'0 or more' if zero else 'above 0'} and finite")
+    least = {"zero": 0.0, "one": 1.0}.get(metadata.get("least", ""))
+    if not math.isfinite(number) or number < (least or 0.0) or (number == 0 and least is None):
+        wanted = "above 0" if least is None else f"{least:g} or more"
+        raise ConfigError(f"{where} is {value}; it must be {wanted} and finite")
     if number > metadata.get("most", math.inf):
         raise ConfigError(f"{where} is {value}; it is a share, at most {metadata['most']:g}")
     return kind(number)

@@ -18,6 +18,7 @@ PARTS: Mapping[str, str] = {
     "expert": "exchange between experts",
     "host": "operations started late",
     "bubble": "bubble",
+    "given": "cores left to others while waiting",
     "pipeline": "pipeline messages",
     "gradients": "gradients that nothing hides",
     "parameters": "parameters that nothing hides",

@@ -19,6 +19,7 @@ from megalite.planner.cost.collectives import (
     data_stride,
     message_seconds,
     pipeline_stride,
+    sharing_ranks,
 )
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
@@ -50,6 +51,8 @@ class Prices:
     """Collectives that the gradients of a rank come in."""
     optimizer: Floats
     """Of a step."""
+    sharing: Floats
+    """Ranks a core, of which some may wait while others compute."""
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
         """Those of some shares."""
@@ -88,6 +91,7 @@ class Clock:
             each=each,
             pieces=pieces,
             optimizer=self._optimizer(shares, pp),
+            sharing=np.broadcast_to(sharing_ranks(pipeline_stride(work), pp, self.cluster), (len(shares),)),
         )
 
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
@@ -104,11 +108,17 @@ class Clock:
         stages = p * chunks * constant
         totals = (forward + stages, inputs + again + stages, weights + 0.0 * stages)
         shape = _Shapes.of(pipelines)
-        step = m * busiest + shape.ramp(p, m, busiest, totals)
+        ramp = shape.ramp(p, m, busiest, totals)
+        step = m * busiest + ramp
         if p > 1:
             share = (p - 1.0) / p
             steady = shape.messages * prices.message * share - shape.slack * weights / p
             step = step + m * np.maximum(steady, 0.0) + shape.hops * prices.message
+            if np.any(prices.sharing > 1.0):
+                busy = np.stack([_all_rows(cut) for cut in cuts]) @ prices.layers.sum(0)
+                cycle = _cycle(busy + 2.0 * chunks[..., None] * constant, prices.sharing)
+                shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + shape.hops * prices.message
+                step = np.where(prices.sharing > 1.0, shared, step)
         return step + self._after(prices, forward / p, busiest, m, shape.chunks)
 
     def _after(
@@ -262,9 +272,36 @@ def _parts(cost: StageCost, constant: float, count: int) -> list[Floats]:
     return [np.broadcast_to(np.asarray(part, dtype=np.float64), (count,)) for part in parts]
 
 
-def _rows(cut: Cut) -> Floats:
+def _cycle(busy: Floats, sharing: Floats) -> Floats:
+    """[pipelines, shares] seconds in which all ranks do a microbatch if they begin together and share cores: each that is
+    done leaves its share to the others, until these have a core each.
+
+    Args:
+        busy: [pipelines, ranks, shares], what a microbatch takes while all compute.
+    """
+    p = busy.shape[1]
+    steps = np.diff(np.sort(busy, axis=1), axis=1, prepend=0.0)
+    speeds = np.minimum(sharing[None], p / np.arange(p, 0, -1.0)[:, None])
+    found: Floats = (steps / speeds).sum(axis=1)
+    return found
+
+
+def _ramp_left(p: int, sharing: Floats) -> Floats:
+    """Share of a ramp in which cores have nothing to do, where it has 1, 2, ... p - 1 ranks computing."""
+    computing = np.arange(1.0, p)[:, None] / p
+    idle = np.maximum(1.0 / sharing - computing, 0.0).sum(axis=0)
+    found: Floats = idle / (1.0 - computing).sum(axis=0)
+    return found
+
+
+def _all_rows(cut: Cut) -> Floats:
+    """[ranks, 4]: layers of both kinds, embedding, head."""
+    return _rows(cut, np.arange(len(cut.dense)))
+
+
+def _rows(cut: Cut, ranks: npt.NDArray[np.int64] | None = None) -> Floats:
     """[ranks that differ, 4]: layers of both kinds, embedding, head."""
-    ranks = cut.ranks
+    ranks = cut.ranks if ranks is None else ranks
     columns = (
         cut.dense[ranks].sum(1),
         cut.experts[ranks].sum(1),

@@ -185,3 +185,32 @@ def test_the_ends_of_a_pipeline_inside_a_node_sum_a_tied_embedding_over_its_link
     assert gradients(8, 2.5e10, **inside) == pytest.approx(gradients(8, 1e9, **inside))
     across = {"tp": 4, "pp": 4, "global_batch_size": 8}
     assert gradients(16, 1e9, **across) > 2 * gradients(16, 2.5e10, **across)
+
+
+CROWDED = replace(BASE, node=replace(BASE.node, ranks_per_core=2.0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 16])
+def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
+    """A pipeline of two ranks a core: never less than the work of all, nor than the longest chain with whole cores."""
+    config = config_of(4, pp=4, pipeline_layers=[3, 2, 2, 1], global_batch_size=microbatches)
+    apart, crowded = (predict(config, cluster, STACK, with_memory=False) for cluster in (BASE, CROWDED))
+    run = apart.timeline
+    work, chain = sum(run.busy) / 4, run.makespan / 2
+    taken = run.makespan - (apart.step_seconds - crowded.step_seconds)
+    if microbatches == 1:  # one rank computes at a time; what a message takes is not halved
+        assert chain <= taken == pytest.approx(chain + apart.parts["pipeline"] / 2, rel=1e-6)
+    else:
+        assert work < taken < 0.95 * run.makespan
+    assert crowded.parts["given"] == pytest.approx(taken - run.makespan, rel=1e-9)
+    assert sum(crowded.parts.values()) == pytest.approx(crowded.step_seconds, rel=1e-9)
+    assert crowded.bubble == pytest.approx(1 - work / taken, abs=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"dp": 4}, {"tp": 4}, {"pp": 16}])
+def test_ranks_that_all_compute_or_all_wait_leave_nothing(settings: dict[str, Any]) -> None:
+    """Without a pipeline no rank waits for long; of one that leaves its node the ranks of a node may all wait at once."""
+    size = next(iter(settings.values()))
+    config = config_of(size, num_layers=16, global_batch_size=64, **settings)
+    apart, crowded = (predict(config, cluster, STACK, with_memory=False) for cluster in (BASE, CROWDED))
+    assert crowded.step_seconds == pytest.approx(apart.step_seconds, rel=1e-12)

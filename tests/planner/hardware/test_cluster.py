@@ -87,6 +87,7 @@ FAULTS = [
     (_set("node", "link_bandwidth", to="fast"), "link_bandwidth takes a number such as 1.0e9, got 'fast'"),
     (_set("node", "link_bandwidth", to=0), "link_bandwidth is 0; it must be above 0"),
     (_set("node", "link_latency", to=-1e-6), "link_latency is -1e-06; it must be 0 or more"),
+    (_set("node", "ranks_per_core", to=0.5), "ranks_per_core is 0.5; it must be 1 or more"),
     (
         _set("network", "nic_bandwidth", to=float("inf")),
         "nic_bandwidth is inf; it must be above 0 and finite",

@@ -1,11 +1,14 @@
 """Seconds in closed form against the simulator's."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.planner.cost.step import predict
+from megalite.planner.hardware.cluster import load_cluster, save_cluster
 from megalite.planner.search.search import config_of
 from megalite.planner.search.space import Layout
 from megalite.planner.search.survey import Survey, survey
@@ -38,6 +41,22 @@ def test_near_the_simulator(schedule: str, stack: str) -> None:
         layout = found.at(index)
         mine, simulated = both(request, layout, float(seconds[index]))
         assert mine == pytest.approx(simulated, rel=0.1), layout
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_near_the_simulator_where_ranks_share_cores(schedule: str, tmp_path: Path) -> None:
+    crowded = load_cluster("dgx-a100")
+    crowded = replace(crowded, node=replace(crowded.node, accelerators=32, ranks_per_core=2.0))
+    save_cluster(crowded, tmp_path / "crowded.yaml")
+    flags = f"{GPT} {PLAIN} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2".replace(
+        "dgx-a100", str(tmp_path / "crowded.yaml")
+    )
+    request, found = surveyed(flags)
+    seconds = np.concatenate([each.reshape(-1) for each in found.seconds])
+    for index in random.Random(2).sample(range(len(seconds)), min(3, len(seconds))):
+        layout = found.at(index)
+        mine, simulated = both(request, layout, float(seconds[index]))
+        assert mine == pytest.approx(simulated, rel=0.12), layout
 
 
 def test_the_best_by_closed_form_is_near_the_best() -> None:
