@@ -1,9 +1,11 @@
-"""Whether the ranks that should hold the same weights do, to the bit."""
+"""Whether the ranks that should hold the same weights and optimizer states do, to the bit."""
 
 from collections.abc import Sequence
 
 import torch
 
+from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.states import FlatState
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.topology.group import Group
 
@@ -14,7 +16,7 @@ _ODD = 0x9E3779B97F4A7C1
 
 
 class ReplicasDifferError(RuntimeError):
-    """Ranks that should hold the same weights hold different ones; the message names both."""
+    """Ranks that should hold the same weights, or optimizer states, hold different ones; the message names both."""
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -33,11 +35,16 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_replicas(strategy: DataParallelStrategy, *, step: int, world: Group) -> None:
-    """Compare the weights of all ranks with the same buckets.
+def check_replicas(
+    strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
+) -> None:
+    """Compare the weights of all ranks with the same buckets, and the states of the optimizer that all of them have.
 
-    It reads all weights once and sends 8 bytes a tensor. A strategy that keeps a part of the weights on each rank has no
-    second copy to compare with.
+    It reads all of them once and sends 8 bytes a tensor. Of what a strategy cuts up among the ranks, weights or states,
+    there is no second copy to compare with.
+
+    Args:
+        states: those that the ranks with the same bucket have alike.
 
     Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
 
@@ -51,23 +58,38 @@ def check_replicas(strategy: DataParallelStrategy, *, step: int, world: Group) -
     groups = dict.fromkeys(strategy.groups.replicas(bucket.kind) for bucket in strategy.all_buckets())
     for group in groups:
         own = [
-            placed.parameter
+            (placed.parameter.info.spec.name, placed.parameter.data)
             for bucket in strategy.all_buckets()
             if strategy.groups.replicas(bucket.kind) is group
             for placed in bucket.placed
         ]
-        found = group.gather_json(fingerprints([parameter.data for parameter in own]), device)
+        weights = len(own)
+        own += [
+            (f"{state.name} of {placed.parameter.info.spec.name}", values)
+            for state in states
+            if strategy.groups.replicas(state.bucket.kind) is group
+            for placed, values in _cut(state)
+        ]
+        found = group.gather_json(fingerprints([values for _, values in own]), device)
         for rank, prints in enumerate(found):
-            names = [
-                parameter.info.spec.name
-                for parameter, ours, theirs in zip(own, found[0], prints, strict=True)
-                if ours != theirs
-            ]
+            differ = [ours != theirs for ours, theirs in zip(found[0], prints, strict=True)]
+            names = [name for (name, _), differs in zip(own, differ, strict=True) if differs]
             if names and error is None:
                 more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+                what = "weights" if any(differ[:weights]) else "optimizer states"
                 error = ReplicasDifferError(
-                    f"after step {step} ranks {group.ranks[0]} and {group.ranks[rank]} should have the same weights but "
+                    f"after step {step} ranks {group.ranks[0]} and {group.ranks[rank]} should have the same {what} but "
                     f"differ in {names[0]}{more}: the run cannot be trusted; go on from the last checkpoint before, and "
                     "look at the hardware if it happens again"
                 )
     world.agree(error, device)
+
+
+def _cut(state: FlatState) -> list[tuple[Placed, torch.Tensor]]:
+    """The values of each parameter in a state."""
+    found = []
+    for placed in state.bucket.placed:
+        start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
+        if start < stop:
+            found.append((placed, state.values[start - state.start : stop - state.start]))
+    return found

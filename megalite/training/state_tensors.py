@@ -39,6 +39,16 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     ]
 
 
+def replicated_states(replica: Replica) -> list[FlatState]:
+    """The flat states of which each data-parallel rank has the whole, and the same, after each update."""
+    return [
+        state
+        for shard in replica.strategy.shards
+        for state in flat_states(replica, shard)
+        if state.placement is Placement.REPLICATED
+    ]
+
+
 def tensor_states(replica: Replica) -> list[TensorState]:
     """What the optimizer and the strategy remember of whole tensors."""
     found = replica.strategy.tensor_states()

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.replica_check import check_replicas, fingerprints
+from megalite.data_parallel.replica_check import ReplicasDifferError, check_replicas, fingerprints
+from megalite.training.state_tensors import replicated_states
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, Runner, build, tiny_config
@@ -105,6 +106,35 @@ def test_experts_are_compared_where_they_are_the_same() -> None:
         assert f"ranks 1 and 3 should have the same weights but differ in {experts}" in expert
         assert dense.startswith("ReplicasDifferError")
         assert "ranks 0 and 1 should have the same weights but differ in layers.0.mlp.down.weight:" in dense
+
+
+def states(context: RankContext, strategy: str, culprit: str | None) -> str:
+    """What the check says of one bit of rank 1's state of a tensor."""
+    config = tiny_config(2, dp=2, dp_strategy=strategy, precision="bf16", num_layers=2)
+    runner = Runner(build(context, config))
+    runner.step()
+    held = replicated_states(runner.replica)
+    if culprit is not None and context.rank == 1:
+        flip(next(state.values for state in held if state.name == culprit), 3)
+    try:
+        strategy_here = runner.replica.strategy
+        check_replicas(strategy_here, states=held, step=1, world=runner.replica.topology.world)
+    except ReplicasDifferError as error:
+        return str(error)
+    return "" if held else "nothing is held twice"
+
+
+@pytest.mark.parametrize("culprit", ["main_param", "exp_avg", "exp_avg_sq"])
+def test_a_flipped_bit_of_a_state_is_found(culprit: str) -> None:
+    for said in run_ranks(2, states, "all-reduce", culprit):
+        assert said.startswith(
+            f"after step 1 ranks 0 and 1 should have the same optimizer states but differ in {culprit} of "
+        )
+
+
+def test_sound_states_are_the_same() -> None:
+    assert run_ranks(2, states, "all-reduce", None) == ["", ""]
+    assert run_ranks(2, states, "distributed-optimizer", None) == ["nothing is held twice"] * 2
 
 
 def all_differ(context: RankContext) -> str:
