@@ -20,5 +20,9 @@ class LoggingConfig:
     Perfetto."""
     trace_steps: list[int] = option([3])
     """Steps to trace, counted from where this run starts."""
+    loss_spike_threshold: float = option(10.0)
+    """A line in the log when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
+    loss_spike_window: int = option(100)
+    """Recent steps that a loss is compared with."""
     peak_tflops: float | None = option(None)
     """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""

@@ -69,12 +69,44 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return record if is_record else None
 
 
+_TAIL = 1 << 19
+"""Bytes at the end of a metrics.jsonl in which the last few hundred steps are."""
+
+
+def last_losses(path: Path, count: int) -> list[float]:
+    """Losses of the last training steps in a metrics.jsonl, `count` at most, the oldest first."""
+    records = [record for record in _tail(path) if record["kind"] == "train"]
+    return [float(record["loss"]) for record in records[-count:] if "loss" in record]
+
+
+def last_record(path: Path) -> int:
+    """The last training step in a metrics.jsonl; 0 if there is none."""
+    return max((record["step"] for record in _tail(path) if record["kind"] == "train"), default=0)
+
+
+def has_record(path: Path, kind: str, step: int) -> bool:
+    """A metrics.jsonl has what a split gave at a step, among its last records."""
+    return any(record["kind"] == kind and record["step"] == step for record in _tail(path))
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The last records of a file; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    except OSError:
+        return []
+    return [record for line in lines if (record := parse_record(line)) is not None]
+
+
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 TENSORBOARD_TAGS = {
     "loss": "lm loss",
+    "loss_z": "loss-z-score",
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
     "lr": "learning-rate",
