@@ -31,9 +31,10 @@ from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Work
 from megalite.topology.topology import ProcessGroups, Topology
 from megalite.training.evaluation import Evaluator, read_batches
+from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica, build_replica
 from megalite.training.setup import open_data
-from megalite.training.step import NonFiniteError, Stepper
+from megalite.training.step import Stepper
 
 
 class Recorder:

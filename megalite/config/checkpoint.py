@@ -21,6 +21,10 @@ class CheckpointConfig:
     """With keep_latest: keep those whose step is a multiple of this for ever."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
     """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and go on to the next one."""
+    check_weights_before_save: bool = option(True)
+    """Look through all that is about to be saved, and stop the run if anything in it is not finite."""
+    max_failures_at_step: int = option(3)
+    """Refuse to start once the run has failed that often in the same step with nothing saved in between; 0: never."""
     load: str | None = option(None, basic=True)
     """Folder to resume from: the newest checkpoint in it that verifies."""
     ckpt_step: int | None = option(None)

@@ -134,6 +134,8 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--use-cpu-initialization": "initial weights never depend on device or layout",
         "--data-parallel-random-init": "initial weights never depend on the layout",
         "--no-position-embedding": "say --position-embedding-type rope or none instead",
+        "--exit-signal-handler": "SIGTERM and SIGUSR1 always lead to a checkpoint: see --exit-signals",
+        "--check-for-spiky-loss": "spikes of the loss are always reported: see --loss-spike-threshold",
         "--use-checkpoint-args": "the shape of the model is checked against the checkpoint; use --config with the "
         "config.yaml in it instead",
         "--override-opt-param-scheduler": "the schedule is always the one of the present settings",

@@ -55,5 +55,17 @@ class TrainingConfig:
     """Global batches in one evaluation."""
     exit_interval: int | None = option(None)
     """Stop (and save) after a step divisible by this, as if the run had been interrupted."""
+    exit_duration_in_mins: float | None = option(None)
+    """Stop (and save) once the run has gone on for so many minutes, counted from its start; exit status 75."""
+    exit_file: str | None = option(None)
+    """Stop (and save) when this file appears; default <run_dir>/STOP."""
+    exit_signals: list[str] = option(["SIGTERM", "SIGUSR1"], flags=("--exit-signal",))
+    """Signals that stop (and save) the run with exit status 75: SIGTERM, SIGUSR1, SIGHUP."""
+    exit_timeout_seconds: float = option(300.0)
+    """A rank that has got a signal leaves without a checkpoint if the ranks have not agreed by then: one may be gone."""
     check_for_nan_in_loss_and_grad: bool = option(True)
-    """Stop before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips instead)."""
+    """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips by itself)."""
+    on_non_finite: str = option("stop", choices=("stop", "skip"))
+    """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
+    max_consecutive_skips: int = option(10)
+    """With on_non_finite skip: stop when more steps in a row would be skipped."""

@@ -11,8 +11,9 @@ class LossScaler:
     `loss_scale_window` good ones, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same
     scale without asking.
 
-    Learning rate and weight decay wait for a step that overflowed, as in Megatron-LM: `skipped_steps` and
-    `skipped_samples` say how far they are behind the run.
+    Learning rate and weight decay wait for a step that overflowed, as in Megatron-LM, and for one that was skipped for a
+    loss or gradient that is not finite in whatever precision: `skipped_steps` and `skipped_samples` say how far they are
+    behind the run.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -28,12 +29,13 @@ class LossScaler:
         self.skipped_steps = self.skipped_samples = 0
 
     def update(self, *, overflow: bool, samples: int = 0) -> None:
-        """Take note of one step, over so many samples."""
-        if not self.dynamic:
-            return
+        """Take note of one step, over so many samples, and whether it was skipped."""
         if overflow:
             self.skipped_steps += 1
             self.skipped_samples += samples
+        if not self.dynamic:
+            return
+        if overflow:
             self._good_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:

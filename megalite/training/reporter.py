@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 
 from megalite.optimizers.schedules import Progress
+from megalite.training.loss_spikes import LossSpikes
 from megalite.training.sinks import MetricSink
 from megalite.training.step import StepResult
 from megalite.training.throughput import Speed, SpeedMeter
@@ -24,6 +25,7 @@ class Reporter:
     Args:
         log: prints a line.
         total_steps: length of the run, for "step 10/200" and the time left.
+        spikes: knows the losses of the steps before.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Reporter:
         log_interval: int,
         total_steps: int,
         device: torch.device,
+        spikes: LossSpikes | None = None,
     ) -> None:
         self._log = log
+        self._spikes = spikes
         self._sinks = sinks
         self._meter = meter
         self._interval = log_interval
@@ -94,6 +98,15 @@ class Reporter:
         }
         if bubble_fraction is not None:
             record["bubble_fraction"] = bubble_fraction
+        if result.fault is not None:
+            self._log(result.fault)
+        if self._spikes is not None:
+            score, alarm = self._spikes.score(result.loss)
+            if score is not None:
+                record["loss_z"] = score
+                if alarm:
+                    said = self._spikes.words(result.loss, score)
+                    self._log(f"warning: step {after.step}: {said}")
         for sink in self._sinks:
             sink.write(record)
         if after.step % self._interval == 0 or after.step == self._total:

@@ -13,11 +13,8 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
 from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
+from megalite.training.non_finite import NonFiniteError, OutputWatch, locate
 from megalite.training.replica import Replica
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is NaN or infinite, and the run is not to go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +29,15 @@ class StepResult:
     loss_scale: float
     """Scale that this step's loss was multiplied with."""
     skipped: bool
-    """fp16 overflow: no parameter changed."""
+    """fp16 overflow, or a loss or gradient that is not finite, with `on_non_finite` skip: no parameter changed."""
     auxiliary: dict[str, float]
     """Terms that layers added to the objective, each with its coefficient, by name; not part of `loss`."""
     phase: str
     """What the data-parallel strategy exchanged."""
     wire_bytes: float
     """What this rank has sent for data parallelism, without headers; of this rank alone."""
+    fault: str | None = None
+    """Why it was skipped, for the log, where that is no fp16 overflow."""
 
 
 class Stepper:
@@ -57,6 +56,7 @@ class Stepper:
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Groups of ranks that each go by their own share of the batch; 1: all go by the whole."""
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
+        self._skipped_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
         self._auxiliary_names = tuple(
@@ -80,7 +80,8 @@ class Stepper:
         than the world, the first is none and the other is over the scope.
 
         Raises:
-            NonFiniteError: on every rank of the scope, before any parameter changed.
+            NonFiniteError: on every rank of the scope, before any parameter changed; not with `on_non_finite` skip, unless
+                too many steps in a row were skipped or the weights themselves are not finite.
         """
         replica = self._replica
         after = Progress(before.step + 1, before.samples + batch_size)
@@ -107,13 +108,13 @@ class Stepper:
         lr = self._schedules.lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
         overflow = replica.scaler.dynamic and not finite
+        fault = None
         if not finite and not overflow and replica.config.training.check_for_nan_in_loss_and_grad:
-            raise NonFiniteError(
-                f"step {after.step}: loss {loss}, gradient norm {norm}: stopped before the update, so the parameters "
-                "are those of the step before. Lower --lr, or raise --lr-warmup-iters, or look at this batch "
-                f"(samples {before.samples} to {after.samples - 1})"
-            )
-        if not overflow:
+            shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
+            fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
+        skipped = overflow or fault is not None
+        if not skipped:
+            self._skipped_in_a_row = 0
             update = Update(
                 step=after.step,
                 lr=lr,
@@ -121,17 +122,60 @@ class Stepper:
                 factor=self._factor(clipping, scale),
             )
             replica.strategy.update(replica.optimizer, update)
-        replica.scaler.update(overflow=overflow, samples=batch_size)
+        replica.scaler.update(overflow=skipped, samples=batch_size)
         return StepResult(
             loss=loss,
             grad_norm=norm,
             lr=lr,
             loss_scale=scale,
-            skipped=overflow,
+            skipped=skipped,
+            fault=fault,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
             phase=replica.strategy.phase(after.step),
             wire_bytes=replica.strategy.wire(),
         )
+
+    def _fault(
+        self,
+        shown: str,
+        microbatches: Sequence[Microbatch],
+        losses: list[torch.Tensor],
+        *,
+        before: Progress,
+        batch_size: int,
+    ) -> str:
+        """Find out where a step went wrong; returns what the log says of it if it is to be skipped.
+
+        Collectives: where all ranks take steps together those of a second forward; a gather over the scope.
+
+        Raises:
+            NonFiniteError: the run is to stop; the same on every rank of the scope.
+        """
+        training = self._replica.config.training
+        watch = OutputWatch(self._replica) if self._shares == 1 else None
+        if watch is not None:
+            with watch.watching():
+                # Weights, batch and dropout masks are those of the step: nothing else could make another result.
+                self._run(microbatches, before.samples, batch_size, scale=1.0, auxiliary=None)
+        where, in_weights = locate(self._replica, losses, microbatches, watch)
+        samples = f"samples {before.samples} to {before.samples + batch_size - 1}"
+        told = f"{shown} ({samples}), {where}"
+        self._skipped_in_a_row += 1
+        if training.on_non_finite == "stop" or in_weights:
+            remedy = (
+                "Go on from the last checkpoint before it"
+                if in_weights
+                else "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
+            )
+            raise NonFiniteError(
+                f"{told}: stopped before the update, so the parameters are those of the step before. {remedy}"
+            )
+        if self._skipped_in_a_row > training.max_consecutive_skips:
+            raise NonFiniteError(
+                f"{told}: max_consecutive_skips {training.max_consecutive_skips} steps before it were skipped too, so "
+                "skipping does not help; the parameters are those of before them. Lower --lr, or look at the data"
+            )
+        return f"warning: {told}: skipped ({self._skipped_in_a_row} in a row)"
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""

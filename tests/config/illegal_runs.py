@@ -13,6 +13,57 @@ RUNS = [
     (1, "--log-interval 0", "log_interval is 0; it must be at least 1, e.g. 1"),
     (1, "--micro-batch-size 0", "micro_batch_size is 0; it must be at least 1, e.g. 1"),
     (1, "--adam-eps 0", "adam_eps is 0; it must be above 0, e.g. 1e-08"),
+    (1, "--exit-duration-in-mins 0", "exit_duration_in_mins is 0; it must be above 0, e.g. 230"),
+    (1, "--loss-spike-window 4", "loss_spike_window is 4; it must be at least 8, e.g. 100"),
+    (
+        1,
+        "--exit-duration-in-mins 30",
+        "exit_duration_in_mins 30 would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1",
+    ),
+    (
+        1,
+        "--exit-file stop",
+        "exit_file stop would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1",
+    ),
+    (
+        1,
+        "--exit-signals SIGTERM SIGUSR3",
+        "exit_signals cannot have SIGUSR3: did you mean SIGUSR1? (any of SIGTERM, SIGUSR1, SIGHUP; Ctrl-C, SIGINT, "
+        "always stops a run)",
+    ),
+    (
+        1,
+        "--max-consecutive-skips 5",
+        "max_consecutive_skips 5 has no effect with on_non_finite stop; use --on-non-finite skip or remove it",
+    ),
+    (
+        1,
+        "--fp16 --on-non-finite skip",
+        "on_non_finite skip has no effect with precision fp16 and a dynamic loss scale, which skips such steps by itself; "
+        "use --precision bf16 or remove it",
+    ),
+    (
+        1,
+        "--on-non-finite skip --no-check-for-nan-in-loss-and-grad",
+        "on_non_finite skip does not go with check_for_nan_in_loss_and_grad false, which lets such steps pass; keep one of "
+        "them",
+    ),
+    (
+        2,
+        "--on-non-finite skip --dp-strategy async-parameter-server",
+        "on_non_finite skip does not go with dp_strategy async-parameter-server, where the server waits for a push in every "
+        "step; use --on-non-finite stop",
+    ),
+    (
+        1,
+        "--loss-spike-threshold 0 --loss-spike-window 50",
+        "loss_spike_window 50 has no effect with loss_spike_threshold 0; use --loss-spike-threshold 10 or remove it",
+    ),
+    (
+        1,
+        "--max-failures-at-step 5",
+        "max_failures_at_step 5 has no effect in a run that saves nothing; add --save-interval 100 or remove it",
+    ),
     (
         2,
         "--micro-batch-size 2 --global-batch-size 10",

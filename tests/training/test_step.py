@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megalite.topology.group import Group
-from megalite.training.step import NonFiniteError, Stepper
+from megalite.training.non_finite import NonFiniteError
+from megalite.training.step import Stepper
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import (
     Runner,

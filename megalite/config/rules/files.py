@@ -139,6 +139,13 @@ def _check_tokenizer(config: RunConfig) -> None:
             )
 
 
+def saves(config: RunConfig) -> bool:
+    """Something in the settings means that checkpoints are written: to `save`, or else below `run_dir`."""
+    t = config.training
+    ends = (t.exit_interval, t.exit_duration_in_mins, t.exit_file)
+    return config.checkpoint.save_interval is not None or any(end is not None for end in ends)
+
+
 def check_checkpoint(config: RunConfig, explicit: frozenset[str]) -> None:
     """Settings of saving and loading that need a folder."""
     c = config.checkpoint
@@ -151,11 +158,11 @@ def check_checkpoint(config: RunConfig, explicit: frozenset[str]) -> None:
         raise ConfigError(
             f"exit_interval {exit_interval} would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1"
         )
-    if c.save is None and c.save_interval is None and exit_interval is None:
+    if c.save is None and not saves(config):
         refuse_idle(
             config,
             explicit,
-            ["async_save", "keep_latest", "keep_every", "on_save_error"],
+            ["async_save", "keep_latest", "keep_every", "on_save_error", "max_failures_at_step"],
             cause="in a run that saves nothing",
             remedy="add --save-interval 100",
         )

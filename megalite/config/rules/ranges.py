@@ -65,6 +65,7 @@ _AT_LEAST_ONE = [
     "eval_interval",
     "eval_iters",
     "exit_interval",
+    "max_consecutive_skips",
     "save_interval",
     "keep_latest",
     "keep_every",
@@ -141,6 +142,11 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "local_step_clipper": Bounds(1, 16),
         "local_step_scaler": Bounds(1, 1000),
         "variance_update_scaler": Bounds(1, 16),
+        "exit_duration_in_mins": Bounds(0, 230, open=True),
+        "exit_timeout_seconds": Bounds(0, 300, open=True),
+        "max_failures_at_step": Bounds(0, 3),
+        "loss_spike_threshold": Bounds(0, 10),
+        "loss_spike_window": Bounds(8, 100),
         "peak_tflops": Bounds(0, 312, open=True),
     }
 )

@@ -1,0 +1,219 @@
+"""NaN and infinities: where they come from, and that none of them is ever saved."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megalite.config.exit_codes import NON_FINITE
+from megalite.data.loader import Microbatch
+from megalite.data_parallel.buckets import Placed, has_memory
+from megalite.data_parallel.shards import OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.group import Group
+from megalite.training.replica import Replica
+from megalite.training.state_tensors import Saved
+
+_WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)
+"""Kinds of findings: the lowest is the nearest to the cause."""
+
+Finding = list[Any]
+"""[kind, three numbers by which the first of a kind is told, words]: as JSON has it."""
+
+
+class NonFiniteError(RuntimeError):
+    """Loss, gradient or weights are NaN or infinite, and the run is not to go on."""
+
+    exit_code = NON_FINITE
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """No element is NaN or infinite. One pass over them, and no copy."""
+    if values.numel() == 0 or not values.is_floating_point():
+        return True
+    return bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
+
+
+class OutputWatch:
+    """While it watches, the first output of a module that is not finite is noted, with its microbatch.
+
+    A module comes before those that it is a part of. Forward-only programs take microbatches in order.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._microbatch: dict[int, int] = {}
+        self._calls = 0
+        self.found: tuple[int, int, int, str] | None = None
+        """Microbatch, stage, how many outputs came before it here, and the module's name."""
+
+    @contextmanager
+    def watching(self) -> Iterator["OutputWatch"]:
+        """Inside, forwards are watched."""
+        handles = []
+        for number, stage in self._replica.stages.items():
+            handles.append(stage.register_forward_pre_hook(partial(self._begin, number)))
+            for name, module in stage.named_modules():
+                handles.append(
+                    module.register_forward_hook(partial(self._after, number, name or "the whole stage"))
+                )
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, stage: int, module: torch.nn.Module, inputs: object) -> None:
+        self._microbatch[stage] = self._microbatch.get(stage, -1) + 1
+
+    def _after(self, stage: int, name: str, module: torch.nn.Module, inputs: object, output: object) -> None:
+        self._calls += 1
+        if isinstance(output, torch.Tensor) and not is_finite(output):
+            here = (self._microbatch.get(stage, 0), stage, self._calls, name)
+            self.found = here if self.found is None else min(self.found, here)
+
+
+def locate(
+    replica: Replica,
+    losses: Sequence[torch.Tensor],
+    microbatches: Sequence[Microbatch],
+    outputs: OutputWatch | None,
+) -> tuple[str, bool]:
+    """Where a step's NaN or infinity shows first, in words, the same on every rank; and whether the weights have it.
+
+    Looked at in this order: the weights, the outputs of a second forward, the losses, and the gradients as they are now,
+    summed over the data-parallel ranks. Of each the first in the order of microbatches and of the network.
+
+    Args:
+        losses: of this rank's microbatches, in order; empty where the head is not.
+        microbatches: of this rank; empty where it reads no data.
+        outputs: has watched the second forward; None: there was none.
+
+    Collectives: a gather over the strategy's scope.
+    """
+    scope = replica.strategy.scope
+    mine = next(_findings(replica, losses, microbatches, outputs), None)
+    found = [one for one in scope.gather_json(mine, replica.topology.device) if one is not None]
+    if not found:
+        return "in no single tensor that is still there", False
+    first = min(found, key=lambda one: one[:4])
+    words = first[4]
+    if first[0] in (_LOSS, _GRADIENT) and outputs is not None:
+        words += "; the outputs of all modules were finite in a second forward of the same batch"
+    return words, first[0] == _WEIGHTS
+
+
+def _findings(
+    replica: Replica,
+    losses: Sequence[torch.Tensor],
+    microbatches: Sequence[Microbatch],
+    outputs: OutputWatch | None,
+) -> Iterator[Finding]:
+    """What this rank sees, the nearest to the cause first."""
+    place = place_of(replica)
+    bad = _first_bad(replica, weights=True)
+    if bad is not None:
+        stage, index, name = bad
+        words = f"the weights {name} are not finite on {place}, stage {stage}, and were not before the step either"
+        yield [_WEIGHTS, stage, index, 0, words]
+    if outputs is not None and outputs.found is not None:
+        microbatch, stage, calls, name = outputs.found
+        words = f"first in the output of {name}, stage {stage} on {place}, microbatch {microbatch}"
+        yield [_OUTPUT, microbatch, stage, calls, words + _samples(microbatches, microbatch)]
+    for microbatch, loss in enumerate(losses):
+        if not is_finite(loss):
+            words = f"the loss of microbatch {microbatch} on {place} is {float(loss)}"
+            yield [_LOSS, microbatch, 0, 0, words + _samples(microbatches, microbatch)]
+    bad = _first_bad(replica, weights=False)
+    if bad is not None:
+        stage, index, name = bad
+        yield [_GRADIENT, stage, index, 0, f"first in the gradient of {name}, stage {stage} on {place}"]
+
+
+def place_of(replica: Replica) -> str:
+    """`rank 3 (tp 1, pp 1, dp 0)`."""
+    topology = replica.topology
+    coordinate = topology.coordinate
+    axes = {"tp": coordinate.tp, "cp": coordinate.cp, "pp": coordinate.pp, "dp": coordinate.dp}
+    sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
+    shown = [f"{axis} {index}" for axis, index in axes.items() if sizes[axis].size > 1]
+    return f"rank {topology.rank}" + (f" ({', '.join(shown)})" if shown else "")
+
+
+def _samples(microbatches: Sequence[Microbatch], microbatch: int) -> str:
+    if microbatch >= len(microbatches):
+        return ""
+    ids = microbatches[microbatch].sample_ids
+    return f" (sample {ids[0]})" if len(ids) == 1 else f" (samples {ids[0]} to {ids[-1]})"
+
+
+def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | None:
+    """Stage, place in it and name of the first parameter of this rank whose weights, or gradient, are not finite."""
+    strategy = replica.strategy
+    bad: set[torch.nn.Parameter] = set()
+    for shard in strategy.shards:
+        ranges = _weights(strategy, shard) if weights else _gradients(shard)
+        bad.update(placed.parameter for placed, values in ranges if not is_finite(values))
+    for number, stage in sorted(replica.stages.items()):
+        for index, parameter in enumerate(stage.parameters()):
+            if parameter in bad:
+                assert isinstance(parameter, ShardedParameter)
+                return number, index, parameter.info.spec.name
+    return None
+
+
+def _weights(strategy: DataParallelStrategy, shard: OptimizerShard) -> Iterator[tuple[Placed, torch.Tensor]]:
+    state = strategy.weights(shard)
+    return _cut(shard, state.values, state.start)
+
+
+def _gradients(shard: OptimizerShard) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """Of the range that this rank has the sum of; of a rank that owns none, its own part of the sum."""
+    if shard.start < shard.stop:
+        return _cut(shard, shard.grad, shard.start)
+    return _cut(shard, shard.bucket.grad, 0) if has_memory(shard.bucket.grad) else iter(())
+
+
+def _cut(shard: OptimizerShard, values: torch.Tensor, first: int) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """Each parameter's share of a flat tensor that begins at element `first` of the shard's bucket."""
+    for placed in shard.bucket.placed:
+        start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
+        if start < stop:
+            yield placed, values[start - first : stop - first]
+
+
+def require_finite(
+    saved: Sequence[Saved], step: int, *, newest: str, world: Group, device: torch.device
+) -> None:
+    """Nothing that is not finite is about to be saved, on any rank.
+
+    It reads all of it once, which takes a small part of the time that the disk does.
+
+    Args:
+        newest: what there is to go on from, in words.
+
+    Collectives: a gather over `world`.
+
+    Raises:
+        NonFiniteError: naming the first rank's first tensor that is not; the same on every rank.
+    """
+    floats = [(entry, values) for entry, values in saved if values.is_floating_point() and values.numel()]
+    bad: str | None = None
+    if floats:
+        # One wait for the device rather than one a tensor.
+        good = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats])
+        for (entry, _), is_good in zip(floats, good.tolist(), strict=True):
+            if not is_good:
+                what = entry.state or "weights"
+                bad = f"{what} of {entry.spec.name}"
+                break
+    found = world.gather_json(bad, device)
+    first = next((rank for rank, name in enumerate(found) if name is not None), None)
+    if first is not None:
+        raise NonFiniteError(
+            f"step {step}: {found[first]} are not finite on rank {first}: no checkpoint is written, {newest}; go on from "
+            "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it all the same)"
+        )

@@ -1,0 +1,266 @@
+"""NaN anywhere: every rank takes the same decision, nothing changes by the step, and where it began is said."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.folders import candidates
+from megalite.optimizers.schedules import Progress
+from megalite.training.non_finite import NonFiniteError, is_finite
+from megalite.training.saving import Saver
+from megalite.training.step import StepResult
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+from tests.training.test_found_inf import changed, planted, remembered
+
+Settings = dict[str, Any]
+
+SMALL: Settings = {
+    "num_layers": 2,
+    "precision": "fp32",
+    "hidden_dropout": 0.1,
+    "lr_warmup_iters": 0,
+    "lr_decay_style": "constant",
+}
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {"dp": 2}),
+    "zero-1": (2, {"dp": 2, "dp_strategy": "distributed-optimizer"}),
+    "zero-2": (2, {"dp": 2, "dp_strategy": "distributed-optimizer", "shard_gradients": True}),
+    "zero-3": (2, {"dp": 2, "dp_strategy": "fully-sharded"}),
+    "local-sgd": (2, {"dp": 2, "dp_strategy": "local-sgd", "sync_interval": 2}),
+    "onebit-adam": (2, {"dp": 2, "optimizer": "onebit-adam", "freeze_step": 1}),
+    "tp2 pp2 bf16": (4, {"tp": 2, "pp": 2, "precision": "bf16"}),
+}
+
+
+@contextmanager
+def spoiled(runner: Runner, layer: int, microbatch: int, value: float) -> Iterator[None]:
+    """The MLP of a layer, if it is here, gives one NaN or infinity in a microbatch, as often as that is computed."""
+    calls = [0]
+    mlps = [
+        module
+        for stage in runner.replica.stages.values()
+        for name, module in stage.named_modules()
+        if name == f"layers.{layer}.mlp"
+    ]
+    count = runner.replica.config.training.global_batch_size // runner.replica.topology.dp.size  # type: ignore[operator]
+
+    def spoil(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if (calls[0] - 1) % count != microbatch:
+            return output
+        bad = torch.zeros_like(output)
+        bad.view(-1)[3] = value
+        return output + bad
+
+    handles = [mlp.register_forward_hook(spoil) for mlp in mlps]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def bad_step(
+    context: RankContext, world: int, settings: Settings, culprits: list[int], microbatch: int, layer: int
+) -> tuple[str, list[str], list[str], list[bool]]:
+    """The error or the warning of a bad step, what changed by it and what the step after it would have been without."""
+    torch.set_num_threads(1)
+    config = tiny_config(world, **{**SMALL, **settings})
+    ends, moved, said, skipped = [], list[str](), "", list[bool]()
+    for bad in (True, False):
+        runner = Runner(build(context, config))
+        runner.step()
+        if bad:
+            before = remembered(runner.replica)
+            culprit = layer if context.rank in culprits else -1
+            with spoiled(runner, culprit, microbatch, math.nan if layer else math.inf):
+                try:
+                    result = runner.step()
+                    said, skipped = str(result.fault), [result.skipped, math.isfinite(result.loss)]
+                except NonFiniteError as error:
+                    said = str(error)
+                    step, samples = runner.progress.step, runner.progress.samples
+                    runner.progress = Progress(step + 1, samples + 8)
+            moved = changed(before, remembered(runner.replica))
+        else:
+            runner.progress = Progress(runner.progress.step + 1, runner.progress.samples + 8)
+        runner.step()
+        ends.append(remembered(runner.replica))
+        runner.replica.strategy.close()
+    return said, moved, changed(*ends), skipped
+
+
+CASES = [
+    # layout, policy, culprits, layer, microbatch, where it is found
+    ("tp2", "stop", [0, 1], 1, 5, "layers.1.mlp, stage 0 on rank 0 (tp 0), microbatch 5 (sample 13)"),
+    ("tp2", "skip", [1], 0, 2, "layers.0.mlp, stage 0 on rank 1 (tp 1), microbatch 2 (sample 10)"),
+    ("pp2", "stop", [1], 1, 7, "layers.1.mlp, stage 1 on rank 1 (pp 1), microbatch 7 (sample 15)"),
+    ("pp2", "skip", [0], 0, 3, "layers.0.mlp, stage 0 on rank 0 (pp 0), microbatch 3 (sample 11)"),
+    ("dp2", "stop", [1], 0, 1, "layers.0.mlp, stage 0 on rank 1 (dp 1), microbatch 1 (sample 11)"),
+    ("dp2", "skip", [0], 1, 3, "layers.1.mlp, stage 0 on rank 0 (dp 0), microbatch 3 (sample 14)"),
+    ("zero-1", "skip", [1], 1, 2, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 2 (sample 13)"),
+    ("zero-2", "skip", [1], 1, 2, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 2 (sample 13)"),
+    ("zero-3", "skip", [0], 1, 0, "layers.1.mlp, stage 0 on rank 0 (dp 0), microbatch 0 (sample 8)"),
+    ("local-sgd", "skip", [1], 1, 0, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 0 (sample 9)"),
+    ("onebit-adam", "skip", [1], 1, 0, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 0 (sample 9)"),
+    (
+        "tp2 pp2 bf16",
+        "stop",
+        [2],
+        1,
+        4,
+        "layers.1.mlp, stage 1 on rank 2 (tp 0, pp 1), microbatch 4 (sample 12)",
+    ),
+    (
+        "tp2 pp2 bf16",
+        "skip",
+        [0, 1],
+        0,
+        6,
+        "layers.0.mlp, stage 0 on rank 0 (tp 0, pp 0), microbatch 6 (sample 14)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "culprits", "layer", "microbatch", "where"), CASES)
+def test_a_bad_output(
+    name: str, policy: str, culprits: list[int], layer: int, microbatch: int, where: str
+) -> None:
+    world, layout = LAYOUTS[name]
+    settings = {**layout, "on_non_finite": policy}
+    found = run_ranks(world, bad_step, world, settings, culprits, microbatch, layer)
+    said = found[0][0]
+    for other, moved, differing, skipped in found:
+        assert other == said
+        assert moved == [] and differing == []
+        assert skipped == ([] if policy == "stop" else [True, False])
+    assert f"first in the output of {where}" in said, said
+    assert "step 2: loss nan, gradient norm" in said and "(samples 8 to 15)" in said
+    assert ("skipped (1 in a row)" if policy == "skip" else "stopped before the update") in said
+
+
+def in_gradient(context: RankContext, settings: Settings) -> str:
+    runner = Runner(build(context, tiny_config(2, **{**SMALL, **settings, "on_non_finite": "skip"})))
+    runner.step()
+    with planted(runner, here=context.rank == 1):
+        return str(runner.step().fault)
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2", "zero-1"])
+def test_a_bad_gradient_of_good_outputs(name: str) -> None:
+    said, other = run_ranks(2, in_gradient, LAYOUTS[name][1])
+    assert said == other
+    first = "embedding.word.weight" if name == "tp2" else "layers.1.attention.qkv.weight"
+    if name in ("dp2", "zero-1"):
+        assert "first in the gradient of " in said
+    else:
+        assert f"first in the gradient of {first}, stage {int(name == 'pp2')} on rank 1" in said, said
+    assert "the outputs of all modules were finite in a second forward of the same batch" in said
+
+
+def in_weights(context: RankContext) -> str:
+    runner = Runner(build(context, tiny_config(2, **SMALL, pp=2, on_non_finite="skip")))
+    runner.step()
+    if context.rank == 0:
+        parameter = dict(runner.replica.stages[0].named_parameters())["layers.0.mlp.down.weight"]
+        parameter.data.view(-1)[0] = math.nan
+    with pytest.raises(NonFiniteError) as caught:
+        runner.step()
+    return str(caught.value)
+
+
+def test_bad_weights_stop_the_run_whatever_the_policy() -> None:
+    said, other = run_ranks(2, in_weights)
+    assert said == other
+    assert "the weights layers.0.mlp.down.weight are not finite on rank 0 (pp 0), stage 0" in said
+    assert said.endswith("Go on from the last checkpoint before it")
+
+
+def test_too_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(
+        build(RankContext(0), tiny_config(**SMALL, on_non_finite="skip", max_consecutive_skips=2))
+    )
+    rates = []
+
+    def step(*, bad: bool) -> StepResult:
+        with planted(runner, here=bad):
+            result = runner.step()
+        rates.append(result.lr)
+        return result
+
+    for bad in (True, True, False, True):
+        assert step(bad=bad).skipped is bad
+    assert "skipped (2 in a row)" in str(step(bad=True).fault)
+    with pytest.raises(NonFiniteError, match="max_consecutive_skips 2 steps before it were skipped too"):
+        step(bad=True)
+    assert runner.replica.optimizer.updates == 1
+    assert runner.replica.scaler.state() == {"skipped_steps": 4, "skipped_samples": 32}
+    # The learning rate waits: the first good step has that of step 1.
+    assert rates[:3] == [rates[0]] * 3
+
+
+def spoil_and_save(
+    context: RankContext, folder: str, state: str, check: bool, policy: str
+) -> tuple[str, list[str]]:
+    config = tiny_config(
+        2,
+        **{**SMALL, "precision": "bf16", "dp": 2, "dp_strategy": "distributed-optimizer", "save": folder},
+        check_weights_before_save=check,
+        on_save_error=policy,
+    )
+    runner, lines = Runner(build(context, config)), list[str]()
+    saver = Saver(runner.replica, tokenizer=None, log=lines.append)
+    runner.step()
+    saver.begin(runner.progress)
+    runner.step()
+    strategy = runner.replica.strategy
+    strategy.wait_for_parameters()
+    if context.rank == 1:
+        shard = strategy.shards[0]
+        tensor = runner.replica.optimizer.state(shard.main_param)["exp_avg_sq"]
+        target = {"exp_avg_sq": tensor, "main_param": shard.main_param.data}[state]
+        target[0] = math.inf
+    try:
+        saver.begin(runner.progress)
+        return "", lines
+    except NonFiniteError as error:
+        return str(error), lines
+
+
+@pytest.mark.parametrize("state", ["exp_avg_sq", "main_param"])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, state: str, policy: str) -> None:
+    said, other = (found[0] for found in run_ranks(2, spoil_and_save, str(tmp_path), state, True, policy))
+    assert said == other
+    assert (
+        said.startswith(f"step 2: {state} of ")
+        and "are not finite on rank 1: no checkpoint is written" in said
+    )
+    assert "the newest is of step 1" in said and "--no-check-weights-before-save" in said
+    assert [candidate.step for candidate in candidates(tmp_path)] == [1]
+
+
+def test_unless_it_is_wanted(tmp_path: Path) -> None:
+    for said, _ in run_ranks(2, spoil_and_save, str(tmp_path), "exp_avg_sq", False, "stop"):
+        assert said == ""
+    assert [candidate.step for candidate in candidates(tmp_path)] == [2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_is_finite(dtype: torch.dtype) -> None:
+    values = torch.randn(1000).to(dtype)
+    assert is_finite(values) and is_finite(values[:0]) and is_finite(torch.tensor(2.0, dtype=dtype))
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 500, 999):
+            spoiled_values = values.clone()
+            spoiled_values[place] = bad
+            assert not is_finite(spoiled_values)
+    assert is_finite(torch.arange(3))
