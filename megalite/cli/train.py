@@ -5,25 +5,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import megalite
 from megalite.cli.dry_run import dry_run
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, RankError
+from megalite.config.exit_codes import BAD_INPUT, INTERRUPTED
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.help import basic_help, full_help
+from megalite.training.ending import write_ending
+from megalite.training.stopping import StopRequests, StopRun
 
-BAD_INPUT = 2
-"""Exit status of a run that was refused."""
-
-NON_FINITE = 3
-"""Exit status of a run that was stopped because its loss or gradient was NaN or infinite."""
-
-NOT_SAVED = 4
-"""Exit status of a run that was stopped because a checkpoint could not be written."""
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+EXIT_FILE = "STOP"
+"""In the folder of the run, where no other is given."""
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """A variable that torchrun sets."""
@@ -52,26 +47,42 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 
 
 def _train(invocation: Invocation) -> int:
+    logging, training = invocation.config.logging, invocation.config.training
+    run_dir = None if logging.run_dir is None else Path(logging.run_dir)
+    file = training.exit_file or (run_dir and run_dir / EXIT_FILE)
+    stops = StopRequests(
+        signals=training.exit_signals,
+        minutes=training.exit_duration_in_mins,
+        file=None if file is None else Path(file),
+        patience=training.exit_timeout_seconds,
+        say=lambda line: print(f"rank {_rank()}: {line}", file=sys.stderr, flush=True),
+    )
+    try:
+        with stops.listen():
+            return _run(invocation, stops)
+    except StopRun as stop:  # while torch was being imported
+        if _is_first_rank():
+            write_ending(run_dir, stop.request.ending(0, "before the start"))
+        return stop.request.exit_code
+
+
+def _run(invocation: Invocation, stops: StopRequests) -> int:
     # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megalite.training.loop import train
-    from megalite.training.saving import SaveError
-    from megalite.training.step import NonFiniteError
+    from megalite.training.non_finite import NonFiniteError
 
     def run() -> int:
-        status = 0
         try:
-            train(invocation.config, explicit=invocation.explicit, log=_log)
-        except SaveError as error:
-            status = _refuse(error, NOT_SAVED)
-        except ConfigError as error:
-            status = _refuse(error, BAD_INPUT)
-        except NonFiniteError as error:
-            status = _refuse(error, NON_FINITE)
+            status = train(invocation.config, explicit=invocation.explicit, log=_log, stops=stops).exit_code
+        except (ConfigError, NonFiniteError) as error:
+            status = _refuse(error, error.exit_code)
         # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive; gloo
         # aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
         gc.collect()
+        if status == INTERRUPTED and _is_first_rank():
+            print("interrupted", file=sys.stderr, flush=True)
         return status
 
     # torchrun then has the traceback of an unexpected error for its summary.
@@ -99,4 +110,8 @@ def _report(message: str, *, alone: bool = False) -> None:
 
 
 def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return _rank() == 0
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

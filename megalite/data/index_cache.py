@@ -191,7 +191,11 @@ class IndexCache:
                 temporary = self._begin(recipe)
                 if temporary is None:
                     break
-                made = made or recipe.make()
+                try:
+                    made = made or recipe.make()
+                except BaseException:  # also a signal that ends the run meanwhile
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    raise
                 if self._publish(recipe, made, temporary) and (found := self._open(recipe)) is not None:
                     return found, True
             except FileNotFoundError as error:

@@ -55,6 +55,27 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
         )
 
 
+def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
+    """Go on from what `load` says, or from step 0 where it says nothing, or is empty and may be.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    checkpoint = replica.config.checkpoint
+    if checkpoint.load is None:
+        return Progress(0, 0)
+    try:
+        return load(replica, Path(checkpoint.load), tokenizer=tokenizer, log=log)
+    except CheckpointMissing as error:
+        if not checkpoint.fresh_if_missing:
+            raise CheckpointMissing(
+                f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
+                "step 0 where there are none"
+            ) from None
+        log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
+        return Progress(0, 0)
+
+
 def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
     """Take up the newest checkpoint that verifies (or `ckpt_step`), of any layout; returns where the run stands.
 

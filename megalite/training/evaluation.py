@@ -1,5 +1,7 @@
 """Losses on data that is not trained on, and reading batches in step with the other ranks."""
 
+from pathlib import Path
+
 import torch
 
 from megalite.config.errors import ConfigError
@@ -7,23 +9,34 @@ from megalite.data.loader import BatchLoader, Microbatch
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 from megalite.training.replica import Replica
+from megalite.training.sinks import has_record
 from megalite.training.step import Stepper
+from megalite.training.stopping import StopRequest, StopRequests, StopRun
 
 
 def read_batches(
-    loader: BatchLoader | None, first_sample: int, size: int, *, topology: Topology, scope: Group
+    loader: BatchLoader | None,
+    first_sample: int,
+    size: int,
+    *,
+    topology: Topology,
+    scope: Group,
+    stops: StopRequests | None = None,
 ) -> tuple[list[Microbatch], float]:
     """This rank's microbatches of one global batch (none where it reads no data), and the seconds that the rank which
     waited longest for its own has waited: all the others wait for it in the step.
 
     Args:
         scope: the ranks that take this batch together: the world in evaluation, in training the strategy's.
+        stops: what this rank has been asked; None where ranks of `scope` are not all ranks.
 
-    Collectives: a max all-reduce of two numbers over `scope`; on a fault a gather.
+    Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather.
 
     Raises:
         ConfigError: a rank cannot read its data; the same on every rank of `scope`.
+        StopRun: a rank has been asked to stop; the same on every rank.
     """
+    asked = 0 if stops is None else stops.number
     microbatches: list[Microbatch] = []
     fault: Exception | None = None
     if loader is not None:
@@ -35,14 +48,43 @@ def read_batches(
             fault = error
     waited = 0.0 if loader is None or fault is not None else loader.waited
     if scope.size > 1:
-        worst = torch.tensor([float(fault is not None), waited], dtype=torch.float64, device=topology.device)
-        scope.all_reduce(worst, op="max")
-        failed, waited = worst.tolist()
+        worst = [float(fault is not None), waited, float(asked)]
+        agreed = torch.tensor(worst, dtype=torch.float64, device=topology.device)
+        scope.all_reduce(agreed, op="max")
+        failed, waited, asked = agreed.tolist()
         if failed:
             scope.agree(fault, topology.device)
     elif fault is not None:
         raise fault
+    if asked:
+        raise StopRun(StopRequest(int(asked)))
     return microbatches, waited
+
+
+def meet(stops: StopRequests, topology: Topology) -> None:
+    """Where ranks that step apart have come together: learn whether one has been asked to stop.
+
+    Collectives: a max all-reduce of one number over the world.
+
+    Raises:
+        StopRun: the same on every rank.
+    """
+    asked = torch.tensor([stops.number], device=topology.device)
+    topology.world.all_reduce(asked, op="max")
+    if asked.item():
+        raise StopRun(StopRequest(int(asked.item())))
+
+
+def misses_evaluation(replica: Replica, *, step: int) -> bool:
+    """A run at its end, `step`, was stopped in its last evaluation, as far as its metrics tell; the same on every rank.
+
+    Collectives: a broadcast.
+    """
+    topology, run_dir = replica.topology, replica.config.logging.run_dir
+    missing = False
+    if topology.rank == 0 and run_dir is not None:
+        missing = not has_record(Path(run_dir) / "metrics.jsonl", "valid", step)
+    return bool(topology.world.broadcast_json(missing, topology.device))
 
 
 class Evaluator:
@@ -51,9 +93,17 @@ class Evaluator:
 
     Args:
         loader: None on ranks that read no data.
+        stops: looked at before each batch.
     """
 
-    def __init__(self, replica: Replica, stepper: Stepper, loader: BatchLoader | None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        stepper: Stepper,
+        loader: BatchLoader | None,
+        stops: StopRequests | None = None,
+    ) -> None:
+        self._stops = stops
         training = replica.config.training
         assert training.global_batch_size is not None
         self._stepper, self._strategy = stepper, replica.strategy
@@ -71,7 +121,7 @@ class Evaluator:
         """The mean over the batches; the same on every rank.
 
         Raises:
-            ConfigError: as `read_batches`.
+            ConfigError, StopRun: as `read_batches`.
         """
         with self._strategy.consensus():
             return self._mean()
@@ -80,7 +130,12 @@ class Evaluator:
         losses: list[float] = []
         for first in range(0, self._batches * self._size, self._size):
             microbatches, _ = read_batches(
-                self._loader, first, self._size, topology=self._topology, scope=self._topology.world
+                self._loader,
+                first,
+                self._size,
+                topology=self._topology,
+                scope=self._topology.world,
+                stops=self._stops,
             )
             if self._loader is not None and len(losses) + 1 < self._batches:
                 self._loader.prefetch(first + self._size, self._size)

@@ -1,58 +1,94 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.checkpoint.commit import correct_latest, remove_unfinished
-from megalite.checkpoint.files import lock_folder
-from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
+from megalite.config.exit_codes import DONE
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data_parallel.lost_peers import raise_if_peer_lost
-from megalite.data_parallel.replica_check import check_replicas
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
-from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
+from megalite.training.checkpointing import resume
 from megalite.training.cpu_memory import keep_freed_memory
-from megalite.training.evaluation import Evaluator, read_batches
+from megalite.training.ending import Ending, Standing
+from megalite.training.evaluation import Evaluator, meet, misses_evaluation, read_batches
+from megalite.training.flipped_bits import compare_replicas
+from megalite.training.leaving import run_and_tell
+from megalite.training.loss_spikes import LossSpikes
+from megalite.training.non_finite import NonFiniteError
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_modules, build_replica
 from megalite.training.reporter import Reporter
-from megalite.training.saving import SaveError, Saver
+from megalite.training.save_folder import SaveFolder, make_saver, take_save_folder
+from megalite.training.saving import SaveError, Saver, save_and_stop
 from megalite.training.setup import (
     Loaders,
     describe,
-    make_save_folder,
+    in_words,
     open_data,
     open_sinks,
     prepare_data,
     resolve,
 )
 from megalite.training.sinks import MetricSink
-from megalite.training.step import NonFiniteError, Stepper
+from megalite.training.step import Stepper
+from megalite.training.stopping import StopRequests, StopRun
 from megalite.training.throughput import SpeedMeter
-from megalite.training.trace import TraceWriter
+from megalite.training.trace import trace_writer
 
 
-def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
+def train(
+    config: RunConfig,
+    *,
+    explicit: frozenset[str],
+    log: Callable[[str], None],
+    stops: StopRequests | None = None,
+) -> Ending:
     """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
+
+    Rank 0 leaves how it ended in `<run_dir>/exit.json`, also where it raises.
 
     Args:
         explicit: settings that the user gave by name.
         log: prints a line; called on rank 0 alone.
+        stops: what may end the run early, listening; default: nothing.
 
     Raises:
         ConfigError: bad input, or data that cannot be read; the same on every rank.
-        NonFiniteError: the loss or a gradient became NaN or infinite.
+        NonFiniteError: the loss or a gradient became NaN or infinite, or weights that were to be saved.
         SaveError: a checkpoint could not be written.
+        RestartLoopError: the same step has failed again and again.
     """
     launch = Launch.from_environment()
+    first, standing = launch.rank == 0, Standing()
+    run_dir = Path(config.logging.run_dir) if first and config.logging.run_dir is not None else None
+    stops = stops or StopRequests()
+    if not first:
+        stops.file = None
+    log = log if first else _silent
+    return run_and_tell(
+        lambda: _train(config, launch, explicit, log, stops, standing),
+        run_dir=run_dir,
+        stops=stops,
+        standing=standing,
+        log=log,
+    )
+
+
+def _train(
+    config: RunConfig,
+    launch: Launch,
+    explicit: frozenset[str],
+    log: Callable[[str], None],
+    stops: StopRequests,
+    standing: Standing,
+) -> Ending:
     device = launch.device(config.training.device)
     parallel = config.parallel
     # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
@@ -90,8 +126,9 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
         replica = build_replica(config, topology, programs, modules)
-        _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
+        ending = _Run(replica, tokenizer, log, stops, standing).go()
         agreed = True
+        return ending
     except (ConfigError, NonFiniteError) as error:
         agreed = not isinstance(error, RankError)
         raise
@@ -106,8 +143,16 @@ def _silent(line: str) -> None:
 class _Run:
     """A replica with its data and its reports."""
 
-    def __init__(self, replica: Replica, tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        tokenizer: Tokenizer | None,
+        log: Callable[[str], None],
+        stops: StopRequests | None = None,
+        standing: Standing | None = None,
+    ) -> None:
         self.replica = replica
+        self.stops, self.standing = stops or StopRequests(), standing or Standing()
         self.config = config = replica.config
         self.log = log
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
@@ -115,27 +160,33 @@ class _Run:
         self._apart = replica.strategy.scope.size < replica.topology.world.size
         """Ranks take steps without waiting for all others."""
         self.loaders: Loaders = open_data(replica, tokenizer)
-        self.progress = self._resume()
+        self.progress = resume(replica, tokenizer=self.fingerprint, log=log)
+        self.standing.step = self.progress.step
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
-        self.traces = self._traces()
+        self.traces = trace_writer(config, replica.topology, first=self.progress.step, log=log)
         tracer = None if self.traces is None else self.traces.timer
         self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
         validates = config.training.eval_interval is not None
-        self.validation = Evaluator(replica, self.stepper, self.loaders.valid) if validates else None
+        self.validation = (
+            Evaluator(replica, self.stepper, self.loaders.valid, self.stops) if validates else None
+        )
         # Ranks that read no data do not know whether there is a test split.
         tests = replica.topology.world.gather_json(self.loaders.test is not None, replica.topology.device)
-        self.test = Evaluator(replica, self.stepper, self.loaders.test) if any(tests) else None
-        self._lock: int | None = None
-        self.saver = self._make_saver()
+        self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
+        self.folder: SaveFolder = take_save_folder(replica, self.progress, stops=self.stops, log=log)
+        self.saver: Saver = make_saver(
+            replica, self.progress, total=self.total, tokenizer=self.fingerprint, log=log
+        )
         for step in sorted(self.traces.steps if self.traces else ()):
             if step > self.total:
                 log(f"step {step} is beyond the last step, {self.total}: it will not be traced")
         self.reporter = Reporter(
             log=log,
             sinks=self._open_sinks(),
+            spikes=LossSpikes.resumed(config, reads=replica.topology.rank == 0),
             meter=SpeedMeter(
                 config, world_size=replica.topology.layout.world_size, device=replica.topology.device
             ),
@@ -143,78 +194,6 @@ class _Run:
             total_steps=self.total,
             device=replica.topology.device,
         )
-
-    def _resume(self) -> Progress:
-        checkpoint = self.config.checkpoint
-        if checkpoint.load is None:
-            return Progress(0, 0)
-        try:
-            return load(self.replica, Path(checkpoint.load), tokenizer=self.fingerprint, log=self.log)
-        except CheckpointMissing as error:
-            if not checkpoint.fresh_if_missing:
-                raise CheckpointMissing(
-                    f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
-                    "step 0 where there are none"
-                ) from None
-            self.log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
-            return Progress(0, 0)
-
-    def _make_saver(self) -> Saver:
-        """Ready to save; there is a folder for it, with room."""
-        config, topology = self.config, self.replica.topology
-        found: ConfigError | None = None
-        if topology.rank == 0:
-            try:
-                make_save_folder(config)
-                self._lock_save_folder()
-                refuse_foreign_checkpoints(config, self.progress)
-                if self._goes_on() and self.progress.step > 0:
-                    correct_latest(Path(str(config.checkpoint.save)), self.progress.step)
-                if config.checkpoint.save is not None:
-                    remove_unfinished(Path(config.checkpoint.save))
-            except ConfigError as error:
-                found = error
-            except OSError as error:
-                found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
-        topology.world.agree(found, topology.device)
-        saver = Saver(self.replica, tokenizer=self.fingerprint, log=self.log)
-        if self._goes_on():
-            saver.saved_at = self.progress.step
-        first, every = self.progress.step + 1, config.checkpoint.save_interval
-        steps = [step for step in range(first, self.total + 1) if every and step % every == 0]
-        if first <= self.total:
-            saver.preflight(steps if steps[-1:] == [self.total] else [*steps, self.total])
-        return saver
-
-    def _lock_save_folder(self) -> None:
-        """Two runs that save into one folder would remove each other's unfinished files (rank 0)."""
-        folder = self.config.checkpoint.save
-        if folder is None:
-            self.log(
-                "no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some"
-            )
-            return
-        try:
-            self._lock = lock_folder(Path(folder))
-        except BlockingIOError:
-            raise ConfigError(
-                f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
-                "behind), or give another --save"
-            ) from None
-
-    def _goes_on(self) -> bool:
-        """The run has resumed from the folder that it saves to."""
-        checkpoint = self.config.checkpoint
-        return same_folder(checkpoint.load, checkpoint.save) and not checkpoint.finetune
-
-    def _traces(self) -> TraceWriter | None:
-        logging = self.config.logging
-        if not logging.trace:
-            return None
-        assert logging.run_dir is not None, "validate() asks for it"
-        steps = [self.progress.step + step for step in logging.trace_steps]
-        folder = Path(logging.run_dir)
-        return TraceWriter(self.replica.topology, steps=steps, folder=folder, log=self.log)
 
     def _open_sinks(self) -> list[MetricSink]:
         """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write."""
@@ -229,12 +208,30 @@ class _Run:
         topology.world.agree(found, topology.device)
         return sinks
 
-    def go(self) -> None:
-        """Step to the end of the run."""
+    def go(self) -> Ending:
+        """Step to the end of the run, or until it is asked to stop."""
+        guard = self.folder.guard
         try:
-            self._go()
+            ending = self._to_the_end()
+        except Exception as error:
+            if guard is not None and self.stops.request is None:
+                guard.failed(self.progress.step + 1, error)
+            elif guard is not None:
+                guard.left()
+            raise
+        else:
+            if guard is not None:
+                guard.ended()
+            return ending
+        finally:
+            self.folder.release()
+
+    def _to_the_end(self) -> Ending:
+        try:
+            ending = self._go()
             self.replica.strategy.finish()
             self._log_notes()
+            return ending
         except (ConfigError, NonFiniteError) as error:
             if not isinstance(error, RankError):  # every rank is here: what is being saved was sound
                 self._settle()
@@ -248,8 +245,6 @@ class _Run:
                     loader.close()
             self.reporter.close()
             self.replica.strategy.close()
-            if self._lock is not None:
-                os.close(self._lock)
 
     def _settle(self) -> None:
         try:
@@ -257,13 +252,25 @@ class _Run:
         except SaveError as error:
             self.log(f"warning: {error}")
 
-    def _go(self) -> None:
+    def _go(self) -> Ending:
+        try:
+            self.stops.started()
+            return self._train()
+        except StopRun as stop:
+            # All ranks have agreed to stop here, between two steps or two batches of an evaluation.
+            self.stops.leave()
+            save = self.saver if self.standing.moved else None
+            return save_and_stop(stop.request, save, self.progress, log=self.log)
+
+    def _train(self) -> Ending:
         config = self.config
         if self.progress.step >= self.total:
-            self.log(f"the checkpoint is at {self._standing()}: nothing to do")
+            self.log(f"the checkpoint is at {in_words(config, self.progress)}: nothing to do")
             # It may have been stopped between its last checkpoint and this.
+            if self.validation is not None and misses_evaluation(self.replica, step=self.progress.step):
+                self._evaluate()
             self._evaluate_test()
-            return
+            return Ending.finished(self.progress.step)
         self._prepare(self.progress)
         # Also on resuming: the first line then shows that the layout changed nothing.
         self._evaluate()
@@ -274,20 +281,23 @@ class _Run:
             if not self._apart:  # else the next save, where ranks meet, hears of the last one
                 self.saver.poll()
             self._log_notes()
-            every = config.data_parallel.check_replicas_interval
-            if every and step % every == 0 and self.replica.strategy.replicas_agree:
-                check_replicas(self.replica.strategy, step=step, world=self.replica.topology.world)
+            compare_replicas(self.replica, step)
             if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
                 self.saver.begin(self.progress)
                 self.reporter.restart_clock()
+                if self._apart and step < self.total:
+                    meet(self.stops, self.replica.topology)
             if config.training.exit_interval and step % config.training.exit_interval == 0:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
         self.saver.finish(self.progress)
         if self.progress.step == self.total:
             self._evaluate_test()
+            return Ending.finished(self.progress.step)
+        reason = f"exit_interval {config.training.exit_interval}"
+        return Ending(status="stopped", reason=reason, step=self.progress.step, exit_code=DONE)
 
     def _log_notes(self) -> None:
         for notes in (
@@ -298,19 +308,12 @@ class _Run:
             while notes:
                 self.log(notes.pop(0))
 
-    def _standing(self) -> str:
-        """Where the checkpoint is in the run as it was asked for: it may be beyond it."""
-        training, (step, samples) = self.config.training, (self.progress.step, self.progress.samples)
-        if training.train_iters is not None:
-            return f"step {step} of {training.train_iters}"
-        return f"step {step}, {samples} samples of {training.train_samples}"
-
     def _step(self) -> None:
         try:
             self._take_step()
         except (ConfigError, NonFiniteError) as error:
             if self._apart and not isinstance(error, RankError):  # other ranks know nothing of it
-                raise RankError(str(error)) from error
+                raise RankError(str(error), exit_code=error.exit_code) from error
             raise
 
     def _take_step(self) -> None:
@@ -322,6 +325,7 @@ class _Run:
             size,
             topology=self.replica.topology,
             scope=self.replica.strategy.scope,
+            stops=None if self._apart else self.stops,
         )
         # While the step computes, what comes after it is read.
         self._prepare(after)
@@ -332,6 +336,7 @@ class _Run:
         if self.traces is not None:
             bubble = self.traces.finish(after.step, self.replica.schedule_of(size))
         self.progress = after
+        self.standing.step, self.standing.moved = after.step, True
         self.reporter.step(
             result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited
         )

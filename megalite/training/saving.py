@@ -16,12 +16,16 @@ from megalite.checkpoint.prune import prune
 from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.save import SavedTensor, planned_bytes, save_checkpoint
 from megalite.config.byte_size import format_bytes
+from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.topology.topology import background_group
+from megalite.training.ending import Ending
+from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica
 from megalite.training.snapshot import HostMemory
-from megalite.training.state_tensors import state_tensors
+from megalite.training.state_tensors import Saved, state_tensors
+from megalite.training.stopping import StopRequest
 
 
 def save(
@@ -48,6 +52,8 @@ def save(
 
 class SaveError(CheckpointError):
     """A checkpoint could not be written in the midst of a run."""
+
+    exit_code = NOT_SAVED
 
 
 class _Write:
@@ -183,15 +189,17 @@ class Saver:
 
         Raises:
             SaveError: the same on every rank, if on_save_error is stop.
+            NonFiniteError: something in the state is not finite, whatever on_save_error says; the same on every rank.
         """
         if self.folder is None or self.saved_at == progress.step:
             return
         self.wait()
         started = time.monotonic()
-        self.saved_at = progress.step
         group, cpu = self._background, torch.device("cpu")
         with self._replica.strategy.consensus():
             saved = state_tensors(self._replica)
+            if self._config.check_weights_before_save:
+                self._require_finite(saved, progress.step)
             plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
             write = _Write(
                 self._replica,
@@ -201,12 +209,18 @@ class Saver:
                 make_folder=False,
                 log=self._log,
             )
+            self.saved_at = progress.step
             if not self._config.async_save:
                 self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
                 return
             copies = self._memory.copy(tensors)
         work = BackgroundSave(lambda: write(plan, copies, group, cpu))
         self._under_way = (progress.step, started, work)
+
+    def _require_finite(self, saved: Sequence[Saved], step: int) -> None:
+        none = f"there is none in {self.folder} from this start"
+        newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
+        require_finite(saved, step, newest=newest, world=self._world, device=self._device)
 
     def poll(self) -> None:
         """Between two steps: learn of a save that has ended since.
@@ -253,3 +267,26 @@ class Saver:
             self._log(f"warning: {error}; going on without it, as on_save_error says")
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
+
+
+def save_and_stop(
+    request: StopRequest, saver: Saver | None, progress: Progress, *, log: Callable[[str], None]
+) -> Ending:
+    """A run stops at `progress`, by agreement of all ranks; how it ended.
+
+    Args:
+        saver: None where no step has been made that could be saved.
+
+    Raises:
+        SaveError, NonFiniteError: as `Saver.finish`.
+    """
+    if saver is None:
+        said = "no step has been made since the start: there is nothing to save"
+    elif saver.folder is None:
+        said = "nothing is saved, since neither --save nor --save-interval was given"
+    else:
+        said = f"saved in {saver.folder}"
+        log(f"{request.cause}: saving step {progress.step}, and stopping")
+        saver.finish(progress)
+    log(f"{request.cause}: stopped at step {progress.step}; {said}")
+    return request.ending(progress.step, said)

@@ -9,6 +9,7 @@ from megalite.config import files
 from megalite.config.compute import kernels_in_words
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.rules.files import saves
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.data.blended import BlendedDataset
@@ -62,8 +63,7 @@ def resolve(
             f"--vocab-size {tokenizer.vocab_size} or leave it out"
         )
     config = validate(config, world_size, explicit)
-    saves = config.checkpoint.save_interval is not None or config.training.exit_interval is not None
-    if config.checkpoint.save is None and saves and config.logging.run_dir is not None:
+    if config.checkpoint.save is None and saves(config) and config.logging.run_dir is not None:
         config = replace(config, save=str(Path(config.logging.run_dir) / "checkpoints"))
     return config, tokenizer
 
@@ -238,3 +238,11 @@ def describe(config: RunConfig, replica: Replica, log: Callable[[str], None]) ->
     for line in replica.computes:
         log(line)
     log(f"kernels: {kernels_in_words(replica.kernels.summary())}")
+
+
+def in_words(config: RunConfig, progress: Progress) -> str:
+    """Where a checkpoint is in the run as it was asked for: it may be beyond it."""
+    training, step = config.training, progress.step
+    if training.train_iters is not None:
+        return f"step {step} of {training.train_iters}"
+    return f"step {step}, {progress.samples} samples of {training.train_samples}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.run import RunConfig
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces
@@ -143,6 +144,22 @@ class TraceWriter:
                 for text, start, end in gathered[rank]
             ]
         return found
+
+
+def trace_writer(
+    config: RunConfig, topology: Topology, *, first: int, log: Callable[[str], None]
+) -> TraceWriter | None:
+    """What a run traces with, if it does.
+
+    Args:
+        first: the step that this start goes on from, from which `trace_steps` counts.
+    """
+    logging = config.logging
+    if not logging.trace:
+        return None
+    assert logging.run_dir is not None, "validate() asks for it"
+    steps = [first + step for step in logging.trace_steps]
+    return TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
 
 
 def bubble_fraction(events: Sequence[Event]) -> float:

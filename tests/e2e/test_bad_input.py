@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.train import BAD_INPUT, main
+from megalite.cli.train import main
+from megalite.config.exit_codes import BAD_INPUT
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, train
 

@@ -99,6 +99,7 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
     assert {path.name for path in runs.switched.iterdir()} == {
         "checkpoints",
         "config.yaml",
+        "exit.json",
         "metrics.jsonl",
         "tensorboard",
         "trace-2.json",

@@ -10,7 +10,7 @@ from tests.support.layers import Module, imports, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
-        *("megalite.training.loop", "megalite.training.saving", "megalite.training.step"),
+        *("megalite.training.loop", "megalite.training.non_finite"),
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},

@@ -1,0 +1,223 @@
+"""Why a run is to end before its last step: signals, a time limit, a file that appears.
+
+A rank that is asked to stop goes on until all ranks agree, which they do in an all-reduce that each step and each batch of
+an evaluation makes anyway (`evaluation.read_batches`); then the run is saved. Before the first step nothing is lost and
+nobody has to agree: a signal ends the process where it stands, as Ctrl-C ends any Python program.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megalite.config.errors import ConfigError
+from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
+from megalite.training.ending import Ending
+
+_FILE, _TIME, _SIGNALS = 1, 2, 100
+"""What ranks tell each other: the largest number counts."""
+_ONE_PRESS = 0.5
+"""Seconds in which a second SIGINT is the first one again: a terminal and a launcher may both send one."""
+_START_PATIENCE = 20.0
+"""Seconds that a start has to leave cleanly; less than torchrun's 30."""
+_LOOKS_EVERY = 1.0
+"""Seconds between two looks for the exit file."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """One number, equal on all ranks once they have agreed, and what it means."""
+
+    number: int
+
+    @property
+    def cause(self) -> str:
+        """In a word or two."""
+        if self.number < _SIGNALS:
+            return {_FILE: "the exit file is there", _TIME: "exit_duration_in_mins is over"}[self.number]
+        return signal.Signals(self.number - _SIGNALS).name
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of a run that stops by it."""
+        if self.number == _SIGNALS + signal.SIGINT:
+            return INTERRUPTED
+        return DONE if self.number == _FILE else REQUEUE
+
+    def ending(self, step: int, saved: str) -> Ending:
+        """The end of a run by it.
+
+        Args:
+            saved: what has become of the work, in words.
+        """
+        status = {DONE: "stopped", INTERRUPTED: "interrupted", REQUEUE: "requeue"}[self.exit_code]
+        return Ending(status=status, reason=f"{self.cause}; {saved}", step=step, exit_code=self.exit_code)
+
+
+class StopRun(BaseException):
+    """Leave what is under way. No Exception: nothing that handles errors may take it for one."""
+
+    def __init__(self, request: StopRequest) -> None:
+        super().__init__(request.cause)
+        self.request = request
+
+
+class StopRequests:
+    """What this rank has been asked. Without `listen` no signal is heard.
+
+    Args:
+        signals: names; SIGINT is always heard. One that the process was told to ignore, as by nohup, stays ignored.
+        minutes: from now on; None: no limit.
+        file: looked for by the rank that is given one.
+        patience: seconds after a signal in which the ranks must come to agree.
+        say: prints a line of this rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        signals: Sequence[str] = (),
+        minutes: float | None = None,
+        file: Path | None = None,
+        patience: float = 300.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        names = dict.fromkeys(("SIGINT", *signals))
+        # What is no signal is for the rules of the settings to refuse.
+        self._signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+        self._end = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self.file, self._looked, self._file_seen = file, 0.0, False
+        self._patience, self._say = patience, say
+        self._heard: dict[int, float] = {}
+        """Signal -> when it first came."""
+        self._starting = True
+        self._leaving = False
+        self.last_words: Callable[[StopRequest, str], None] = lambda request, text: None
+        """Called before the process is ended by force, from another thread."""
+
+    # ---- what the run asks and says
+
+    @property
+    def request(self) -> StopRequest | None:
+        """What this rank alone knows of."""
+        if self._heard:
+            return StopRequest(_SIGNALS + max(self._heard))
+        if self._end is not None and time.monotonic() >= self._end:
+            return StopRequest(_TIME)
+        return StopRequest(_FILE) if self._sees_file() else None
+
+    @property
+    def number(self) -> int:
+        """The request as ranks exchange it; 0 for none."""
+        request = self.request
+        return 0 if request is None else request.number
+
+    def started(self) -> None:
+        """From here on there is something to lose: signals wait until all ranks agree.
+
+        Raises:
+            StopRun: one has come already.
+        """
+        self._starting = False
+        if self._heard and not self._leaving:
+            raise StopRun(StopRequest(self.number))
+
+    def refuse_old_file(self) -> None:
+        """A run that begins beside an exit file would end at once.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.file is not None and self.file.exists():
+            raise ConfigError(
+                f"{self.file} is there, which stops the run: remove it to train, or give another --exit-file"
+            )
+
+    def leave(self) -> None:
+        """All ranks know: from here on nothing but a second Ctrl-C hurries this process."""
+        self._leaving = True
+
+    def _sees_file(self) -> bool:
+        now = time.monotonic()
+        if self.file is not None and not self._file_seen and now >= self._looked + _LOOKS_EVERY:
+            self._looked = now
+            self._file_seen = self.file.exists()
+        return self._file_seen
+
+    # ---- signals
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator["StopRequests"]:
+        """Inside, signals are heard; outside the main thread, where Python gives none, it does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        mine = [one for one in self._signals if signal.getsignal(one) is not signal.SIG_IGN]
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        watch = threading.Thread(target=self._watch, args=(reader,), name="megalite-signals", daemon=True)
+        watch.start()
+        before = {one: signal.signal(one, self._handle) for one in mine}
+        # Written to even while the main thread is in a collective, where no handler of Python's can run.
+        former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield self
+        finally:
+            signal.set_wakeup_fd(former)
+            for one, handler in before.items():
+                signal.signal(one, handler)
+            os.write(writer, b"\0")
+            watch.join()
+            os.close(writer)
+            os.close(reader)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._heard.setdefault(number, time.monotonic())
+        if self._starting and not self._leaving:
+            self._leaving = True
+            raise StopRun(StopRequest(_SIGNALS + number))
+
+    def _watch(self, reader: int) -> None:
+        """In a thread of its own: end the process at a second Ctrl-C, and where a stop comes to nothing."""
+        while True:
+            left = self._seconds_left()
+            if left is not None and left <= 0.0:
+                self._give_up()
+            ready, _, _ = select.select([reader], [], [], left)
+            for number in os.read(reader, 64) if ready else b"":
+                if number == 0:
+                    return
+                now = time.monotonic()
+                if number in self._signals:
+                    again = now > self._heard.setdefault(number, now) + _ONE_PRESS
+                    if again and number == signal.SIGINT:
+                        self._end_now(StopRequest(_SIGNALS + number), "interrupted twice: nothing is saved")
+
+    def _seconds_left(self) -> float | None:
+        """Until this process ends by force; None: it does not."""
+        if not self._heard or (self._leaving and not self._starting):
+            return None
+        patience = _START_PATIENCE if self._starting else self._patience
+        return min(self._heard.values()) + patience - time.monotonic()
+
+    def _give_up(self) -> None:
+        request = StopRequest(_SIGNALS + max(self._heard))
+        if self._starting:
+            text = f"{request.cause} came {_START_PATIENCE:g} s ago, before the first step: leaving"
+        else:
+            text = (
+                f"{request.cause} came {self._patience:g} s ago and the ranks have not come to the end of their step "
+                "(exit_timeout_seconds; one may be gone, or be slow): leaving without a checkpoint"
+            )
+        self._end_now(request, text)
+
+    def _end_now(self, request: StopRequest, text: str) -> None:
+        self._say(text)
+        self.last_words(request, text)
+        os._exit(request.exit_code)

@@ -1,0 +1,189 @@
+"""Signals and files that stop a run as a user and a scheduler give them: what is saved, the status, and exit.json."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megalite.data.index_cache import Arrays, Recipe
+from tests.e2e.forked import fork_rank, train_forked
+from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, start, train_command
+from tests.e2e.test_kill import ranks_of, reached, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
+
+MOCK = ["--mock-data", "--vocab-size", "96", "--device", "cpu", "--save-interval", "1000"]
+LONG = [*MODEL, *TRAINING, *MOCK, "--train-iters", "100000"]
+
+
+def told(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "exit.json").read_text())
+    return found
+
+
+def newest(run_dir: Path) -> int:
+    return int((run_dir / "checkpoints" / "latest").read_text().split("-")[-1])
+
+
+@contextmanager
+def ranks(
+    count: int, folder: Path, words: list[str | Path], prepare: Callable[[], None] | None = None
+) -> Iterator[list[BaseProcess]]:
+    """Under way; ended in the end."""
+    store = dist.TCPStore("localhost", 0, count, is_master=True, wait_for_workers=False)
+    port = store.port if count > 1 else None
+    flags = [str(word) for word in words]
+    folder.mkdir(exist_ok=True)
+    processes = [
+        fork_rank(rank, count, port, flags, folder / f"log-{rank}", prepare) for rank in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def until(condition: Callable[[], bool], processes: list[BaseProcess], seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        time.sleep(0.01)
+        assert all(process.is_alive() for process in processes), "a rank ended before its moment came"
+        assert time.monotonic() < end, "the moment did not come"
+
+
+def send(process: BaseProcess, number: int) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+def ends(processes: list[BaseProcess], seconds: float = 20.0) -> list[int | None]:
+    for process in processes:
+        process.join(seconds)
+    return [process.exitcode for process in processes]
+
+
+def test_torchrun_hands_a_signal_on(folder: Path) -> None:
+    """The job is over in seconds, whatever torchrun makes of the statuses, and the same command goes on."""
+    resume = ("--load", folder / "checkpoints", "--fresh-if-missing")
+    command = [*LONG, "--tp", "2", "--run-dir", folder, *resume]
+    process = start(train_command(2, *command))
+    try:
+        wait_until(lambda: reached(folder, 2), process)
+        workers = ranks_of(process)
+    except BaseException:
+        process.terminate()
+        raise
+    process.send_signal(signal.SIGTERM)
+    outcome = finish(process, seconds=40)
+    assert outcome.status == 1, "torchrun's, whatever its workers' are"
+    end = told(folder)
+    assert (end["status"], end["exit_code"]) == ("requeue", 75)
+    assert end["reason"] == f"SIGTERM; saved in {folder}/checkpoints"
+    assert end["step"] == newest(folder) >= 2
+    assert f"SIGTERM: stopped at step {end['step']}; saved in" in outcome.out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
+
+    again = [
+        *command[: command.index("100000")],
+        str(end["step"] + 2),
+        *command[command.index("100000") + 1 :],
+    ]
+    out = train_forked(2, *again).require_success().out
+    assert f"step-{end['step']:07} (written by" in out
+    assert told(folder) == {
+        "status": "finished",
+        "reason": "the last step is made",
+        "step": end["step"] + 2,
+        "exit_code": 0,
+    }
+
+
+def test_one_rank_that_is_asked_asks_all(folder: Path) -> None:
+    with ranks(2, folder, [*LONG, "--dp", "2", "--run-dir", folder]) as processes:
+        until(lambda: reached(folder, 2), processes)
+        send(processes[1], signal.SIGUSR1)
+        assert ends(processes) == [75, 75]
+    end = told(folder)
+    assert end["step"] == newest(folder) and end["reason"].startswith("SIGUSR1; saved in ")
+
+
+def test_ctrl_c_twice_is_now(folder: Path) -> None:
+    """Also while a peer is stopped, so that the first one comes to nothing."""
+    with ranks(2, folder, [*LONG, "--dp", "2", "--run-dir", folder]) as processes:
+        until(lambda: reached(folder, 2), processes)
+        send(processes[1], signal.SIGSTOP)
+        time.sleep(0.2)
+        send(processes[0], signal.SIGINT)
+        time.sleep(0.8)
+        assert processes[0].is_alive()
+        send(processes[0], signal.SIGINT)
+        processes[0].join(5.0)
+        assert processes[0].exitcode == 130
+    assert told(folder)["reason"] == "SIGINT; interrupted twice: nothing is saved"
+    assert "rank 0: interrupted twice: nothing is saved" in (folder / "log-0.err").read_text()
+
+
+def test_an_exit_file(folder: Path) -> None:
+    command = [*LONG, "--run-dir", folder]
+    with ranks(1, folder, command) as processes:
+        until(lambda: reached(folder, 2), processes)
+        (folder / "STOP").touch()
+        assert ends(processes) == [0]
+    end = told(folder)
+    assert end["status"] == "stopped" and end["step"] == newest(folder)
+    again = [*command, "--load", folder / "checkpoints"]
+    refused = train_forked(1, *again)
+    assert refused.status == 2
+    assert re.fullmatch(r"error: \S*/STOP is there, which stops the run: remove it .*\n", refused.err)
+
+
+def test_a_time_limit(folder: Path) -> None:
+    limit = ("--exit-duration-in-mins", "0.02", "--run-dir", folder)
+    assert train_forked(2, *LONG, "--tp", "2", *limit).status == 75
+    end = told(folder)
+    assert end["reason"].startswith("exit_duration_in_mins is over; ")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """In the process that it is called in every index is large, and takes for ever; the marker says that one has begun."""
+
+    marker: str
+
+    def __call__(self) -> None:
+        def make(recipe: Recipe) -> Arrays:
+            Path(self.marker).touch()
+            while True:
+                time.sleep(0.01)
+
+        Recipe.nbytes = property(lambda recipe: 1 << 26)  # type: ignore[assignment, method-assign]
+        Recipe.make = make  # type: ignore[method-assign]
+
+
+def test_while_an_index_is_built(corpus: Corpus, folder: Path, tmp_path: Path) -> None:
+    """One rank builds, the other waits for it in a collective: both leave, and nothing half-built stays."""
+    cache, marker = tmp_path / "cache", tmp_path / "builds"
+    flags = [*MODEL, *TRAINING, "--train-iters", "10", *corpus.flags, "--data-cache-path", cache]
+    words = [*flags, "--dp", "2", "--run-dir", folder, "--device", "cpu"]
+    with ranks(2, folder, words, Slow(str(marker))) as processes:
+        until(marker.exists, processes)
+        assert len(list(cache.iterdir())) == 1
+        for process in processes:
+            send(process, signal.SIGTERM)
+        assert ends(processes) == [75, 75], (folder / "log-1.err").read_text()
+    assert list(cache.iterdir()) == []
+    end = told(folder)
+    assert (end["status"], end["step"]) == ("requeue", 0)

@@ -1,0 +1,127 @@
+"""A run that fails in the same step again and again is not started for ever; one that gets on, or is changed, is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.describe import replace
+from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.run import RunConfig
+from megalite.training.restart_guard import (
+    FILE_NAME,
+    RestartGuard,
+    RestartLoopError,
+    require_progress,
+    settings_digest,
+)
+from tests.support.ranks import RankContext, run_ranks
+
+ERROR = RuntimeError("rank 3 has lost its way")
+
+
+def guard(folder: Path, settings: str = "a", most: int = 3) -> RestartGuard:
+    return RestartGuard(folder, most=most, settings=settings)
+
+
+def fails(folder: Path, start: int, step: int, *, settings: str = "a", silently: bool = False) -> None:
+    """A start that ends by an error, or without a word."""
+    one = guard(folder, settings)
+    one.begin(start, folder / "metrics.jsonl")
+    if silently:
+        record = {"kind": "train", "step": step - 1, "loss": 1.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    else:
+        one.failed(step, ERROR)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_three_failures_in_one_step_are_enough(tmp_path: Path, silently: bool) -> None:
+    for _ in range(3):
+        fails(tmp_path, 100, 107, silently=silently)
+    for _ in range(2):  # refused, and refused again
+        with pytest.raises(RestartLoopError) as caught:
+            fails(tmp_path, 100, 107)
+        said = str(caught.value)
+        assert said.startswith(
+            "step 107 has failed in the last 3 starts, and this one would go on from step 100:"
+        )
+        assert ("no error: killed" if silently else "RuntimeError: rank 3 has lost its way") in said
+        assert str(tmp_path / FILE_NAME) in said and "--ckpt-step" in said
+    assert RestartLoopError.exit_code == NO_PROGRESS
+    (tmp_path / FILE_NAME).unlink()
+    fails(tmp_path, 100, 107)
+
+
+def test_other_steps_progress_and_changes_count_anew(tmp_path: Path) -> None:
+    for step in (107, 107, 105, 107, 107):  # never three in a row
+        fails(tmp_path, 100, step)
+    for _ in range(2):  # a checkpoint was written meanwhile
+        fails(tmp_path, 110, 113)
+    for _ in range(2):
+        fails(tmp_path, 110, 113, settings="b")
+    fails(tmp_path, 110, 113, settings="a")
+
+
+def test_checkpoints_before_the_step_that_fails_are_no_progress(tmp_path: Path) -> None:
+    for start in (100, 105, 106):
+        fails(tmp_path, start, 107)
+    with pytest.raises(RestartLoopError):
+        fails(tmp_path, 106, 107)
+
+
+def test_an_end_as_it_was_meant_forgets_the_failures(tmp_path: Path) -> None:
+    for _ in range(2):
+        fails(tmp_path, 0, 3)
+    one = guard(tmp_path)
+    one.begin(0, None)
+    one.ended()
+    assert not (tmp_path / FILE_NAME).exists()
+    for _ in range(3):
+        fails(tmp_path, 0, 3)
+
+
+def test_one_that_was_asked_to_leave_is_no_failure(tmp_path: Path) -> None:
+    for _ in range(5):
+        one = guard(tmp_path)
+        one.begin(0, None)
+        one.left()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": "a"}', '{"settings": "a", "failed": [1]}'])
+def test_a_damaged_file_is_no_obstacle(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE_NAME).write_text(content)
+    fails(tmp_path, 0, 3)
+    assert len(json.loads((tmp_path / FILE_NAME).read_text())["failed"]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+    one = guard(tmp_path / "nothing")
+    one.begin(0, None)
+    one.failed(1, ERROR)
+    one.ended()
+
+
+def test_of_what_runs() -> None:
+    assert RestartGuard.of(RunConfig()) is None
+    assert RestartGuard.of(replace(RunConfig(), save="s", max_failures_at_step=0)) is None
+    assert RestartGuard.of(replace(RunConfig(), save="s")) is not None
+    one, other = (settings_digest(replace(RunConfig(), lr=lr)) for lr in (1e-3, 2e-3))
+    assert one != other
+    assert one == settings_digest(replace(RunConfig(), lr=1e-3, log_interval=7))
+
+
+def refused(context: RankContext, folder: str) -> str:
+    here = guard(Path(folder)) if context.rank == 0 else None
+    with pytest.raises(RestartLoopError) as caught:
+        world = context.topology(dp=2).world
+        require_progress(here, 0, None, world=world, device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_every_rank_is_refused_alike(tmp_path: Path) -> None:
+    for _ in range(3):
+        fails(tmp_path, 0, 3)
+    one, other = run_ranks(2, refused, str(tmp_path))
+    assert one == other

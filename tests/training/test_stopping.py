@@ -1,0 +1,154 @@
+"""What a rank hears, when it leaves at once, and when it does not come to an agreement."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import megalite.training.stopping as stopping
+from megalite.config.errors import ConfigError
+from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from tests.support.fork_server import fork_server
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_waits_for_the_ranks_to_agree(number: signal.Signals) -> None:
+    stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
+    before = signal.getsignal(number)
+    with stops.listen():
+        stops.started()
+        assert (stops.number, stops.request) == (0, None)
+        send(number)
+        send(number)
+        assert stops.request == StopRequest(100 + number)
+        assert stops.request.cause == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_before_the_first_step_it_ends_what_is_under_way() -> None:
+    stops = StopRequests(signals=["SIGTERM"])
+    with stops.listen():
+        with pytest.raises(StopRun) as caught:
+            send(signal.SIGTERM)
+            time.sleep(1.0)
+        assert caught.value.request.cause == "SIGTERM"
+        send(signal.SIGTERM)  # it is leaving already
+    assert not isinstance(caught.value, Exception), "nothing may take it for an error"
+
+
+def test_one_that_came_while_the_main_thread_was_held_counts_when_the_run_begins() -> None:
+    stops = StopRequests(signals=["SIGTERM"])
+    stops._heard[signal.SIGTERM] = time.monotonic()
+    with pytest.raises(StopRun):
+        stops.started()
+
+
+def test_what_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
+        with stops.listen():
+            stops.started()
+            send(signal.SIGUSR1)
+            assert stops.request is None
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    stops = StopRequests(minutes=2.0)
+    now[0] += 119.0
+    assert stops.number == 0
+    now[0] += 1.0
+    assert stops.request is not None and stops.request.cause == "exit_duration_in_mins is over"
+
+
+def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    stops = StopRequests(file=tmp_path / "STOP")
+    assert stops.number == 0
+    (tmp_path / "STOP").touch()
+    assert stops.number == 0, "it is not looked for at every step"
+    now[0] += 1.0
+    assert stops.request == StopRequest(1)
+    (tmp_path / "STOP").unlink()
+    assert stops.request == StopRequest(1), "once seen it counts"
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match=r"STOP is there.*remove it to train, or give another --exit-file"):
+        StopRequests(file=tmp_path / "STOP").refuse_old_file()
+
+
+# ---- processes that are held in C code, where no handler of Python's can run
+
+
+def hold() -> None:
+    """Wait for a lock that is never released: no signal ends the call."""
+    lib, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    lib.pthread_mutex_lock(mutex)
+    lib.pthread_mutex_lock(mutex)
+
+
+def held(note: str, patience: float, starts: bool) -> None:
+    stops = StopRequests(signals=["SIGTERM"], patience=patience)
+    stops.last_words = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
+    with stops.listen():
+        if starts:
+            stops.started()
+        Path(f"{note}.ready").touch()
+        hold()
+
+
+def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0) -> tuple[int | None, str]:
+    """Exit status and last words of a process that is held, after something has been done to it."""
+    note = tmp_path / "note"
+    process = fork_server().Process(target=held, args=(str(note), patience, True))
+    process.start()
+    try:
+        end = time.monotonic() + 30.0
+        while not Path(f"{note}.ready").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert process.pid is not None
+        act(process.pid)
+        process.join(20.0)
+        return process.exitcode, note.read_text() if note.exists() else ""
+    finally:
+        process.kill()
+        process.join()
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="holds a thread in a lock of glibc")
+
+
+@linux
+def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
+    def twice(process: int) -> None:
+        os.kill(process, signal.SIGINT)
+        os.kill(process, signal.SIGINT)  # a launcher sends the same one again
+        time.sleep(0.8)
+        assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press is no two"
+        os.kill(process, signal.SIGINT)
+
+    status, said = status_of(tmp_path, twice)
+    assert (status, said) == (130, "SIGINT: interrupted twice: nothing is saved")
+
+
+@linux
+def test_patience_has_an_end(tmp_path: Path) -> None:
+    status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
+    assert status == 75
+    assert said.startswith(
+        "SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step"
+    )

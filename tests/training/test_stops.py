@@ -1,0 +1,199 @@
+"""A run that is asked to stop, wherever it is: it is saved at its step, and goes on as if it had not been stopped."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.folders import candidates
+from megalite.checkpoint.manifest import CheckpointMissing
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.run import RunConfig
+from megalite.optimizers.schedules import Progress
+from megalite.training.ending import Ending
+from megalite.training.loop import _Run, train
+from megalite.training.non_finite import NonFiniteError
+from megalite.training.restart_guard import RestartLoopError
+from megalite.training.step import Stepper
+from megalite.training.stopping import StopRequests
+from tests.faults.compare import check_state, open_sound
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import TINY, build, tiny_config
+
+RUN: dict[str, Any] = {
+    "num_layers": 2,
+    "precision": "fp32",
+    "global_batch_size": 4,
+    "train_iters": 4,
+    "lr_warmup_iters": 1,
+    "hidden_dropout": 0.1,
+    "eval_interval": 2,
+    "eval_iters": 2,
+    "mock_data": True,
+    "eod_mask_loss": False,
+    "save_interval": 3,
+    "async_save": True,
+    "log_interval": 1,
+}
+TERM = 100 + signal.SIGTERM
+
+
+class Asked(StopRequests):
+    """Asked to stop when it is looked at for the `moment`-th time, from 1."""
+
+    def __init__(self, moment: int | None) -> None:
+        super().__init__()
+        self.moment, self.looks = moment, 0
+
+    @property
+    def number(self) -> int:
+        self.looks += 1
+        return TERM if self.looks == self.moment else 0
+
+
+Lives = tuple[list[tuple[Ending, int]], list[str]]
+"""How each life ended and how often it had been looked for a request; the log of this rank."""
+
+
+def lives(
+    context: RankContext,
+    world: int,
+    settings: dict[str, Any],
+    folder: str,
+    moments: list[int | None],
+    culprit: int,
+) -> Lives:
+    """One life of a run after the other, each stopped at its moment by one rank."""
+    torch.set_num_threads(1)
+    saved = f"{folder}/checkpoints"
+    changes = {**RUN, **settings, "run_dir": folder, "save": saved, "load": saved, "fresh_if_missing": True}
+    config = tiny_config(world, **changes)
+    endings, lines = [], list[str]()
+    for moment in moments:
+        stops = Asked(moment if context.rank == culprit else None)
+        endings.append((_Run(build(context, config), None, lines.append, stops).go(), stops.looks))
+    return endings, lines
+
+
+def records(folder: Path, kind: str) -> list[tuple[Any, ...]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row.get("loss", row.get("valid_loss"))) for row in found if row["kind"] == kind]
+
+
+def steps_in(folder: Path) -> list[int]:
+    try:
+        return sorted(candidate.step for candidate in candidates(folder / "checkpoints"))
+    except CheckpointMissing:
+        return []
+
+
+# The looks of a run: two batches of the first evaluation; steps 1, 2; two batches; steps 3, 4; two batches.
+WHERE = {1: 0, 2: 0, 3: 0, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3, 9: 4, 10: 4}
+"""Look -> the step at which the run stands then."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2, "dp_strategy": "distributed-optimizer"},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_moment(name: str, tmp_path: Path) -> None:
+    """In an evaluation, between two steps, and with a save under way: the state is that of its step, to the bit."""
+    layout = LAYOUTS[name]
+    whole = tmp_path / "whole"
+    ((ending, looks), *_), _ = run_ranks(2, lives, 2, layout, str(whole), [None], 0)[0]
+    assert (ending, looks) == (Ending.finished(4), len(WHERE))
+    moments = [2, 4, 6, 8, 10] if name == "dp2" else [6, 8]
+    for moment in moments:
+        folder = tmp_path / str(moment)
+        found = run_ranks(2, lives, 2, layout, str(folder), [moment], moment % 2)
+        assert found[0][0][0][0] == found[1][0][0][0]
+        ending, step = found[0][0][0][0], WHERE[moment]
+        assert (ending.status, ending.exit_code, ending.step) == ("requeue", 75, step)
+        assert steps_in(folder) == sorted({one for one in (3, step) if 0 < one <= step})
+        (again, _), *_ = run_ranks(2, lives, 2, layout, str(folder), [None], 0)[0][0]
+        assert again.step == 4 and again.status == "finished"
+        assert records(folder, "train") == records(whole, "train")
+        # A start evaluates also where the whole run did not.
+        assert set(records(folder, "valid")) >= set(records(whole, "valid"))
+        ours, theirs = (open_sound(path / "checkpoints", 4) for path in (folder, whole))
+        assert check_state(ours, theirs, 0.0) > 20
+        assert not (folder / "checkpoints" / "attempts.json").exists()
+
+
+def test_nothing_to_save_is_said(tmp_path: Path) -> None:
+    settings = {"dp": 2, "save_interval": None, "async_save": False}
+    found = run_ranks(2, without_folder, settings)
+    ending, lines = found[0]
+    assert ending.exit_code == 75 and ending.step == 1
+    assert ending.reason == "SIGTERM; nothing is saved, since neither --save nor --save-interval was given"
+    assert lines[-1] == f"SIGTERM: stopped at step 1; {ending.reason.partition('; ')[2]}"
+
+
+def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Ending, list[str]]:
+    lines: list[str] = []
+    config = tiny_config(2, **{**RUN, **settings})
+    run = _Run(build(context, config), None, lines.append, Asked(4 if context.rank else None))
+    return run.go(), lines
+
+
+APART: dict[str, Any] = {
+    "dp": 2,
+    "dp_strategy": "async-parameter-server",
+    "max_staleness": 1,
+    "hidden_dropout": 0.0,
+}
+
+
+def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
+    """Their only looks are in evaluations, and at saves."""
+    whole = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
+    looks = [life[0][0][1] for life in whole]
+    assert looks == [9, 9], "three evaluations of two batches, and the saves of steps 1, 2 and 3"
+    for moment, step in ((3, 1), (4, 2), (6, 2), (7, 3)):
+        folder = tmp_path / str(moment)
+        found = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(folder), [moment], 1)
+        for (ending, _), *_ in (life[0] for life in found):
+            assert (ending.status, ending.step) == ("requeue", step)
+        assert steps_in(folder)[-1] == step
+
+
+FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False, "train_iters": 9}
+
+
+def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it go on."""
+    torch.set_num_threads(1)
+    saved = str(tmp_path / "run" / "checkpoints")
+    settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}
+    step = Stepper.step
+
+    def fails(self: Stepper, *args: Any, before: Progress, **kwargs: Any) -> Any:
+        if before.step == 2:
+            raise NonFiniteError("step 3: loss nan")
+        return step(self, *args, before=before, **kwargs)
+
+    def start(**changes: Any) -> Exception:
+        with pytest.raises((NonFiniteError, ConfigError)) as caught:
+            config = replace(RunConfig(), **settings, **changes, run_dir=str(tmp_path / "run"))
+            train(config, explicit=frozenset(), log=lambda line: None)
+        return caught.value
+
+    monkeypatch.setattr(Stepper, "step", fails)
+    for _ in range(3):
+        assert isinstance(start(), NonFiniteError)
+    error = start()
+    assert isinstance(error, RestartLoopError) and error.exit_code == NO_PROGRESS
+    assert str(error).startswith(
+        "step 3 has failed in the last 3 starts, and this one would go on from step 2:"
+    )
+    assert "3. NonFiniteError: step 3: loss nan" in str(error)
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == NO_PROGRESS
+    assert isinstance(start(max_failures_at_step=4), NonFiniteError), "other settings"
