@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format bench bench-gpu docs parity-fuzz test-faults clean
+.PHONY: help demo test check format bench bench-gpu docs parity-fuzz test-faults test-cycles clean
 help:
 	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
 	@echo "make test    set up .venv and run the tests"
@@ -16,6 +16,7 @@ help:
 	@echo "make docs    regenerate docs/config.md and the drawings in docs/images"
 	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
 	@echo "make test-faults N=100 [SEED=0]  kill training runs at N instants, restart them, compare to the bit"
+	@echo "make test-cycles N=200 [SEED=0]  start and stop training runs by signals, see that nothing is left behind"
 	@echo "make clean   remove .venv, runs/ and caches"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -60,6 +61,9 @@ parity-fuzz: $(STAMP)
 N ?= 10
 test-faults: $(STAMP)
 	$(BIN)/python -m tests.faults $(N) --seed $(SEED)
+
+test-cycles: $(STAMP)
+	$(BIN)/python -m tests.faults.cycles $(N) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

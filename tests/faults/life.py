@@ -45,16 +45,18 @@ class Blow:
     """A kill: which ranks, and when. One of `point`, `after_seconds` and `after_step` is set.
 
     Args:
-        ranks: those that get SIGKILL; the first of them is the one that comes to `point`.
+        ranks: those that get the signal; the first of them is the one that comes to `point`.
         point: a call on the checkpoints.
         after_seconds: since the ranks were forked.
         after_step: as soon as metrics.jsonl has it.
+        number: of the signal.
     """
 
     ranks: tuple[int, ...]
     point: Point | None = None
     after_seconds: float | None = None
     after_step: int | None = None
+    number: int = signal.SIGKILL
 
     def __str__(self) -> str:
         if self.after_step is not None:
@@ -131,10 +133,13 @@ class Ranks:
         self.started = time.monotonic()
 
     def strike(self) -> None:
-        """SIGKILL for those who are to get it."""
+        """The signal for those who are to get it."""
         assert self.blow is not None
         for rank in self.blow.ranks:
-            self.processes[rank].kill()
+            process = self.processes[rank]
+            if process.exitcode is None:
+                assert process.pid is not None
+                os.kill(process.pid, self.blow.number)
 
     def follow(self) -> Life:
         """Wait for the end of all ranks; strike when the moment has come."""
@@ -277,6 +282,7 @@ def _be_rank(
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

@@ -38,6 +38,19 @@ def test_no_kill_changes_a_run(tmp_path: Path) -> None:
     assert report["tensors_compared"] > 70 * report["runs"]
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_no_stop_leaves_anything() -> None:
+    """Five starts, most of them stopped by a signal: nothing is lost and nothing is left. `make test-cycles` makes more."""
+    command = [sys.executable, "-m", "tests.faults.cycles", "5", "--seed", "0"]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["cycles"] == 5 and not report["failure"]
+    assert sum(count for name, count in report["ended"].items() if name.endswith("saved")) >= 2, report
+
+
 SAVE = """
 import os, shutil, sys
 from pathlib import Path
