@@ -70,6 +70,9 @@ class Cycles:
         check_records(made, reference.records, 0.0)
         name = "no signal" if blow is None else signal.Signals(blow.number).name
         self.ended[f"{name}: {end}"] += 1
+        print(
+            f"{sum(self.ended.values()):4}  {layout.name:<32} {name}: {end}, {life.seconds:.1f} s", flush=True
+        )
         if end != "finished":
             return False
         ours, theirs = (open_sound(folder / "checkpoints", STEPS) for folder in (run_dir, reference.run_dir))
