@@ -22,6 +22,9 @@ NON_FINITE = 3
 NOT_SAVED = 4
 """Exit status of a run that was stopped because a checkpoint could not be written."""
 
+HUNG = 44
+"""Exit status of a run that stood still and was ended from outside (megalite.watchdog.signals)."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -55,6 +58,7 @@ def _train(invocation: Invocation) -> int:
     # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from megalite.data_parallel.lost_peers import others_failed_first
     from megalite.training.loop import train
     from megalite.training.saving import SaveError
     from megalite.training.step import NonFiniteError
@@ -62,13 +66,17 @@ def _train(invocation: Invocation) -> int:
     def run() -> int:
         status = 0
         try:
-            train(invocation.config, explicit=invocation.explicit, log=_log)
+            train(invocation.config, explicit=invocation.explicit, log=_log, watched=True)
         except SaveError as error:
             status = _refuse(error, NOT_SAVED)
         except ConfigError as error:
             status = _refuse(error, BAD_INPUT)
         except NonFiniteError as error:
             status = _refuse(error, NON_FINITE)
+        except RuntimeError as error:
+            if others_failed_first(error):
+                _let_the_first_be_seen(error)
+            raise
         # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive; gloo
         # aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
         gc.collect()
@@ -96,6 +104,14 @@ def _report(message: str, *, alone: bool = False) -> None:
     elif _UNDER_TORCHRUN in os.environ:
         # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
         time.sleep(5.0)
+
+
+def _let_the_first_be_seen(error: Exception) -> None:
+    """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
+    if _UNDER_TORCHRUN in os.environ:
+        rank = os.environ.get("RANK", "0")
+        print(f"rank {rank} was not the first to fail: {error}", file=sys.stderr, flush=True)
+        time.sleep(2.0)
 
 
 def _is_first_rank() -> bool:

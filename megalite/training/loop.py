@@ -1,5 +1,6 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from megalite.topology.topology import Launch, Topology, check_backend, start_di
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
 from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.evaluation import Evaluator, read_batches
+from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_modules, build_replica
 from megalite.training.reporter import Reporter
@@ -40,12 +42,15 @@ from megalite.training.throughput import SpeedMeter
 from megalite.training.trace import TraceWriter
 
 
-def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
+def train(
+    config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None], watched: bool = False
+) -> None:
     """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
 
     Args:
         explicit: settings that the user gave by name.
         log: prints a line; called on rank 0 alone.
+        watched: end this process if no rank progresses for hang_timeout_minutes.
 
     Raises:
         ConfigError: bad input, or data that cannot be read; the same on every rank.
@@ -66,9 +71,15 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         backend=parallel.distributed_backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
-    agreed = False
+    agreed, watch = False, HangWatch()
     try:
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        if watched:
+            run_dir = config.logging.run_dir
+            watch = begin_watch(
+                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=log
+            )
+            world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         found: Exception | None = None
         try:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
@@ -83,6 +94,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
             device=device,
             backend=p.distributed_backend,
             timeout_minutes=p.distributed_timeout_minutes,
+            heartbeat=watch.heartbeat,
         )
         try:
             modules = build_modules(config, topology, programs)
@@ -96,7 +108,10 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         agreed = not isinstance(error, RankError)
         raise
     finally:
-        stop_distributed(agreed=agreed)
+        try:
+            stop_distributed(agreed=agreed)
+        finally:
+            watch.close(agreed=agreed)
 
 
 def _silent(line: str) -> None:
@@ -112,6 +127,7 @@ class _Run:
         self.log = log
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
+        self._heartbeat = replica.topology.world.heartbeat
         self._apart = replica.strategy.scope.size < replica.topology.world.size
         """Ranks take steps without waiting for all others."""
         self.loaders: Loaders = open_data(replica, tokenizer)
@@ -280,11 +296,13 @@ class _Run:
             if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
+                self._heartbeat.phase("saving", patient=True)
                 self.saver.begin(self.progress)
                 self.reporter.restart_clock()
             if config.training.exit_interval and step % config.training.exit_interval == 0:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
+        self._heartbeat.phase("saving", patient=True)
         self.saver.finish(self.progress)
         if self.progress.step == self.total:
             self._evaluate_test()
@@ -316,6 +334,7 @@ class _Run:
     def _take_step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
         after = Progress(before.step + 1, before.samples + size)
+        self._heartbeat.begin_step(after.step)
         microbatches, waited = read_batches(
             self.loaders.train,
             before.samples,
@@ -351,9 +370,11 @@ class _Run:
 
     def _evaluate(self) -> None:
         if self.validation is not None:
+            self._heartbeat.phase("evaluating")
             self.reporter.evaluation(self.validation.loss(), at=self.progress)
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
+            self._heartbeat.phase("evaluating")
             self.test.prepare()
             self.reporter.evaluation(self.test.loss(), at=self.progress, split="test")

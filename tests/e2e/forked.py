@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -58,24 +58,38 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     return Outcome(statuses[0], out, err, took)
 
 
-def fork_rank(rank: int, ranks: int, port: int | None, words: Sequence[str], log: Path) -> BaseProcess:
+def fork_rank(
+    rank: int,
+    ranks: int,
+    port: int | None,
+    words: Sequence[str],
+    log: Path,
+    *,
+    before: Callable[[], None] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> BaseProcess:
     """One rank of a run, under way.
 
     Args:
         port: of the store; None for one rank.
         log: what it says goes to `<log>.out` and `<log>.err`.
+        before: called there before the command.
+        more: variables of its environment.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
         variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log)))
+    variables |= more or {}
+    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log), before))
     process.start()
     return process
 
 
-def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:
+def _be_rank(
+    words: Sequence[str], variables: dict[str, str], log: str, before: Callable[[], None] | None
+) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):
         opened = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -84,6 +98,8 @@ def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(variables)
     os.chdir(REPOSITORY)
+    if before is not None:
+        before()
     status = main(list(words))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ from tests.support.layers import Module, imports, is_in
 LATE_IMPORTS = {
     "megalite.cli.train": {
         *("megalite.training.loop", "megalite.training.saving", "megalite.training.step"),
+        "megalite.data_parallel.lost_peers",
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},

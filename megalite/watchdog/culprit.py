@@ -1,0 +1,135 @@
+"""Who stands still, and who only waits for it.
+
+Every rank of a group begins the same operations in the same order, so their counts say who waits for whom: a rank that
+waits for operation n of a group waits for those that have begun fewer. Whoever is waited for and waits for nobody is to
+blame. Where all wait, one has left an operation out, or begun another one than the others.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megalite.watchdog.rank_state import LaneState, RankState
+
+_LOST = {
+    "stopped": "its process is stopped (SIGSTOP, or a job scheduler has suspended it)",
+    "gone": "its process has ended",
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in an operation."""
+
+    rank: int
+    lane: str
+    operation: str
+    number: int
+    behind: tuple[int, ...]
+    """Ranks of the group that have not begun it; empty: all have."""
+
+    def __str__(self) -> str:
+        words = f"waits in {self.operation} {self.number} of {self.lane}"
+        if self.behind:
+            return f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
+        return f"{words}, which all that can be seen have begun"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame, and why."""
+
+    culprits: tuple[int, ...]
+    """Ascending; empty if it cannot be told."""
+    reasons: Mapping[int, str]
+    """By rank: of a culprit what is wrong with it, of another what it waits for."""
+
+
+def find_culprits(states: Sequence[RankState]) -> Verdict:
+    """Judge ranks that have not progressed, as they were last seen."""
+    by_rank = {state.rank: state for state in states}
+    waits = [wait for state in states for wait in _waits(state, states)]
+    reasons = {wait.rank: str(wait) for wait in waits}
+    lost = {rank: _LOST[state.process] for rank, state in by_rank.items() if state.is_lost}
+    if lost:
+        return _verdict(lost, reasons)
+    left = [state.rank for state in states if state.phase == "ended"]
+    waiting = {wait.rank for wait in waits}
+    free = set(by_rank) - waiting
+    blamed = free & {rank for wait in waits for rank in wait.behind}
+    # A rank that nobody waits for may compute for long, as those that work apart do; it is named if nobody else can be.
+    for rank in sorted(blamed or free - set(left) or free):
+        lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
+    if lost:
+        return _verdict(lost, reasons)
+    return _verdict(_unlike(states) or _went_past(waits, by_rank), reasons)
+
+
+def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
+    if state.process == "gone":
+        return []
+    found = []
+    for name, lane in state.lanes.items():
+        if lane.waiting:
+            peers = [other for other in states if name in other.lanes and other.rank != state.rank]
+            behind = tuple(sorted(peer.rank for peer in peers if peer.lanes[name].begun < lane.waiting))
+            found.append(Wait(state.rank, name, lane.operation, lane.waiting, behind))
+    return found
+
+
+def _unlike(states: Sequence[RankState]) -> dict[int, str]:
+    """Ranks that are in another operation than the others of their group, all of which wait for the same number."""
+    wrong: dict[int, str] = {}
+    for name in sorted({name for state in states for name, lane in state.lanes.items() if lane.waiting}):
+        lanes = {state.rank: state.lanes[name] for state in states if name in state.lanes}
+        if len({lane.begun for lane in lanes.values()}) != 1:
+            continue
+        kinds = Counter(_kind(lane) for lane in lanes.values())
+        if len(kinds) == 1:
+            continue
+        (common, most), *others = kinds.most_common()
+        odd = [rank for rank, lane in lanes.items() if lane.odd]
+        if most > others[0][1]:
+            unlike = [rank for rank, lane in lanes.items() if _kind(lane) != common]
+        else:
+            unlike = odd if 0 < len(odd) < len(lanes) else list(lanes)
+        for rank in unlike:
+            other = next(lane for lane in lanes.values() if _kind(lane) != _kind(lanes[rank]))
+            wrong[rank] = (
+                f"its operation {lanes[rank].begun} of {name} is {_shown(lanes[rank])}, but {_shown(other)} on "
+                f"{_ranks([peer for peer, lane in lanes.items() if lane is other])}"
+            )
+    return wrong
+
+
+def _kind(lane: LaneState) -> tuple[str, int]:
+    return ("message" if lane.operation in ("send", "receive") else lane.operation), lane.size
+
+
+def _shown(lane: LaneState) -> str:
+    return f"{lane.operation} of {lane.size} bytes" if lane.size else lane.operation
+
+
+def _went_past(waits: Sequence[Wait], by_rank: Mapping[int, RankState]) -> dict[int, str]:
+    """All wait, in a ring: who is further in the program than those that still wait for it has left something out."""
+    votes: Counter[int] = Counter()
+    reasons: dict[int, str] = {}
+    for wait in waits:
+        for rank in wait.behind:
+            if by_rank[rank].place > by_rank[wait.rank].place:
+                votes[rank] += 1
+                begun = by_rank[rank].lanes[wait.lane].begun
+                reasons[rank] = (
+                    f"it has gone past {wait.operation} {wait.number} of {wait.lane} (it has begun {begun}), in which "
+                    f"{_ranks([wait.rank])} waits for it"
+                )
+    most = max(votes.values(), default=0)
+    return {rank: reasons[rank] for rank, count in votes.items() if count == most}
+
+
+def _verdict(culprits: Mapping[int, str], reasons: Mapping[int, str]) -> Verdict:
+    return Verdict(tuple(sorted(culprits)), {**reasons, **culprits})
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"

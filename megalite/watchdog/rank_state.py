@@ -1,0 +1,127 @@
+"""What is known of a rank from outside: its heartbeat file and what the kernel says of its process."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.watchdog import layout
+from megalite.watchdog.layout import OPERATIONS
+
+PHASES = ("starting", "step", "update", "evaluating", "saving", "ended")
+"""The parts of a run, in the order in which one step of it goes through them."""
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """The operations of one group as one of its ranks has counted them."""
+
+    begun: int
+    waiting: int
+    """Number of the operation that a thread waits for; 0: none."""
+    operation: str
+    size: int
+    """Bytes of the last operation; 0 where ranks may differ."""
+    odd: bool
+    """The last operation is not the one that came at this place of the step before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank as it was last seen."""
+
+    rank: int
+    host: str
+    pid: int
+    process: str
+    """running, stopped, traced or gone."""
+    silent: float
+    """Seconds since the last beat."""
+    beats: int
+    step: int
+    phase: str
+    patient: bool
+    action: str
+    position: int
+    last_lane: str
+    """Name of the group that was used last; empty: none."""
+    lanes: Mapping[str, LaneState]
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """How far the rank has come in the program."""
+        phase = PHASES.index(self.phase) if self.phase in PHASES else 0
+        return self.step, phase, self.position
+
+    @property
+    def is_lost(self) -> bool:
+        """It can do nothing more: its process is stopped, or gone before the end of the run."""
+        return self.process == "stopped" or (self.process == "gone" and self.phase != "ended")
+
+    def doing(self) -> str:
+        """`step 7, action 2F0, last all_reduce 41 of tp [0, 1]`."""
+        words = [f"step {self.step}" if self.step >= 0 else "before its first step"]
+        if self.phase != "step":
+            words.append(self.phase)
+        if self.action:
+            words.append(f"action {self.action}")
+        lane = self.lanes.get(self.last_lane)
+        if lane is not None:
+            words.append(f"last {lane.operation} {lane.begun} of {self.last_lane}")
+        return ", ".join(words)
+
+
+def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> RankState:
+    """Read a heartbeat file; a rank whose file is not there, or is none, has not begun to beat."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        data = b""
+    if len(data) != layout.SIZE or not data.startswith(layout.MAGIC):
+        data = bytes(layout.SIZE)
+    beats, at = layout.PULSE.unpack_from(data, layout.PULSE_AT)
+    step, patient, phase = layout.PLACE.unpack_from(data, layout.PLACE_AT)
+    action, position = layout.ACTION.unpack_from(data, layout.ACTION_AT)
+    (last,) = layout.LAST_LANE.unpack_from(data, layout.LAST_LANE_AT)
+    names, lanes = [], {}
+    for index in range(layout.LANES):
+        start = layout.LANES_AT + index * layout.LANE_BYTES
+        name = _text(layout.LANE_NAME.unpack_from(data, start)[0])
+        if not name:
+            break
+        begun, waiting, size, code, odd = layout.LANE.unpack_from(data, start + layout.LANE_NAME.size)
+        operation = OPERATIONS[code] if code < len(OPERATIONS) else "nothing"
+        lanes[name] = LaneState(begun, waiting, operation, size, odd)
+        names.append(name)
+    used = bool(names) and lanes[names[min(last, len(names) - 1)]].begun > 0
+    return RankState(
+        rank=rank,
+        host=host,
+        pid=pid,
+        process=process,
+        silent=max(0.0, time.monotonic() - at) if beats else 0.0,
+        beats=beats,
+        step=step if beats else -1,
+        phase=_text(phase) or PHASES[0],
+        patient=patient or not beats,
+        action=_text(action),
+        position=position,
+        last_lane=names[last] if used and last < len(names) else "",
+        lanes=lanes,
+    )
+
+
+def rank_from_json(value: Mapping[str, Any]) -> RankState:
+    """What `dataclasses.asdict` made of a RankState, on another host.
+
+    Raises:
+        KeyError, TypeError: it is something else.
+    """
+    fields = dict(value)
+    fields["lanes"] = {name: LaneState(**lane) for name, lane in fields["lanes"].items()}
+    return RankState(**fields)
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
