@@ -51,7 +51,7 @@ class HangWatch:
         Args:
             agreed: on every rank; else the others are watched further.
         """
-        self.heartbeat.close()
+        self.heartbeat.close(failed=not agreed)
         if self._process is not None:
             assert self._process.stdin is not None
             together = agreed or self.alone
@@ -115,19 +115,27 @@ def begin_watch(
             me["folder"] = tempfile.mkdtemp(prefix="megalite-")
         except OSError as error:
             me["fault"] = f"{error.filename or tempfile.gettempdir()}: {error.strerror}"
-    everyone = world.gather_json(me, device)
-    leaders = _leaders(everyone)
-    for rank, one in enumerate(everyone):
-        if world.rank == 0 and "fault" in one:
-            log(f"warning: the ranks of {one['name']} are not watched, rank {rank} cannot write to {one['fault']}")
-    leader = leaders.get(me["host"])
-    if me["folder"] is not None and leader != world.rank:
-        shutil.rmtree(me["folder"])  # two launchers on one host
-    if leader is None:
-        return HangWatch()
-    records = launch.flight_recorder and available()
-    plan = _plan(everyone, leaders, me["host"], seconds=seconds, run_dir=run_dir, flight_recorder=records)
-    rank = world.ranks[world.rank]
+    try:
+        everyone = world.gather_json(me, device)
+        leaders = _leaders(everyone)
+        for rank, one in enumerate(everyone):
+            if world.rank == 0 and "fault" in one:
+                log(f"warning: {one['name']} is not watched, rank {rank} cannot write to {one['fault']}")
+        if me["folder"] is not None and leaders[me["host"]] != world.rank:
+            shutil.rmtree(me["folder"])  # two launchers on one host
+        if me["host"] not in leaders:
+            return HangWatch()
+        records = launch.flight_recorder and available()
+        plan = _plan(everyone, leaders, me["host"], seconds=seconds, run_dir=run_dir, flight_recorder=records)
+        return _join(plan, world.rank, leads=leaders[me["host"]] == world.rank)
+    except BaseException:
+        if me["folder"] is not None:
+            shutil.rmtree(me["folder"], ignore_errors=True)
+        raise
+
+
+def _join(plan: WatchPlan, rank: int, *, leads: bool) -> HangWatch:
+    """Begin to beat, and on one rank of the host to watch."""
     try:
         heartbeat = FileHeartbeat(plan.heartbeat(rank), rank=rank)
         handlers = Handlers(plan.stacks(rank))
@@ -136,10 +144,9 @@ def begin_watch(
             f"rank {rank} cannot write its heartbeat to {plan.folder}: {error.strerror}; set TMPDIR to a folder with room, "
             "or use --hang-timeout-minutes 0"
         ) from None
-    heartbeat.phase("starting", patient=True)
-    recorder = FlightRecorder(Path(plan.folder), plan.flight(rank)) if records else None
-    process = _start(plan) if leader == world.rank else None
-    return HangWatch(heartbeat, rank, world.size == 1, handlers, recorder, process)
+    recorder = FlightRecorder(Path(plan.folder), plan.flight(rank)) if plan.flight_recorder else None
+    process = _start(plan) if leads else None
+    return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, process)
 
 
 def _leaders(everyone: Sequence[Mapping[str, Any]]) -> dict[str, int]:

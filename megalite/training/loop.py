@@ -76,9 +76,7 @@ def train(
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
         if watched:
             run_dir = config.logging.run_dir
-            watch = begin_watch(
-                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=log
-            )
+            watch = begin_watch(parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=log)
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         found: Exception | None = None
         try:

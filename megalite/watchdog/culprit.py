@@ -31,7 +31,9 @@ class Wait:
     def __str__(self) -> str:
         words = f"waits in {self.operation} {self.number} of {self.lane}"
         if self.behind:
-            return f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
+            return (
+                f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
+            )
         return f"{words}, which all that can be seen have begun"
 
 
@@ -50,7 +52,9 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
     by_rank = {state.rank: state for state in states}
     waits = [wait for state in states for wait in _waits(state, states)]
     reasons = {wait.rank: str(wait) for wait in waits}
-    lost = {rank: _LOST[state.process] for rank, state in by_rank.items() if state.is_lost}
+    lost = {
+        rank: _LOST.get(state.process, "it has failed") for rank, state in by_rank.items() if state.is_lost
+    }
     if lost:
         return _verdict(lost, reasons)
     left = [state.rank for state in states if state.phase == "ended"]
@@ -62,7 +66,7 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
         lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
     if lost:
         return _verdict(lost, reasons)
-    return _verdict(_unlike(states) or _went_past(waits, by_rank), reasons)
+    return _verdict(find_unlike(states) or _went_past(waits, by_rank), reasons)
 
 
 def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
@@ -77,15 +81,16 @@ def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
     return found
 
 
-def _unlike(states: Sequence[RankState]) -> dict[int, str]:
-    """Ranks that are in another operation than the others of their group, all of which wait for the same number."""
+def find_unlike(states: Sequence[RankState]) -> dict[int, str]:
+    """Ranks whose last operation of a group is another one than the others', though it has the same number."""
     wrong: dict[int, str] = {}
-    for name in sorted({name for state in states for name, lane in state.lanes.items() if lane.waiting}):
+    for name in sorted({name for state in states for name in state.lanes}):
         lanes = {state.rank: state.lanes[name] for state in states if name in state.lanes}
-        if len({lane.begun for lane in lanes.values()}) != 1:
-            continue
         kinds = Counter(_kind(lane) for lane in lanes.values())
-        if len(kinds) == 1:
+        same_number = len({lane.begun for lane in lanes.values()}) == 1
+        # Messages are matched by their direction, not by their number.
+        messages = {lane.operation for lane in lanes.values()} & {"send", "receive"}
+        if len(kinds) == 1 or not same_number or messages:
             continue
         (common, most), *others = kinds.most_common()
         odd = [rank for rank, lane in lanes.items() if lane.odd]
@@ -103,7 +108,7 @@ def _unlike(states: Sequence[RankState]) -> dict[int, str]:
 
 
 def _kind(lane: LaneState) -> tuple[str, int]:
-    return ("message" if lane.operation in ("send", "receive") else lane.operation), lane.size
+    return lane.operation, lane.size
 
 
 def _shown(lane: LaneState) -> str:

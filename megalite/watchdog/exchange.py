@@ -6,7 +6,6 @@ since every rank writes its part of a checkpoint there. If that fails too, each 
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -86,7 +85,7 @@ class Exchange:
                     self._read(self._folder / f"{index}.json", host, seen)
         with contextlib.suppress(OSError):
             mine.unlink(missing_ok=True)
-            os.rmdir(self._folder)  # fails while another host's file is there
+            self._folder.rmdir()  # fails while another host's file is there
 
     def _read(self, path: Path, host: str, seen: dict[str, str]) -> None:
         try:

@@ -65,8 +65,12 @@ class Heartbeat:
         """The lane of a group; the same one for the same kind and ranks."""
         return _NO_LANE
 
-    def close(self) -> None:
-        """Nobody watches any more."""
+    def close(self, *, failed: bool = False) -> None:
+        """Nobody watches any more.
+
+        Args:
+            failed: the run has come to an end here alone.
+        """
 
 
 _NO_LANE = Lane()
@@ -93,7 +97,7 @@ class FileHeartbeat(Heartbeat):
         self._lanes: dict[str, _FileLane] = {}
         self._making = threading.Lock()
         self._step = -1
-        self.beat()
+        self.phase("starting", patient=True)
         pid = os.getpid()
         header = (layout.MAGIC, rank, pid, start_time(pid) or 0)
         layout.HEADER.pack_into(self._memory, layout.HEADER_AT, *header)
@@ -128,9 +132,9 @@ class FileHeartbeat(Heartbeat):
                 self._lanes[name] = _FileLane(self, self._memory, len(self._lanes), name)
             return self._lanes[name]
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         # The memory stays mapped: a thread that is left behind may still beat.
-        self.phase("ended")
+        self.phase("failed" if failed else "ended")
 
 
 class _FileLane(Lane):
@@ -187,5 +191,3 @@ class _Counted:
             return self._work.wait()
         finally:
             self._lane.wait_for(0)
-
-

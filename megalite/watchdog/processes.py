@@ -1,6 +1,5 @@
 """What the kernel says of a process of this host."""
 
-import os
 import platform
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def host_key() -> str:
     """The same for two processes exactly if each can see the other by its process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.stat("/proc/self/ns/pid").st_ino
+        space = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return platform.node()
     return f"{platform.node()} {boot} {space}"

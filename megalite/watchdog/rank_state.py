@@ -9,7 +9,7 @@ from typing import Any
 from megalite.watchdog import layout
 from megalite.watchdog.layout import OPERATIONS
 
-PHASES = ("starting", "step", "update", "evaluating", "saving", "ended")
+PHASES = ("starting", "step", "update", "evaluating", "saving", "ended", "failed")
 """The parts of a run, in the order in which one step of it goes through them."""
 
 
@@ -56,8 +56,13 @@ class RankState:
 
     @property
     def is_lost(self) -> bool:
-        """It can do nothing more: its process is stopped, or gone before the end of the run."""
-        return self.process == "stopped" or (self.process == "gone" and self.phase != "ended")
+        """It can do nothing more: its process is stopped, or it has failed."""
+        return self.process == "stopped" or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """It has come to an end before the run has."""
+        return self.phase == "failed" or (self.process == "gone" and self.phase != "ended")
 
     def doing(self) -> str:
         """`step 7, action 2F0, last all_reduce 41 of tp [0, 1]`."""

@@ -41,7 +41,9 @@ class Report:
     def headline(self) -> str:
         """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
         if not self.verdict.culprits:
-            return "no rank can be told from the others: all wait, and each has begun what the others wait for"
+            return (
+                "no rank can be told from the others: all wait, and each has begun what the others wait for"
+            )
         return "; ".join(
             f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits
         )

@@ -4,6 +4,7 @@ Both are handled below Python, so neither waits for a lock that the rank may hol
 once it is continued. They are real-time signals, of which nothing else makes use, so schedulers' SIGUSR1 stays free.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -61,6 +62,7 @@ def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float)
     Args:
         processes: process id and file of stacks, by rank.
     """
+    processes = {rank: (pid, path) for rank, (pid, path) in processes.items() if path.exists()}
     for pid, _ in processes.values():
         _send(pid, _DUMP)
         _send(pid, signal.SIGCONT)
@@ -68,13 +70,13 @@ def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float)
     sizes: dict[int, tuple[int, float]] = {}
     while (now := time.monotonic()) < end:
         for rank, (_, path) in processes.items():
-            size = path.stat().st_size if path.exists() else 0
+            size = path.stat().st_size
             if rank not in sizes or sizes[rank][0] != size:
                 sizes[rank] = size, now
         if all(size > 0 and now - since > _QUIET_SECONDS for size, since in sizes.values()):
             break
         time.sleep(0.02)
-    return {rank: path.read_text(errors="replace") for rank, (_, path) in processes.items() if path.exists()}
+    return {rank: path.read_text(errors="replace") for rank, (_, path) in processes.items()}
 
 
 def end_process(pid: int) -> None:
@@ -89,7 +91,5 @@ def kill_process(pid: int) -> None:
 
 
 def _send(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.watchdog.culprit import find_culprits
+from megalite.watchdog.culprit import find_culprits, find_unlike
 from megalite.watchdog.exchange import Exchange
 from megalite.watchdog.plan import ASK, PATIENCE, WatchedRank, WatchPlan
 from megalite.watchdog.processes import state as process_state
@@ -73,6 +73,7 @@ class _Watch:
         self._every = min(1.0, max(0.02, plan.seconds / 20))
         self._exchange = Exchange(plan)
         self._left: set[int] = set()
+        self._failure_seen = False
 
     def run(self) -> None:
         try:
@@ -86,6 +87,7 @@ class _Watch:
         while self._goes_on():
             states = self._look()
             alive = [state for state in states if self._is_alive(state)]
+            self._explain_failure(states)
             if not alive:
                 return
             # What this process slept through itself, on a host that was suspended, does not count.
@@ -99,6 +101,13 @@ class _Watch:
             if silent >= limit and self._others_agree(silent, limit):
                 self._end_run(states, limit)
                 return
+
+    def _explain_failure(self, states: Sequence[RankState]) -> None:
+        """Of ranks that began unlike operations one is ended by gloo or NCCL, not always the wrong one; say which is."""
+        if not self._failure_seen and any(state.has_failed for state in states):
+            self._failure_seen = True
+            for rank, reason in find_unlike(states).items():
+                self._say(f"megalite: rank {rank} does not fit the others: {reason}\n")
 
     def _goes_on(self) -> bool:
         """Wait for the next look; False once there is none."""

@@ -1,85 +1,15 @@
 """A rank that stands still is named, and all of the run ends with a status of its own within T + 5 s."""
 
-import json
 import re
-import time
-from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megalite.watchdog.signals import HUNG, supported
-from tests.e2e.forked import fork_rank
-from tests.e2e.hanging import installing
+from tests.e2e.hung_runs import FLAGS, SECONDS, hang
 from tests.e2e.programs import TORCHRUN, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not supported(), reason="the watch needs Linux")]
-
-SECONDS = 2.5
-FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4"),
-    *("--lr", "1e-3", "--train-iters", "100000", "--device", "cpu", "--log-interval", "1"),
-    *("--hang-timeout-minutes", str(SECONDS / 60)),
-]
-
-
-@dataclass
-class End:
-    """How a run came to its end."""
-
-    statuses: list[int | None]
-    said: str
-    """By the ranks and who watched them, on stderr."""
-    seconds: float
-    """From the last step's line in metrics.jsonl."""
-    report: dict[str, Any]
-    folder: Path
-
-
-def hang(folder: Path, fault: str, rank: int, flags: list[str], ranks: int = 2) -> End:
-    """Train until one rank does something that stops the run."""
-    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
-    run_dir, private = folder / "run", folder / "tmp"
-    private.mkdir()
-    words, more = [*FLAGS, *flags, "--run-dir", str(run_dir)], {"TMPDIR": str(private)}
-    processes = [
-        fork_rank(each, ranks, store.port, words, folder / str(each), before=installing(fault, rank), more=more)
-        for each in range(ranks)
-    ]
-    try:
-        left = {process.sentinel for process in processes}
-        end = time.monotonic() + 60
-        while left and (rest := end - time.monotonic()) > 0:
-            left -= set(wait(list(left), timeout=rest))
-        ended = time.time()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    said = "".join((folder / f"{each}.err").read_text() for each in range(ranks))
-    assert not left, f"it did not end\n{said}"
-    wait_until_gone(private)
-    reports = [json.loads(path.read_text()) for path in run_dir.glob("hang-*.json")]
-    return End(
-        statuses=[process.exitcode for process in processes],
-        said=said,
-        seconds=ended - (run_dir / "metrics.jsonl").stat().st_mtime,
-        report=reports[0] if reports else {},
-        folder=run_dir,
-    )
-
-
-def wait_until_gone(private: Path) -> None:
-    """The watching process removes its folder, as the last thing that it does."""
-    end = time.monotonic() + 5
-    while any(private.glob("megalite-*")):
-        assert time.monotonic() < end, list(private.iterdir())
-        time.sleep(0.02)
-
 
 CASES = {
     "asleep, tp 2": ("sleep", 1, ["--tp", "2"], "it waits for no other rank"),

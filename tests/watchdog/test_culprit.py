@@ -8,12 +8,20 @@ from megalite.watchdog.culprit import find_culprits
 from megalite.watchdog.rank_state import LaneState, RankState
 
 
-def lane(begun: int, *, waiting: bool = False, operation: str = "all_reduce", size: int = 64, odd: bool = False) -> Any:
+def lane(
+    begun: int, *, waiting: bool = False, operation: str = "all_reduce", size: int = 64, odd: bool = False
+) -> Any:
     return LaneState(begun, begun if waiting else 0, operation, size, odd)
 
 
 def rank(number: int, lanes: dict[str, LaneState] | None = None, **more: Any) -> RankState:
-    values: dict[str, Any] = {"host": "a", "pid": 100 + number, "process": "running", "silent": 3.0, "beats": 9}
+    values: dict[str, Any] = {
+        "host": "a",
+        "pid": 100 + number,
+        "process": "running",
+        "silent": 3.0,
+        "beats": 9,
+    }
     values |= {"step": 4, "phase": "step", "patient": False, "action": "0F0", "position": 0, "last_lane": ""}
     return RankState(rank=number, lanes=lanes or {}, **{**values, **more})
 
@@ -89,6 +97,7 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
         (0, 1),
         "its operation 42 of tp [0, 1] is all_gather of 64 bytes, but all_reduce of 64 bytes on rank 0",
     ),
+    "failed": ([rank(0, WAITS), rank(1, WAITS, phase="failed")], (1,), "it has failed"),
     "one process alone": ([rank(0)], (0,), "it waits for no other rank"),
     "nobody can be told from the others": ([rank(0, WAITS), rank(1, WAITS)], (), ""),
 }
