@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.watchdog.rank_state import LaneState, RankState
+from megalite.watchdog.layout import RECENT
+from megalite.watchdog.rank_state import Operation, RankState
 
 _LOST = {
     "stopped": "its process is stopped (SIGSTOP, or a job scheduler has suspended it)",
@@ -77,42 +78,45 @@ def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
         if lane.waiting:
             peers = [other for other in states if name in other.lanes and other.rank != state.rank]
             behind = tuple(sorted(peer.rank for peer in peers if peer.lanes[name].begun < lane.waiting))
-            found.append(Wait(state.rank, name, lane.operation, lane.waiting, behind))
+            operation = lane.operation(lane.waiting)
+            what = "operation" if operation is None else operation.name
+            found.append(Wait(state.rank, name, what, lane.waiting, behind))
     return found
 
 
 def find_unlike(states: Sequence[RankState]) -> dict[int, str]:
-    """Ranks whose last operation of a group is another one than the others', though it has the same number."""
+    """Ranks that began another operation of a group than the others, under the same number."""
     wrong: dict[int, str] = {}
     for name in sorted({name for state in states for name in state.lanes}):
         lanes = {state.rank: state.lanes[name] for state in states if name in state.lanes}
-        kinds = Counter(_kind(lane) for lane in lanes.values())
-        same_number = len({lane.begun for lane in lanes.values()}) == 1
-        # Messages are matched by their direction, not by their number.
-        messages = {lane.operation for lane in lanes.values()} & {"send", "receive"}
-        if len(kinds) == 1 or not same_number or messages:
-            continue
-        (common, most), *others = kinds.most_common()
-        odd = [rank for rank, lane in lanes.items() if lane.odd]
-        if most > others[0][1]:
-            unlike = [rank for rank, lane in lanes.items() if _kind(lane) != common]
-        else:
-            unlike = odd if 0 < len(odd) < len(lanes) else list(lanes)
-        for rank in unlike:
-            other = next(lane for lane in lanes.values() if _kind(lane) != _kind(lanes[rank]))
-            wrong[rank] = (
-                f"its operation {lanes[rank].begun} of {name} is {_shown(lanes[rank])}, but {_shown(other)} on "
-                f"{_ranks([peer for peer, lane in lanes.items() if lane is other])}"
-            )
+        last = min(lane.begun for lane in lanes.values())
+        for number in range(max(1, last - RECENT), last + 1):
+            found = {rank: lane.operation(number) for rank, lane in lanes.items()}
+            operations = {rank: operation for rank, operation in found.items() if operation is not None}
+            # Messages are matched by their direction, not by their number.
+            messages = {operation.name for operation in operations.values()} & {"send", "receive"}
+            if len(operations) == len(lanes) and not messages:
+                unlike = _minority(operations)
+                for rank in unlike:
+                    other = next(peer for peer, one in operations.items() if one[:2] != operations[rank][:2])
+                    wrong[rank] = (
+                        f"its operation {number} of {name} is {operations[rank]}, but {operations[other]} on rank {other}"
+                    )
+                if unlike:
+                    break  # what comes after it is shifted
     return wrong
 
 
-def _kind(lane: LaneState) -> tuple[str, int]:
-    return lane.operation, lane.size
-
-
-def _shown(lane: LaneState) -> str:
-    return f"{lane.operation} of {lane.size} bytes" if lane.size else lane.operation
+def _minority(operations: Mapping[int, Operation]) -> list[int]:
+    """The ranks whose operation is not the common one; where there is none, those that did another one a step before."""
+    kinds = Counter(operation[:2] for operation in operations.values())
+    if len(kinds) == 1:
+        return []
+    (common, most), (_, second), *_ = kinds.most_common()
+    if most > second:
+        return [rank for rank, operation in operations.items() if operation[:2] != common]
+    odd = [rank for rank, operation in operations.items() if operation.odd]
+    return odd if 0 < len(odd) < len(operations) else list(operations)
 
 
 def _went_past(waits: Sequence[Wait], by_rank: Mapping[int, RankState]) -> dict[int, str]:

@@ -141,20 +141,21 @@ class _FileLane(Lane):
     def __init__(self, heartbeat: FileHeartbeat, memory: mmap.mmap, index: int, name: str) -> None:
         self._heartbeat, self._memory, self._index = heartbeat, memory, index
         at = layout.LANES_AT + index * layout.LANE_BYTES
-        self._at = at + layout.LANE_NAME.size
-        self._begun, self._code, self._size, self._odd = 0, 0, 0, False
+        self._at, self._recent_at = at + layout.LANE_NAME.size, at + layout.RECENT_AT
+        self._begun = 0
         self._this_step: list[tuple[int, int]] = []
         self._step_before: list[tuple[int, int]] = []
         layout.LANE_NAME.pack_into(memory, at, name.encode()[: layout.LANE_NAME.size])
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
-        self._begun += 1
-        self._code, self._size = signature = CODES[operation], size
+        self._begun = number = self._begun + 1
+        signature = size, CODES[operation]
         index = len(self._this_step)
-        self._odd = index < len(self._step_before) and self._step_before[index] != signature
+        odd = index < len(self._step_before) and self._step_before[index] != signature
         if index < _MOST_REMEMBERED:
             self._this_step.append(signature)
-        number = self._begun
+        place = self._recent_at + number % layout.RECENT * layout.OPERATION.size
+        layout.OPERATION.pack_into(self._memory, place, *signature, odd)
         self._write(number)
         layout.LAST_LANE.pack_into(self._memory, layout.LAST_LANE_AT, self._index)
         self._heartbeat.beat()
@@ -173,8 +174,7 @@ class _FileLane(Lane):
         self._heartbeat.beat()
 
     def _write(self, waiting: int) -> None:
-        values = (self._begun, waiting, self._size, self._code, self._odd)
-        layout.LANE.pack_into(self._memory, self._at, *values)
+        layout.LANE.pack_into(self._memory, self._at, self._begun, waiting)
 
 
 class _Counted:

@@ -17,12 +17,16 @@ ACTION = struct.Struct("<16si")
 LAST_LANE = struct.Struct("<i")
 """Index of the lane that was used last."""
 LANE_NAME = struct.Struct("<112s")
-LANE = struct.Struct("<QQQH?")
-"""Operations begun; the number of the one that a thread waits for, or 0; bytes and code of the last one; whether that was
-another one in the step before."""
+LANE = struct.Struct("<QQ")
+"""Operations begun, and the number of the one that a thread waits for, or 0."""
+RECENT = 8
+"""Operations of a lane that are remembered: number n in place n modulo this."""
+OPERATION = struct.Struct("<QB?6x")
+"""Bytes, code, and whether it was another one in the step before."""
 
 HEADER_AT, PULSE_AT, PLACE_AT, ACTION_AT, LAST_LANE_AT, LANES_AT = 0, 64, 96, 160, 192, 256
-LANE_BYTES = 160
+RECENT_AT = LANE_NAME.size + LANE.size
+LANE_BYTES = RECENT_AT + RECENT * OPERATION.size
 SIZE = LANES_AT + LANES * LANE_BYTES
 
 OPERATIONS = (

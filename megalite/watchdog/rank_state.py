@@ -4,13 +4,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.watchdog import layout
 from megalite.watchdog.layout import OPERATIONS
 
 PHASES = ("starting", "step", "update", "evaluating", "saving", "ended", "failed")
 """The parts of a run, in the order in which one step of it goes through them."""
+
+
+class Operation(NamedTuple):
+    """One collective or message."""
+
+    name: str
+    size: int
+    """Bytes; 0 where ranks may differ."""
+    odd: bool = False
+    """It is not the one that came at this place of the step before."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.size} bytes" if self.size else self.name
 
 
 @dataclass(frozen=True)
@@ -20,11 +33,13 @@ class LaneState:
     begun: int
     waiting: int
     """Number of the operation that a thread waits for; 0: none."""
-    operation: str
-    size: int
-    """Bytes of the last operation; 0 where ranks may differ."""
-    odd: bool
-    """The last operation is not the one that came at this place of the step before."""
+    recent: tuple[Operation, ...]
+    """The last ones, oldest first: the last of them has number `begun`."""
+
+    def operation(self, number: int) -> Operation | None:
+        """The operation of a number, if it is remembered."""
+        back = self.begun - number
+        return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +88,7 @@ class RankState:
             words.append(f"action {self.action}")
         lane = self.lanes.get(self.last_lane)
         if lane is not None:
-            words.append(f"last {lane.operation} {lane.begun} of {self.last_lane}")
+            words.append(f"last {lane.recent[-1].name} {lane.begun} of {self.last_lane}")
         return ", ".join(words)
 
 
@@ -95,9 +110,10 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
         name = _text(layout.LANE_NAME.unpack_from(data, start)[0])
         if not name:
             break
-        begun, waiting, size, code, odd = layout.LANE.unpack_from(data, start + layout.LANE_NAME.size)
-        operation = OPERATIONS[code] if code < len(OPERATIONS) else "nothing"
-        lanes[name] = LaneState(begun, waiting, operation, size, odd)
+        begun, waiting = layout.LANE.unpack_from(data, start + layout.LANE_NAME.size)
+        numbers = range(max(1, begun - layout.RECENT + 1), begun + 1)
+        recent = tuple(_operation(data, start, number) for number in numbers)
+        lanes[name] = LaneState(begun, waiting, recent)
         names.append(name)
     used = bool(names) and lanes[names[min(last, len(names) - 1)]].begun > 0
     return RankState(
@@ -124,8 +140,19 @@ def rank_from_json(value: Mapping[str, Any]) -> RankState:
         KeyError, TypeError: it is something else.
     """
     fields = dict(value)
-    fields["lanes"] = {name: LaneState(**lane) for name, lane in fields["lanes"].items()}
+    fields["lanes"] = {
+        name: LaneState(
+            lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"])
+        )
+        for name, lane in fields["lanes"].items()
+    }
     return RankState(**fields)
+
+
+def _operation(data: bytes, lane: int, number: int) -> Operation:
+    at = lane + layout.RECENT_AT + number % layout.RECENT * layout.OPERATION.size
+    size, code, odd = layout.OPERATION.unpack_from(data, at)
+    return Operation(OPERATIONS[code] if code < len(OPERATIONS) else "nothing", size, odd)
 
 
 def _text(field: bytes) -> str:

@@ -1,6 +1,7 @@
 """A rank that stands still is named, and all of the run ends with a status of its own within T + 5 s."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ CASES = {
     "asleep, pp 2, the first stage": ("sleep", 0, ["--pp", "2"], "it waits for no other rank"),
     "stopped, pp 2": ("stop", 1, ["--pp", "2"], "its process is stopped"),
     "holds Python's lock, dp 2": ("hold", 0, ["--dp", "2"], "it waits for no other rank"),
-    "left one out, tp 2": ("skip", 1, ["--tp", "2"], "it has gone past all_reduce"),
-    "left one out, dp 2": ("skip", 0, ["--dp", "2"], "it has gone past all_reduce"),
+    "left one out, tp 2": ("skip", 1, ["--tp", "2"], "its operation "),
+    "another shape, dp 2": ("reshape", 0, ["--dp", "2"], "its operation "),
 }
 
 
@@ -32,8 +33,19 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
     assert "step 3" in end.said
     (text,) = end.folder.glob("hang-*.txt")
     stacks = end.report["stacks"]
-    assert "hanging.py" in stacks[str(rank)] or fault == "skip", text.read_text()
+    assert "hanging.py" in stacks[str(rank)] or fault in ("skip", "reshape"), text.read_text()
     assert len(stacks) == 2 and all("most recent call first" in stack for stack in stacks.values())
+
+
+def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path) -> None:
+    """gloo aborts the rank that gets more than it has room for; rank 1 sent twice as much as it should."""
+    end = hang(tmp_path, "reshape", 1, ["--tp", "2"])
+    assert end.statuses[0] == -signal.SIGABRT and end.report == {}, end.said
+    assert re.search(
+        r"megalite: rank 1 does not fit the others: its operation (\d+) of tp \[0, 1\] is all_reduce of 8192 bytes, but "
+        r"all_reduce of 4096 bytes on rank 0",
+        end.said,
+    ), end.said
 
 
 def test_torchrun_names_it_too(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from megalite.watchdog.culprit import find_culprits
-from megalite.watchdog.rank_state import LaneState, RankState
+from megalite.watchdog.rank_state import LaneState, Operation, RankState
 
 
 def lane(
     begun: int, *, waiting: bool = False, operation: str = "all_reduce", size: int = 64, odd: bool = False
-) -> Any:
-    return LaneState(begun, begun if waiting else 0, operation, size, odd)
+) -> LaneState:
+    return LaneState(begun, begun if waiting else 0, (Operation(operation, size, odd),))
 
 
 def rank(number: int, lanes: dict[str, LaneState] | None = None, **more: Any) -> RankState:
@@ -91,6 +91,21 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
         [rank(0, WAITS), rank(1, {TP: lane(42, waiting=True, size=128, odd=True)})],
         (1,),
         "its operation 42 of tp [0, 1] is all_reduce of 128 bytes, but all_reduce of 64 bytes on rank 0",
+    ),
+    "one left out, and what came next was of another size": (
+        [
+            rank(0, {TP: LaneState(42, 42, (Operation("all_reduce", 8), Operation("all_reduce", 64)))}),
+            rank(
+                1,
+                {
+                    TP: LaneState(
+                        43, 43, (*[Operation("all_reduce", 8)], *2 * [Operation("broadcast", 9, True)])
+                    )
+                },
+            ),
+        ],
+        (1,),
+        "its operation 42 of tp [0, 1] is broadcast of 9 bytes, but all_reduce of 64 bytes on rank 0",
     ),
     "two operations that do not fit": (
         [rank(0, WAITS), rank(1, {TP: lane(42, waiting=True, operation="all_gather")})],

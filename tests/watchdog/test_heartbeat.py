@@ -12,7 +12,7 @@ import torch
 from megalite.topology.group import Group
 from megalite.watchdog import heartbeat as heartbeat_module
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat
-from megalite.watchdog.layout import LANES, lane_name
+from megalite.watchdog.layout import LANES, SIZE, lane_name
 from megalite.watchdog.rank_state import RankState, rank_from_json, read_rank
 from tests.support.ranks import RankContext, run_ranks
 
@@ -47,7 +47,7 @@ def test_a_rank_says_where_it_is(tmp_path: Path) -> None:
     assert look(tmp_path / "b").phase == "ended"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"megabeat", bytes(10496), b"x" * 10496])
+@pytest.mark.parametrize("content", [None, b"", b"megabeat", bytes(SIZE), b"x" * SIZE])
 def test_a_file_that_is_none_is_a_rank_that_has_not_begun(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "b").write_bytes(content)
@@ -68,7 +68,7 @@ def test_waiting_is_seen_in_the_call_and_after_it(tmp_path: Path) -> None:
     between = look(tmp_path / "b").lanes["tp [0, 1]"]
     work.wait()
     lane.start(lambda: WORK, "send", 8)
-    assert [(state.begun, state.waiting, state.operation) for state in (seen[0], between, seen[1])] == [
+    assert [(state.begun, state.waiting, state.recent[-1].name) for state in (seen[0], between, seen[1])] == [
         (1, 1, "broadcast"),
         (1, 0, "broadcast"),
         (1, 1, "broadcast"),
@@ -84,8 +84,14 @@ def test_what_is_not_as_in_the_step_before_is_odd(tmp_path: Path) -> None:
         beats.begin_step(len(odd))
         for size in sizes:
             lane.start(lambda: WORK, "all_reduce", size)
-            odd.append(look(tmp_path / "b").lanes["tp [0, 1]"].odd)
+            odd.append(look(tmp_path / "b").lanes["tp [0, 1]"].recent[-1].odd)
     assert odd == [False] * 7 + [True, False, False]
+    lane_state = look(tmp_path / "b").lanes["tp [0, 1]"]
+    assert [operation.size for operation in lane_state.recent] == [3, 1, 2, 3, 1, 5, 3, 4]
+    assert (
+        lane_state.operation(10) == lane_state.recent[-1] and lane_state.operation(3) == lane_state.recent[0]
+    )
+    assert lane_state.operation(2) is lane_state.operation(11) is None
 
 
 def test_an_operation_that_fails_is_not_waited_for_any_more(tmp_path: Path) -> None:
@@ -157,7 +163,7 @@ def count_operations(context: RankContext, folder: str) -> list[tuple[str, int]]
     def note() -> None:
         (lane,) = look(path).lanes.values()
         assert (lane.begun, lane.waiting) == (len(seen) + 1, 0)
-        seen.append((lane.operation, lane.size))
+        seen.append(lane.recent[-1][:2])
 
     world.all_reduce(whole)
     note()
