@@ -9,6 +9,7 @@ import torch
 
 from megalite.watchdog.plan import ASK
 
+_DUMP = "_dump_fr_trace_json"
 _LOOK_SECONDS = 0.2
 _MOST_ENTRIES = 8
 
@@ -43,16 +44,16 @@ class FlightRecorder:
 
 def available() -> bool:
     """This build of torch can say what its recorder has."""
-    return hasattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json")
+    return hasattr(getattr(torch._C, "_distributed_c10d", None), _DUMP)
 
 
 def last_entries() -> list[dict[str, Any]]:
     """The newest entries, oldest first: `{"group": "tp", "seq": 41, "op": "gloo:all_reduce", "state": "completed"}`."""
-    trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    trace = json.loads(getattr(torch._C._distributed_c10d, _DUMP)())
     entries = trace.get("entries", [])[-_MOST_ENTRIES:]
     return [
         {
-            "group": (entry.get("process_group") or ["?"])[-1],
+            "group": (entry.get("process_group") or ["?"])[0],
             "seq": max(entry.get("collective_seq_id", 0), entry.get("p2p_seq_id", 0)),
             "op": entry.get("profiling_name", "?"),
             "state": entry.get("state", "?"),

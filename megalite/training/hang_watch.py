@@ -167,8 +167,12 @@ def _plan(
     run_dir: str | None,
     flight_recorder: bool,
 ) -> WatchPlan:
-    # Containers may all have one name.
-    labels = {key: f"{everyone[rank]['name']} (rank {rank})" for key, rank in leaders.items()}
+    names = [everyone[rank]["name"] for rank in leaders.values()]
+    labels = {
+        # Containers may all have one name.
+        key: name if names.count(name) == 1 else f"{name} (rank {rank})"
+        for (key, rank), name in zip(leaders.items(), names, strict=True)
+    }
     return WatchPlan(
         folder=everyone[leaders[host]]["folder"],
         seconds=seconds,
