@@ -10,7 +10,7 @@ import torch
 from megalite.watchdog.plan import ASK
 
 _DUMP = "_dump_fr_trace_json"
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.1
 _MOST_ENTRIES = 8
 
 

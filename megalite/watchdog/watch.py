@@ -19,9 +19,9 @@ from megalite.watchdog.rank_state import RankState, read_rank
 from megalite.watchdog.report import Report, kernel_functions, write_report
 from megalite.watchdog.signals import ask_for_stacks, end_process, kill_process
 
-_OTHERS_SECONDS = 2.0
+_OTHERS_SECONDS = 1.5
 """How long past its own limit a host waits for the others."""
-_DUMP_SECONDS, _FLIGHT_SECONDS, _WRITE_SECONDS, _END_SECONDS = 1.2, 0.5, 0.8, 0.5
+_STACKS_SECONDS, _FLIGHT_SECONDS, _WRITE_SECONDS, _END_SECONDS = 1.2, 1.5, 0.8, 0.5
 """What each part of ending a run may take, so that all of it is done within five seconds."""
 
 
@@ -70,7 +70,7 @@ def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
 class _Watch:
     def __init__(self, plan: WatchPlan, lifeline: Lifeline, say: Callable[[str], None]) -> None:
         self._plan, self._lifeline, self._say = plan, lifeline, say
-        self._every = min(1.0, max(0.02, plan.seconds / 20))
+        self._every = min(0.5, max(0.02, plan.seconds / 20))
         self._exchange = Exchange(plan)
         self._left: set[int] = set()
         self._failure_seen = False
@@ -149,8 +149,10 @@ class _Watch:
         kernel = kernel_functions(alive)
         with contextlib.suppress(OSError):
             Path(self._plan.folder, ASK).touch()
+        asked = time.monotonic()
         stacks = ask_for_stacks(
-            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive}, seconds=_DUMP_SECONDS
+            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive},
+            seconds=_STACKS_SECONDS,
         )
         report = Report(
             silent=min(state.silent for state in alive),
@@ -158,7 +160,7 @@ class _Watch:
             verdict=find_culprits(states),
             states=sorted(states, key=lambda state: state.rank),
             stacks=stacks,
-            flight=self._flight(alive),
+            flight=self._flight(alive, asked + _FLIGHT_SECONDS),
             kernel=kernel,
             unheard=[host for host in self._exchange.others if host not in heard],
             world_size=self._plan.world_size,
@@ -170,11 +172,10 @@ class _Watch:
         self._write_errors(report)
         self._end(alive, report.verdict.culprits)
 
-    def _flight(self, alive: Sequence[RankState]) -> dict[int, list[dict[str, Any]]]:
+    def _flight(self, alive: Sequence[RankState], end: float) -> dict[int, list[dict[str, Any]]]:
         """What the ranks that have a flight recorder, and could answer, have written."""
         if not self._plan.flight_recorder:
             return {}
-        end = time.monotonic() + _FLIGHT_SECONDS
         paths = {state.rank: self._plan.flight(state.rank) for state in alive}
         while time.monotonic() < end and not all(path.exists() for path in paths.values()):
             time.sleep(0.02)
