@@ -13,6 +13,8 @@ from megalite.watchdog.rank_state import RankState
 from megalite.watchdog.signals import HUNG
 
 _MOST_FRAMES, _MOST_RANKS = 8, 64
+_BETWEEN = ("torch/nn/modules/module.py", "torch/autograd/function.py")
+"""Files whose frames only stand between those of the model."""
 _INDENT = "    "
 
 
@@ -151,7 +153,7 @@ def main_thread(stacks: str) -> list[str]:
     for line in stacks.splitlines():
         if "most recent call first" in line:
             frames = []
-        elif line.startswith("  "):
+        elif line.startswith("  ") and not any(name in line for name in _BETWEEN):
             frames.append(line.strip())
     return frames[:_MOST_FRAMES]
 

@@ -50,7 +50,9 @@ elif fault == "save":
 elif fault == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
 elif fault == "hold":
-    ctypes.PyDLL(None).sleep(1000)
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # a signal does not end it
 sleep_in_here()
 """
 
