@@ -70,14 +70,21 @@ def _run(invocation: Invocation, stops: StopRequests) -> int:
     # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from megalite.data_parallel.lost_peers import others_failed_first
     from megalite.training.loop import train
     from megalite.training.non_finite import NonFiniteError
 
     def run() -> int:
         try:
-            status = train(invocation.config, explicit=invocation.explicit, log=_log, stops=stops).exit_code
+            status = train(
+                invocation.config, explicit=invocation.explicit, log=_log, stops=stops, watched=True
+            ).exit_code
         except (ConfigError, NonFiniteError) as error:
             status = _refuse(error, error.exit_code)
+        except RuntimeError as error:
+            if others_failed_first(error):
+                _let_the_first_be_seen(error)
+            raise
         # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive; gloo
         # aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
         gc.collect()
@@ -107,6 +114,14 @@ def _report(message: str, *, alone: bool = False) -> None:
     elif _UNDER_TORCHRUN in os.environ:
         # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
         time.sleep(5.0)
+
+
+def _let_the_first_be_seen(error: Exception) -> None:
+    """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
+    if _UNDER_TORCHRUN in os.environ:
+        rank = os.environ.get("RANK", "0")
+        print(f"rank {rank} was not the first to fail: {error}", file=sys.stderr, flush=True)
+        time.sleep(2.0)
 
 
 def _is_first_rank() -> bool:

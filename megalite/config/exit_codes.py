@@ -9,6 +9,8 @@ BAD_INPUT = 2
 NON_FINITE = 3
 NOT_SAVED = 4
 NO_PROGRESS = 5
+HUNG = 44
+"""Also the signal (SIGRTMIN + 10 of Linux) at which a rank leaves with it, whatever it is doing."""
 REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
 INTERRUPTED = 130
@@ -22,6 +24,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         NON_FINITE: "loss, gradient or weights are NaN or infinite; the newest checkpoint is sound",
         NOT_SAVED: "a checkpoint could not be written; earlier ones are as they were",
         NO_PROGRESS: "the same step has failed again and again: starting once more would change nothing",
+        HUNG: "no rank went on for `--hang-timeout-minutes`: ended from outside, with a report of who stood still",
         REQUEUE: "stopped by a signal or a time limit, and saved: start the same command again",
         INTERRUPTED: "stopped by Ctrl-C; after one, saved",
     }

@@ -84,6 +84,9 @@ class ParallelConfig:
     """auto: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: float = option(10.0)
     """A collective that waits longer fails."""
+    hang_timeout_minutes: float | None = option(None)
+    """If no rank progresses for so long, a process beside the run names the rank that stands still, writes all stacks to
+    run_dir, and ends the run with status 44; 0: never. Default: 0.8 of distributed_timeout_minutes."""
 
     @property
     def schedule_name(self) -> str:
@@ -91,6 +94,12 @@ class ParallelConfig:
         if self.pipeline_schedule_file is not None:
             return "file"
         return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    @property
+    def hang_timeout(self) -> float:
+        """Minutes, with the default filled in: less than after which collectives fail, for those can name nobody."""
+        given = self.hang_timeout_minutes
+        return 0.8 * self.distributed_timeout_minutes if given is None else given
 
     @property
     def expert_tp(self) -> int:

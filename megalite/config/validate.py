@@ -13,6 +13,7 @@ from megalite.config.rules.compute import check_compute
 from megalite.config.rules.data_parallel import check_data_parallel
 from megalite.config.rules.experts import check_experts
 from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
+from megalite.config.rules.hangs import check_hang_timeout
 from megalite.config.rules.layout import check_layout, check_model_cuts, resolve_dp
 from megalite.config.rules.network import LLAMA3_SETTINGS, check_network
 from megalite.config.rules.optimizers import ADAM_SETTINGS, check_optimizer
@@ -46,6 +47,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     check_rampup_form(config)
     config = replace(config, dp=resolve_dp(config, world_size))
     check_layout(config, explicit)
+    check_hang_timeout(config, world_size)
     check_data_parallel(config, explicit)
     check_optimizer(config, explicit)
     check_compute(config)

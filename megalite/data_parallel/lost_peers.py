@@ -3,12 +3,17 @@
 import torch
 
 from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.topology.group import Group
+from megalite.topology.group import Group, RemoteError
 from megalite.topology.lost_peers import is_connection_error, lost_ranks
 
 
 class PeerLostError(RuntimeError):
     """A rank is gone that this one needs; the message names it and its role in data parallelism."""
+
+
+def others_failed_first(error: BaseException) -> bool:
+    """The error tells of another rank's failure: a connection was closed from the other end, or that rank said so."""
+    return isinstance(error, (PeerLostError, RemoteError)) or is_connection_error(error)
 
 
 def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
 from megalite.pipeline.step_state import Key, StepState, free_output, require_own_memory
 from megalite.topology.group import Group
+from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 ForwardStep = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(stage, microbatch, input or None on the first stage) -> output; on the last stage the microbatch's scalar loss."""
@@ -75,6 +76,7 @@ class Executor:
         activation_shape: shape of the tensors that travel between stages.
         reducer: told when gradients become final; None in forward-only programs.
         tapes: of each stage here whose backward the program splits.
+        heartbeat: told of every action.
         check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
             where they differ.
 
@@ -95,6 +97,7 @@ class Executor:
         reducer: GradientReducer | None,
         tapes: Mapping[int, WeightGradients] | None = None,
         tracer: Tracer | None = None,
+        heartbeat: Heartbeat = UNWATCHED,
         check_memory: bool = False,
     ) -> None:
         schedule, row = program.schedule, program.actions[rank]
@@ -105,6 +108,8 @@ class Executor:
         self._reducer = reducer
         self._tapes = _tapes_for(program, rank, tapes)
         self._tracer = tracer
+        self._heartbeat = heartbeat
+        self._texts = [str(action).encode() for action in row]
         self._placement = schedule.placement
         self._last_stage = schedule.num_stages - 1
         self._forward_only = schedule.forward_only
@@ -134,6 +139,7 @@ class Executor:
         for tape in self._tapes.values():
             tape.forget()
         for position, action in enumerate(self._row):
+            self._heartbeat.act(self._texts[position], position)
             try:
                 if action.kind in COMPUTE:
                     self._compute(action, step)

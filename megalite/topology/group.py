@@ -6,7 +6,7 @@ same code without a branch.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.topology.rank_sum import add_in_order
+from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 
 # torch 2.13 renamed both; 2.11 has the old names alone.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,12 +74,19 @@ class Group:
         ranks: global ranks, ascending (or sender, receiver for a pipeline edge).
         rank: this process's index in `ranks`.
         process_group: torch's handle; None for one rank.
+        heartbeat: told of every operation.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     process_group: dist.ProcessGroup | None = None
+    heartbeat: Heartbeat = UNWATCHED
+    _lane: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        heartbeat = self.heartbeat if self.size > 1 else UNWATCHED
+        object.__setattr__(self, "_lane", heartbeat.lane(self.name, self.ranks))
 
     @classmethod
     def solo(cls, name: str, rank: int = 0) -> "Group":
@@ -103,7 +111,11 @@ class Group:
         if self.size == 1:
             return DONE
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        return dist.all_reduce(tensor, reduce_op, group=self.process_group, async_op=True)
+        return self._lane.start(
+            lambda: dist.all_reduce(tensor, reduce_op, group=self.process_group, async_op=True),
+            "all_reduce",
+            tensor.nbytes,
+        )
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """`output` [size·n, ...] becomes the parts [n, ...] of all ranks, in rank order."""
@@ -115,7 +127,11 @@ class Group:
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
             return DONE
-        return _all_gather_single(output, part, group=self.process_group, async_op=True)
+        return self._lane.start(
+            lambda: _all_gather_single(output, part, group=self.process_group, async_op=True),
+            "all_gather",
+            part.nbytes,
+        )
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """`output` [n, ...] becomes this rank's part of the sum over ranks of `tensor` [size·n, ...]."""
@@ -132,9 +148,17 @@ class Group:
                 output.copy_(tensor)
             return DONE
         if not self._uses_gloo:
-            return _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True)
+            return self._lane.start(
+                lambda: _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True),
+                "reduce_scatter",
+                tensor.nbytes,
+            )
         received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True)
+        work = self._lane.start(
+            lambda: dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True),
+            "reduce_scatter",
+            tensor.nbytes,
+        )
         parts = received.view(self.size, *output.shape)
         return _Then(work, lambda: add_in_order(output, parts))
 
@@ -154,23 +178,26 @@ class Group:
         if self.size == 1:
             output.copy_(tensor)
             return
-        dist.all_to_all_single(
-            output, tensor, list(output_splits), list(input_splits), group=self.process_group
-        )
+        splits = list(output_splits), list(input_splits)
+        self._lane.start(
+            lambda: dist.all_to_all_single(output, tensor, *splits, group=self.process_group, async_op=True),
+            "all_to_all",
+        ).wait()
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
-        if self.size == 1:
-            output.copy_(tensor)
-            return
-        dist.all_to_all_single(output, tensor, group=self.process_group)
+        self.all_to_all_equal_async(output, tensor).wait()
 
     def all_to_all_equal_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`all_to_all_equal` under way; neither may be touched before `wait()`."""
         if self.size == 1:
             output.copy_(tensor)
             return DONE
-        return dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True)
+        return self._lane.start(
+            lambda: dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True),
+            "all_to_all",
+            tensor.nbytes,
+        )
 
     def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
@@ -183,26 +210,41 @@ class Group:
         next_rank, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
         # As one batch: NCCL runs a group's operations one after the other, so if every rank posted its send first
         # and its receive after, each could wait for a receive that is queued behind a send.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
-                dist.P2POp(dist.irecv, received, previous, self.process_group),
-            ]
+        messages = [
+            dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
+            dist.P2POp(dist.irecv, received, previous, self.process_group),
+        ]
+        work = self._lane.start(
+            lambda: _Both(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes
         )
-        return received, _Both(works, sent=tensor)
+        return received, work
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """In place: every rank gets the tensor of the rank with index `source`."""
         if self.size > 1:
-            dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+            self._lane.start(
+                lambda: _started(
+                    dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
+                ),
+                "broadcast",
+                tensor.nbytes,
+            ).wait()
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""
-        return _started(dist.isend(tensor, self.ranks[to], group=self.process_group))
+        return self._lane.start(
+            lambda: _started(dist.isend(tensor, self.ranks[to], group=self.process_group)),
+            "send",
+            tensor.nbytes,
+        )
 
     def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
         """Receive into `tensor` from the rank with index `source`."""
-        return _started(dist.irecv(tensor, self.ranks[source], group=self.process_group))
+        return self._lane.start(
+            lambda: _started(dist.irecv(tensor, self.ranks[source], group=self.process_group)),
+            "receive",
+            tensor.nbytes,
+        )
 
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order, on every rank. For small things."""
@@ -243,7 +285,7 @@ class Group:
 
         Raises:
             ConfigError: the first failing rank's, where it is one (CheckpointError stays one).
-            RuntimeError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
+            RemoteError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
             the error itself on a rank whose own is no ConfigError: nobody else has its traceback.
         """
         from_here = None if error is None else [_kind(error), str(error)]
@@ -261,6 +303,10 @@ def _started(work: Work | None) -> Work:
     return work
 
 
+class RemoteError(RuntimeError):
+    """Another rank has failed, and this one has not: `rank 2 failed: KeyError: ...`."""
+
+
 def _kind(error: BaseException) -> str:
     """What another rank can make of it: a subclass may need more than a message."""
     for kind in (CheckpointError, ConfigError):
@@ -275,4 +321,4 @@ def _remote_error(report: Sequence[str], rank: int) -> Exception:
         return CheckpointError(message)
     if name == "ConfigError":
         return ConfigError(message)
-    return RuntimeError(f"rank {rank} failed: {name}: {message}")
+    return RemoteError(f"rank {rank} failed: {name}: {message}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""
@@ -43,6 +44,10 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+    error_file: str | None = None
+    """Where torchrun looks for what ended this rank."""
+    flight_recorder: bool = False
+    """torch notes its collectives."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -52,6 +57,8 @@ class Launch:
                 rank=int(os.environ.get("RANK", 0)),
                 world_size=int(os.environ.get("WORLD_SIZE", 1)),
                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+                error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
+                flight_recorder=os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0",
             )
         except ValueError as error:
             raise ConfigError(
@@ -115,6 +122,7 @@ class Topology:
         backend: str = "auto",
         timeout_minutes: float = 10.0,
         made: ProcessGroups | None = None,
+        heartbeat: Heartbeat = UNWATCHED,
     ) -> "Topology":
         """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
 
@@ -125,6 +133,7 @@ class Topology:
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
+            heartbeat: what every group tells of its operations.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -140,7 +149,13 @@ class Topology:
                     made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
-                    mine = Group(name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group)
+                    mine = Group(
+                        name=kind,
+                        ranks=ranks,
+                        rank=ranks.index(rank),
+                        process_group=process_group,
+                        heartbeat=heartbeat,
+                    )
             return mine
 
         groups = {
@@ -202,17 +217,17 @@ def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups
 
     Collectives: makes process groups; every rank calls it at the same time.
     """
-    patient, rank = datetime.timedelta(days=1), topology.rank
+    patient, rank, heartbeat = datetime.timedelta(days=1), topology.rank, topology.world.heartbeat
     pairs: list[Group] = []
     for server, *workers in topology.layout.groups("dp"):
         for worker in workers:
             timeout = datetime.timedelta(minutes=timeout_minutes) if rank == worker else patient
             made = dist.new_group([server, worker], timeout=timeout, backend="gloo")
             if rank in (server, worker):
-                pairs.append(Group("server", (server, worker), int(rank == worker), made))
+                pairs.append(Group("server", (server, worker), int(rank == worker), made, heartbeat))
     ranks = tuple(group[0] for group in topology.layout.groups("dp"))
     made = dist.new_group(list(ranks), timeout=patient, backend="gloo") if len(ranks) > 1 else None
-    servers = Group("servers", ranks, ranks.index(rank), made) if rank in ranks else None
+    servers = Group("servers", ranks, ranks.index(rank), made, heartbeat) if rank in ranks else None
     return ServerGroups(pairs=tuple(pairs), servers=servers)
 
 

@@ -1,5 +1,6 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.ending import Ending, Standing
 from megalite.training.evaluation import Evaluator, meet, misses_evaluation, read_batches
 from megalite.training.flipped_bits import compare_replicas
+from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.leaving import run_and_tell
 from megalite.training.loss_spikes import LossSpikes
 from megalite.training.non_finite import NonFiniteError
@@ -49,6 +51,7 @@ def train(
     explicit: frozenset[str],
     log: Callable[[str], None],
     stops: StopRequests | None = None,
+    watched: bool = False,
 ) -> Ending:
     """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
 
@@ -58,6 +61,7 @@ def train(
         explicit: settings that the user gave by name.
         log: prints a line; called on rank 0 alone.
         stops: what may end the run early, listening; default: nothing.
+        watched: end this process if no rank progresses for hang_timeout_minutes.
 
     Raises:
         ConfigError: bad input, or data that cannot be read; the same on every rank.
@@ -73,7 +77,7 @@ def train(
         stops.file = None
     log = log if first else _silent
     return run_and_tell(
-        lambda: _train(config, launch, explicit, log, stops, standing),
+        lambda: _train(config, launch, explicit, log, stops, standing, watched=watched),
         run_dir=run_dir,
         stops=stops,
         standing=standing,
@@ -88,6 +92,8 @@ def _train(
     log: Callable[[str], None],
     stops: StopRequests,
     standing: Standing,
+    *,
+    watched: bool,
 ) -> Ending:
     device = launch.device(config.training.device)
     parallel = config.parallel
@@ -102,9 +108,13 @@ def _train(
         backend=parallel.distributed_backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
-    agreed = False
+    agreed, watch = False, HangWatch()
     try:
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        if watched:
+            run_dir = config.logging.run_dir
+            watch = begin_watch(parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=log)
+            world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         found: Exception | None = None
         try:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
@@ -119,6 +129,7 @@ def _train(
             device=device,
             backend=p.distributed_backend,
             timeout_minutes=p.distributed_timeout_minutes,
+            heartbeat=watch.heartbeat,
         )
         try:
             modules = build_modules(config, topology, programs)
@@ -133,7 +144,10 @@ def _train(
         agreed = not isinstance(error, RankError)
         raise
     finally:
-        stop_distributed(agreed=agreed)
+        try:
+            stop_distributed(agreed=agreed)
+        finally:
+            watch.close(agreed=agreed)
 
 
 def _silent(line: str) -> None:
@@ -157,6 +171,7 @@ class _Run:
         self.log = log
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
+        self._heartbeat = replica.topology.world.heartbeat
         self._apart = replica.strategy.scope.size < replica.topology.world.size
         """Ranks take steps without waiting for all others."""
         self.loaders: Loaders = open_data(replica, tokenizer)
@@ -285,6 +300,7 @@ class _Run:
             if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
+                self._heartbeat.phase("saving", patient=True)
                 self.saver.begin(self.progress)
                 self.reporter.restart_clock()
                 if self._apart and step < self.total:
@@ -292,6 +308,7 @@ class _Run:
             if config.training.exit_interval and step % config.training.exit_interval == 0:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
+        self._heartbeat.phase("saving", patient=True)
         self.saver.finish(self.progress)
         if self.progress.step == self.total:
             self._evaluate_test()
@@ -319,6 +336,7 @@ class _Run:
     def _take_step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
         after = Progress(before.step + 1, before.samples + size)
+        self._heartbeat.begin_step(after.step)
         microbatches, waited = read_batches(
             self.loaders.train,
             before.samples,
@@ -356,9 +374,11 @@ class _Run:
 
     def _evaluate(self) -> None:
         if self.validation is not None:
+            self._heartbeat.phase("evaluating")
             self.reporter.evaluation(self.validation.loss(), at=self.progress)
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
+            self._heartbeat.phase("evaluating")
             self.test.prepare()
             self.reporter.evaluation(self.test.loss(), at=self.progress, split="test")

@@ -96,6 +96,7 @@ class Stepper:
             device=replica.topology.device,
         )
         losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
+        replica.topology.world.heartbeat.phase("update")
         replica.strategy.finish_gradients()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
@@ -255,6 +256,7 @@ class Stepper:
                 reducer=None if evaluation else replica.strategy,
                 tapes=replica.tapes,
                 tracer=None if evaluation else self._tracer,
+                heartbeat=replica.topology.world.heartbeat,
                 check_memory=replica.config.parallel.pipeline_check_memory,
             )
         return self._executors[key]

@@ -101,6 +101,13 @@ LAYOUTS = [
         "distributed_backend nccl cannot run on device cpu; use gloo or auto",
     ),
     (
+        2,
+        "--hang-timeout-minutes 10",
+        "hang_timeout_minutes 10 is not below distributed_timeout_minutes 10: collectives would fail before anyone could "
+        "say which rank stands still; use --hang-timeout-minutes 8 or --distributed-timeout-minutes 12.5",
+    ),
+    (1, "--hang-timeout-minutes -1", "hang_timeout_minutes is -1; it must be at least 0, e.g. 8"),
+    (
         1,
         "--seq-length 512 --max-position-embeddings 256",
         "seq_length 512 is more than max_position_embeddings 256; use --max-position-embeddings 512 or a shorter sequence",

@@ -53,6 +53,9 @@ def test_recompute_knows_the_modules_of_the_models() -> None:
 # (world size, command line): just inside a rule above
 LEGAL = [
     (1, ""),
+    (1, "--hang-timeout-minutes 600"),
+    (2, "--hang-timeout-minutes 9.9"),
+    (2, "--hang-timeout-minutes 0 --distributed-timeout-minutes 0.1"),
     (8, "--tp 2 --pp 2 --dp 2"),
     (4, "--tp 2 --sequence-parallel"),
     (4, "--pp 2 --vpp 2 --num-layers 4 --microbatch-group-size 2 --global-batch-size 4"),

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,27 +65,31 @@ def fork_rank(
     port: int | None,
     words: Sequence[str],
     log: Path,
-    prepare: Callable[[], None] | None = None,
+    *,
+    before: Callable[[], None] | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> BaseProcess:
     """One rank of a run, under way.
 
     Args:
         port: of the store; None for one rank.
         log: what it says goes to `<log>.out` and `<log>.err`.
-        prepare: called in it before the command.
+        before: called there before the command.
+        more: variables of its environment.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
         variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log), prepare))
+    variables |= more or {}
+    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log), before))
     process.start()
     return process
 
 
 def _be_rank(
-    words: Sequence[str], variables: dict[str, str], log: str, prepare: Callable[[], None] | None
+    words: Sequence[str], variables: dict[str, str], log: str, before: Callable[[], None] | None
 ) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):
@@ -96,8 +100,8 @@ def _be_rank(
     os.environ.update(variables)
     os.chdir(REPOSITORY)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
-    if prepare is not None:
-        prepare()
+    if before is not None:
+        before()
     status = main(list(words))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -46,7 +46,7 @@ def ranks(
     flags = [str(word) for word in words]
     folder.mkdir(exist_ok=True)
     processes = [
-        fork_rank(rank, count, port, flags, folder / f"log-{rank}", prepare) for rank in range(count)
+        fork_rank(rank, count, port, flags, folder / f"log-{rank}", before=prepare) for rank in range(count)
     ]
     try:
         yield processes

@@ -10,7 +10,7 @@ from tests.support.layers import Module, imports, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
-        *("megalite.training.loop", "megalite.training.non_finite"),
+        *("megalite.training.loop", "megalite.training.non_finite", "megalite.data_parallel.lost_peers"),
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},

@@ -20,6 +20,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "megalite.checkpoint.commit",
         "megalite.checkpoint.retention",
         "megalite.checkpoint.safetensors_header",
+        "megalite.watchdog",
     ),
     ("megalite.topology", "megalite.kernels", "megalite.data", "megalite.planner"),
     (

@@ -101,7 +101,7 @@ def test_agree_keeps_what_the_user_can_mend_apart_from_the_rest() -> None:
     assert first == [
         ("ConfigError", "x.bin is truncated"),
         ("CheckpointError", "no checkpoint"),
-        ("RuntimeError", "rank 1 failed: KeyError: 'boom'"),
+        ("RemoteError", "rank 1 failed: KeyError: 'boom'"),
         ("DatasetFault", "here"),
     ]
     assert second == [

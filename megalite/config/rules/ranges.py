@@ -99,6 +99,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "hidden_dropout": Bounds(0, 0.1, high=1),
         "attention_dropout": Bounds(0, 0.1, high=1),
         "distributed_timeout_minutes": Bounds(0, 10, open=True),
+        "hang_timeout_minutes": Bounds(0, 8),
         "lr": Bounds(0, 1e-3, open=True),
         "min_lr": Bounds(0, 0),
         "lr_warmup_iters": Bounds(0, 0),

@@ -1,0 +1,100 @@
+"""What the hosts of a run tell each other once one of them sees nothing move: small files in the run's folder.
+
+A network that has failed is one of the things that a watching process reports, and the run's folder is shared anyway,
+since every rank writes its part of a checkpoint there. If that fails too, each host reports its own ranks.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megalite.watchdog.plan import WatchPlan
+from megalite.watchdog.rank_state import RankState, rank_from_json
+
+_FRESH_SECONDS = 10.0
+"""How old what another host says may be."""
+
+
+class Exchange:
+    """This host's view of its ranks, written for the others, and theirs, read.
+
+    A shared disk can hang, and may be the very reason why the run does: it is only touched by a thread of its own.
+    """
+
+    def __init__(self, plan: WatchPlan) -> None:
+        self._plan = plan
+        self._folder = None
+        if plan.report_folder is not None and len(plan.hosts) > 1:
+            self._folder = Path(plan.report_folder, f".hang-{plan.run}")
+        self._said: Sequence[RankState] | None = None
+        self._heard: dict[str, tuple[float, list[RankState]]] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other hosts."""
+        return tuple(host for host in self._plan.hosts if host != self._plan.host)
+
+    @property
+    def can_be_heard(self) -> bool:
+        """There is a folder to meet in, and somebody to meet."""
+        return self._folder is not None
+
+    def tell(self, states: Sequence[RankState] | None) -> None:
+        """Say what is seen here; None: the run goes on, and there is nothing to say."""
+        self._said = states
+        if self._folder is not None and states is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+            self._thread.start()
+
+    def hear(self) -> dict[str, list[RankState]]:
+        """What other hosts whose ranks stand still have said lately, by host."""
+        now = time.monotonic()
+        return {
+            host: states
+            for host, (since, states) in tuple(self._heard.items())
+            if now - since < _FRESH_SECONDS
+        }
+
+    def close(self) -> None:
+        """Take back what was said; the last host to do so removes the folder."""
+        self._said = None
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _work(self) -> None:
+        assert self._folder is not None
+        mine = self._folder / f"{self._plan.hosts.index(self._plan.host)}.json"
+        seen: dict[str, str] = {}
+        while not self._closed.wait(0.2):
+            said = self._said
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                content = {"at": time.time(), "ranks": [asdict(state) for state in said or ()]}
+                beside = mine.with_suffix(".new")
+                beside.write_text(json.dumps(content))
+                beside.replace(mine)
+            for index, host in enumerate(self._plan.hosts):
+                if host != self._plan.host:
+                    self._read(self._folder / f"{index}.json", host, seen)
+        with contextlib.suppress(OSError):
+            mine.unlink(missing_ok=True)
+            self._folder.rmdir()  # fails while another host's file is there
+
+    def _read(self, path: Path, host: str, seen: dict[str, str]) -> None:
+        try:
+            text = path.read_text()
+            states = [rank_from_json(value) for value in json.loads(text)["ranks"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if not states:
+            self._heard.pop(host, None)
+        elif seen.get(host) != text:  # whatever its clock says: it is written anew all the time
+            seen[host] = text
+            self._heard[host] = time.monotonic(), states

@@ -1,0 +1,171 @@
+"""The report of a run that stood still: text to read, JSON for programs, and what torchrun shows of each rank."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.exit_codes import HUNG
+from megalite.watchdog.culprit import Verdict
+from megalite.watchdog.processes import in_the_kernel
+from megalite.watchdog.rank_state import RankState
+
+_MOST_FRAMES, _MOST_RANKS = 8, 64
+_BETWEEN = ("torch/nn/modules/module.py", "torch/autograd/function.py")
+"""Files whose frames only stand between those of the model."""
+_INDENT = "    "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is known of a run that stands still."""
+
+    silent: float
+    """Seconds since any rank's last beat."""
+    limit: float
+    """Seconds that it may be."""
+    verdict: Verdict
+    states: Sequence[RankState]
+    """Of every rank that is known of."""
+    stacks: Mapping[int, str]
+    """By rank of this host, as faulthandler writes them."""
+    flight: Mapping[int, Sequence[Mapping[str, Any]]]
+    """By rank of this host: the newest entries of torch's flight recorder."""
+    kernel: Mapping[int, str]
+    """By rank of this host: the kernel's function that its process sleeps in."""
+    unheard: Sequence[str]
+    """Hosts of which nothing is known."""
+    world_size: int
+
+    @property
+    def headline(self) -> str:
+        """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
+        if not self.verdict.culprits:
+            return (
+                "no rank can be told from the others: all wait, and each has begun what the others wait for"
+            )
+        return "; ".join(
+            f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits
+        )
+
+    def summary(self, written: Path | None) -> str:
+        """The lines for stderr."""
+        lines = [
+            f"megalite: {self.headline}",
+            f"{_INDENT}no rank of {self.world_size} has progressed for {self.silent:.1f} s (limit "
+            f"{self.limit:g} s, --hang-timeout-minutes); the run is ended with status {HUNG}",
+        ]
+        for state in self._in_order():
+            reason = self.verdict.reasons.get(state.rank, "is blamed by nobody")
+            blamed = state.rank in self.verdict.culprits
+            lines.append(f"{_INDENT}rank {state.rank}{'' if blamed else f' {reason}'}: {state.doing()}")
+        lines += self._limits()
+        where = written or "this is all there is: the run has no folder (--run-dir)"
+        lines.append(f"{_INDENT}stacks of all ranks: {where}" if written else f"{_INDENT}{where}")
+        return "\n".join(lines) + "\n"
+
+    def text(self) -> str:
+        """All of it."""
+        lines = [
+            self.headline,
+            "",
+            f"No rank of {self.world_size} has progressed for {self.silent:.1f} s; the limit is {self.limit:g} s "
+            f"(--hang-timeout-minutes). The run was ended with status {HUNG}.",
+            *(line.strip() for line in self._limits()),
+            "",
+        ]
+        for state in self._in_order():
+            lines.append(f"rank {state.rank}: {self.verdict.reasons.get(state.rank, 'nobody waits for it')}")
+            lines.append(f"{_INDENT}{state.doing()}")
+            asleep = self.kernel.get(state.rank)
+            lines.append(
+                f"{_INDENT}process {state.pid} on {state.host}: {state.process}, last beat {state.silent:.1f} s ago"
+                f"{f', asleep in the kernel in {asleep}' if asleep else ''}"
+            )
+            for entry in self.flight.get(state.rank, ())[-1:]:
+                words = f"{entry.get('op')} {entry.get('seq')} of {entry.get('group')}, {entry.get('state')}"
+                lines.append(f"{_INDENT}flight recorder: {words}")
+            frames = main_thread(self.stacks.get(state.rank, ""))
+            lines += [f"{_INDENT}{frame}" for frame in frames]
+        for rank, stack in sorted(self.stacks.items()):
+            lines += ["", f"===== all threads of rank {rank} =====", stack or "(it did not answer)"]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for a program."""
+        return {
+            "format": 1,
+            "culprits": list(self.verdict.culprits),
+            "reasons": {str(rank): reason for rank, reason in sorted(self.verdict.reasons.items())},
+            "seconds_silent": round(self.silent, 3),
+            "limit_seconds": self.limit,
+            "exit_status": HUNG,
+            "hosts_unheard": list(self.unheard),
+            "ranks": [asdict(state) for state in self.states],
+            "kernel": {str(rank): name for rank, name in self.kernel.items()},
+            "flight": {str(rank): list(entries) for rank, entries in self.flight.items()},
+            "stacks": {str(rank): stack for rank, stack in self.stacks.items()},
+        }
+
+    def error_of(self, rank: int) -> dict[str, Any]:
+        """What torchrun reads of a rank that has failed: it takes the earliest for the root cause."""
+        now = time.time()
+        state = next(state for state in self.states if state.rank == rank)
+        if rank in self.verdict.culprits:
+            message = f"rank {rank} stood still: {self.verdict.reasons[rank]}; {state.doing()}"
+            since = now - max(1.0, state.silent)
+        else:
+            blamed = ", ".join(map(str, self.verdict.culprits)) or "nobody"
+            reason = self.verdict.reasons.get(rank, "it was blamed by nobody")
+            message = f"rank {rank} was not the first ({blamed} is to blame): it {reason}; {state.doing()}"
+            since = now
+        shown = "\n".join([message, *main_thread(self.stacks.get(rank, ""))])
+        extra = {"py_callstack": shown, "timestamp": str(int(since))}
+        return {"message": {"message": message, "extraInfo": extra}}
+
+    def _in_order(self) -> list[RankState]:
+        """Those to blame first, and no more than can be read."""
+        culprits = self.verdict.culprits
+        return sorted(self.states, key=lambda state: (state.rank not in culprits, state.rank))[:_MOST_RANKS]
+
+    def _limits(self) -> list[str]:
+        lines = []
+        if len(self.states) > _MOST_RANKS:
+            lines.append(f"{_INDENT}({len(self.states) - _MOST_RANKS} further ranks: see the .json)")
+        if self.unheard:
+            lines.append(
+                f"{_INDENT}nothing was heard of {', '.join(self.unheard)}: the rank that is to blame may be there"
+            )
+        return lines
+
+
+def kernel_functions(states: Sequence[RankState]) -> dict[int, str]:
+    """Where the processes of some ranks of this host sleep."""
+    found = {state.rank: in_the_kernel(state.pid) for state in states if state.process != "gone"}
+    return {rank: name for rank, name in found.items() if name}
+
+
+def main_thread(stacks: str) -> list[str]:
+    """The innermost frames of a process's first thread, which faulthandler lists last."""
+    frames: list[str] = []
+    for line in stacks.splitlines():
+        if "most recent call first" in line:
+            frames = []
+        elif line.startswith("  ") and not any(name in line for name in _BETWEEN):
+            frames.append(line.strip())
+    return frames[:_MOST_FRAMES]
+
+
+def write_report(report: Report, folder: Path, name: str) -> Path:
+    """Write NAME.txt and NAME.json; returns the text's path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    path = folder / f"{name}.txt"
+    path.write_text(report.text())
+    return path

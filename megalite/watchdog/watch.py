@@ -1,0 +1,214 @@
+"""The watching process: reads heartbeats, and ends a run that stands still."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.watchdog.culprit import find_culprits, find_unlike
+from megalite.watchdog.exchange import Exchange
+from megalite.watchdog.plan import ASK, PATIENCE, WatchedRank, WatchPlan
+from megalite.watchdog.processes import state as process_state
+from megalite.watchdog.rank_state import RankState, read_rank
+from megalite.watchdog.report import Report, kernel_functions, write_report
+from megalite.watchdog.signals import ask_for_stacks, end_process, kill_process
+
+_OTHERS_SECONDS = 1.5
+"""How long past its own limit a host waits for the others."""
+_STACKS_SECONDS, _FLIGHT_SECONDS, _WRITE_SECONDS, _END_SECONDS = 1.2, 1.5, 0.8, 0.5
+"""What each part of ending a run may take, so that all of it is done within five seconds."""
+
+
+class Lifeline:
+    """The pipe from the rank that started this process: it closes when that rank ends, however it does."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._text = descriptor, b""
+        self.closed = False
+
+    def line(self, seconds: float | None = None) -> str | None:
+        """The next line, or None where none comes in time or the pipe is closed."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._text:
+            left = None if end is None else end - time.monotonic()
+            if self.closed:
+                time.sleep(max(0.0, left or 0.0))
+                return None
+            if left is not None and left <= 0:
+                return None
+            if select.select([self._descriptor], [], [], left)[0]:
+                data = os.read(self._descriptor, 65536)
+                self._text += data
+                if not data:
+                    self.closed = True
+                    return None
+        line, _, self._text = self._text.partition(b"\n")
+        return line.decode()
+
+
+def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
+    """Watch the ranks of the plan that the first line holds, until the run ends or stands still.
+
+    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to an end of its own.
+    """
+    first = lifeline.line()
+    if first is None:
+        return
+    plan = WatchPlan.from_json(json.loads(first))
+    try:
+        _Watch(plan, lifeline, say).run()
+    finally:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+
+
+class _Watch:
+    def __init__(self, plan: WatchPlan, lifeline: Lifeline, say: Callable[[str], None]) -> None:
+        self._plan, self._lifeline, self._say = plan, lifeline, say
+        self._every = min(0.5, max(0.02, plan.seconds / 20))
+        self._exchange = Exchange(plan)
+        self._left: set[int] = set()
+        self._failure_seen = False
+
+    def run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._exchange.close()
+
+    def _watch(self) -> None:
+        silent, before = 0.0, None
+        looked = time.monotonic()
+        while self._goes_on():
+            states = self._look()
+            alive = [state for state in states if self._is_alive(state)]
+            self._explain_failure(states)
+            if not alive:
+                return
+            # What this process slept through itself, on a host that was suspended, does not count.
+            now = time.monotonic()
+            silent += min(now - looked, 4 * self._every)
+            looked, beats = now, [state.beats for state in states]
+            if beats != before or self._is_suspended(alive):
+                silent, before = 0.0, beats
+            limit = self._plan.seconds * (PATIENCE if any(state.patient for state in alive) else 1.0)
+            self._exchange.tell(states if silent >= limit / 2 else None)
+            if silent >= limit and self._others_agree(silent, limit):
+                self._end_run(states, limit)
+                return
+
+    def _explain_failure(self, states: Sequence[RankState]) -> None:
+        """Of ranks that began unlike operations one is ended by gloo or NCCL, not always the wrong one; say which is."""
+        if not self._failure_seen and any(state.has_failed for state in states):
+            self._failure_seen = True
+            for rank, reason in find_unlike(states).items():
+                self._say(f"megalite: rank {rank} does not fit the others: {reason}\n")
+
+    def _goes_on(self) -> bool:
+        """Wait for the next look; False once there is none."""
+        line = self._lifeline.line(min(0.05, self._every) if self._lifeline.closed else self._every)
+        if line is not None and line.startswith("left"):
+            self._left.add(int(line.split()[1]))
+        return line != "done"
+
+    def _look(self) -> list[RankState]:
+        return [self._look_at(rank) for rank in self._plan.ranks]
+
+    def _look_at(self, rank: WatchedRank) -> RankState:
+        process = process_state(rank.pid, rank.started)
+        path = self._plan.heartbeat(rank.rank)
+        return read_rank(path, rank=rank.rank, host=self._plan.host, pid=rank.pid, process=process)
+
+    def _is_alive(self, state: RankState) -> bool:
+        return state.process != "gone" and state.rank not in self._left
+
+    def _is_suspended(self, alive: Sequence[RankState]) -> bool:
+        """Somebody has stopped the whole run (Ctrl-Z), or looks into it with a debugger."""
+        processes = {state.process for state in alive}
+        everybody = len(self._plan.hosts) == 1 and processes == {"stopped"}
+        return everybody or "traced" in processes
+
+    def _others_agree(self, silent: float, limit: float) -> bool:
+        """No other host has seen anything move for the same time, or nothing is to be learnt of them."""
+        if silent >= limit + _OTHERS_SECONDS:
+            return True
+        heard = self._exchange.hear()
+        if len(heard) < len(self._exchange.others):
+            return not self._exchange.can_be_heard
+        return all(state.silent >= limit - 0.5 for states in heard.values() for state in states)
+
+    def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
+        heard = self._exchange.hear()
+        states = [*mine, *(state for states in heard.values() for state in states)]
+        alive = [state for state in mine if self._is_alive(state)]
+        kernel = kernel_functions(alive)
+        with contextlib.suppress(OSError):
+            Path(self._plan.folder, ASK).touch()
+        asked = time.monotonic()
+        stacks = ask_for_stacks(
+            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive},
+            seconds=_STACKS_SECONDS,
+        )
+        report = Report(
+            silent=min(state.silent for state in alive),
+            limit=limit,
+            verdict=find_culprits(states),
+            states=sorted(states, key=lambda state: state.rank),
+            stacks=stacks,
+            flight=self._flight(alive, asked + _FLIGHT_SECONDS),
+            kernel=kernel,
+            unheard=[host for host in self._exchange.others if host not in heard],
+            world_size=self._plan.world_size,
+        )
+        # A disk or a terminal that is stuck must not keep the run from its end.
+        telling = threading.Thread(target=self._tell, args=(report,), daemon=True)
+        telling.start()
+        telling.join(_WRITE_SECONDS)
+        self._write_errors(report)
+        self._end(alive, report.verdict.culprits)
+
+    def _flight(self, alive: Sequence[RankState], end: float) -> dict[int, list[dict[str, Any]]]:
+        """What the ranks that have a flight recorder, and could answer, have written."""
+        if not self._plan.flight_recorder:
+            return {}
+        paths = {state.rank: self._plan.flight(state.rank) for state in alive}
+        while time.monotonic() < end and not all(path.exists() for path in paths.values()):
+            time.sleep(0.02)
+        return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+
+    def _tell(self, report: Report) -> None:
+        written, failed = None, ""
+        if self._plan.report_folder is not None:
+            name = time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime())
+            if len(self._plan.hosts) > 1:
+                name = f"{name}-host{self._plan.hosts.index(self._plan.host)}"
+            try:
+                written = write_report(report, Path(self._plan.report_folder), name)
+            except OSError as error:
+                failed = f"    the report cannot be written: {error}\n"
+        self._say(report.summary(written) + failed)
+        if written is None:
+            self._say(report.text())
+
+    def _write_errors(self, report: Report) -> None:
+        for rank in self._plan.ranks:
+            if rank.error_file is not None and rank.rank not in self._left:
+                with contextlib.suppress(OSError):
+                    Path(rank.error_file).write_text(json.dumps(report.error_of(rank.rank)))
+
+    def _end(self, alive: Sequence[RankState], culprits: Sequence[int]) -> None:
+        # Those who wait go first: else they would still find that a connection has closed, and call that the error.
+        for state in sorted(alive, key=lambda state: state.rank in culprits):
+            end_process(state.pid)
+        end = time.monotonic() + _END_SECONDS
+        left = list(self._plan.ranks)
+        while left and time.monotonic() < end:
+            left = [rank for rank in left if self._is_alive(self._look_at(rank))]
+            time.sleep(0.02)
+        for rank in left:
+            kill_process(rank.pid)

@@ -1,0 +1,77 @@
+"""A rank that stands still is named, and all of the run ends with a status of its own within T + 5 s."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from megalite.config.exit_codes import HUNG
+from megalite.watchdog.signals import supported
+from tests.e2e.hung_runs import FLAGS, SECONDS, hang
+from tests.e2e.programs import TORCHRUN, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not supported(), reason="the watch needs Linux")]
+
+CASES = {
+    "asleep, tp 2": ("sleep", 1, ["--tp", "2"], "it waits for no other rank"),
+    "asleep, pp 2, the first stage": ("sleep", 0, ["--pp", "2"], "it waits for no other rank"),
+    "stopped, pp 2": ("stop", 1, ["--pp", "2"], "its process is stopped"),
+    "holds Python's lock, dp 2": ("hold", 0, ["--dp", "2"], "it waits for no other rank"),
+    "left one out, tp 2": ("skip", 1, ["--tp", "2"], "its operation "),
+    "another shape, dp 2": ("reshape", 0, ["--dp", "2"], "its operation "),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named(tmp_path: Path, case: str) -> None:
+    fault, rank, flags, why = CASES[case]
+    end = hang(tmp_path, fault, rank, flags)
+    assert end.statuses == [HUNG, HUNG], end.said
+    assert end.report["culprits"] == [rank], end.said
+    assert f"megalite: rank {rank} stands still: {why}" in end.said
+    assert end.seconds < SECONDS + 5
+    assert "step 3" in end.said
+    (text,) = end.folder.glob("hang-*.txt")
+    stacks = end.report["stacks"]
+    assert "hanging.py" in stacks[str(rank)] or fault in ("skip", "reshape"), text.read_text()
+    # A thread answers for the recorder, which needs Python's lock.
+    assert fault != "hold" or str(rank) not in end.report["flight"]
+    assert "gloo:all_reduce" in str(end.report["flight"][str(1 - rank)])
+    assert len(stacks) == 2 and all("most recent call first" in stack for stack in stacks.values())
+
+
+def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path) -> None:
+    """gloo aborts the rank that gets more than it has room for; rank 1 sent twice as much as it should."""
+    end = hang(tmp_path, "reshape", 1, ["--tp", "2"])
+    assert end.statuses[0] == -signal.SIGABRT and end.report == {}, end.said
+    assert re.search(
+        r"megalite: rank 1 does not fit the others: its operation (\d+) of tp \[0, 1\] is all_reduce of 8192 bytes, but "
+        r"all_reduce of 4096 bytes on rank 0",
+        end.said,
+    ), end.said
+
+
+def test_torchrun_names_it_too(tmp_path: Path) -> None:
+    """Rank 1 holds the lock; without --run-dir all is said on stderr."""
+    script = str(Path(__file__).with_name("hanging.py"))
+    words = [*TORCHRUN, "--nproc-per-node", "2", script, "hold", "1", *FLAGS, "--dp", "2"]
+    ended = run(*words, seconds=60)
+    assert ended.status == 1  # torchrun's own
+    assert "megalite: rank 1 stands still: it waits for no other rank" in ended.err
+    root = ended.err.split("Root Cause")[1]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 44", root), ended.err
+    assert "rank 1 stood still: it waits for no other rank; step 3" in root
+    assert "rank 0 was not the first (1 is to blame)" in ended.err.split("Root Cause")[0]
+    assert "===== all threads of rank 1 =====" in ended.err
+
+
+@pytest.mark.parametrize(("fault", "flags"), [("fail", "--pp"), ("kill", "--tp")])
+def test_the_first_that_fails_is_named(fault: str, flags: str) -> None:
+    script = str(Path(__file__).with_name("hanging.py"))
+    words = [*TORCHRUN, "--nproc-per-node", "2", script, fault, "1", *FLAGS, flags, "2"]
+    ended = run(*words, seconds=60)
+    assert ended.status == 1
+    root = ended.err.split("Root Cause")[1]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", root), ended.err
+    assert ("KeyError: 'boom on purpose'" if fault == "fail" else "Signal 9 (SIGKILL)") in root

@@ -1,0 +1,153 @@
+"""The watching process of a run: started once a host, gone when the run is."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError, RankError
+from megalite.config.parallel import ParallelConfig
+from megalite.topology.group import Group
+from megalite.topology.topology import Launch
+from megalite.training import hang_watch
+from megalite.training.hang_watch import HangWatch, begin_watch
+from megalite.watchdog.heartbeat import UNWATCHED
+from megalite.watchdog.signals import supported
+from tests.support.ranks import RankContext, run_ranks
+
+pytestmark = pytest.mark.skipif(not supported(), reason="the watch needs Linux")
+
+CPU = torch.device("cpu")
+
+
+def begin(
+    world: Group | None = None,
+    *,
+    minutes: float | None = None,
+    local_rank: int = 0,
+    said: list[str] | None = None,
+) -> HangWatch:
+    world = world or Group.solo("world")
+    launch = Launch(rank=world.rank, world_size=world.size, local_rank=local_rank)
+    return begin_watch(
+        ParallelConfig(hang_timeout_minutes=minutes),
+        launch=launch,
+        world=world,
+        device=CPU,
+        run_dir=None,
+        log=(said if said is not None else []).append,
+    )
+
+
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_leaves_nothing_behind(private: Path) -> None:
+    watch = begin()
+    assert watch._process is not None
+    (folder,) = private.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in folder.iterdir()} == {"rank-0.beat", "rank-0.stacks"}
+    watch.close(agreed=True)
+    assert watch._process.returncode == 0 and list(private.iterdir()) == []
+
+
+def test_a_run_of_one_that_fails_leaves_nothing_either(private: Path) -> None:
+    watch = begin()
+    watch.close(agreed=False)
+    assert watch._process is not None
+    assert watch._process.returncode == 0 and list(private.iterdir()) == []
+
+
+def test_zero_watches_nothing(private: Path) -> None:
+    watch = begin(minutes=0)
+    assert watch.heartbeat is UNWATCHED and list(private.iterdir()) == []
+    watch.close(agreed=True)
+
+
+def test_the_default_comes_before_collectives_fail() -> None:
+    assert ParallelConfig().hang_timeout == 8.0
+    assert ParallelConfig(distributed_timeout_minutes=1.0).hang_timeout == 0.8
+    assert ParallelConfig(hang_timeout_minutes=0).hang_timeout == 0
+
+
+def test_elsewhere_it_is_refused_if_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
+    monkeypatch.setattr(hang_watch, "supported", lambda: False)
+    with pytest.raises(ConfigError, match=r"^hang_timeout_minutes 5 needs Linux and this is "):
+        begin(minutes=5)
+    assert begin().heartbeat is UNWATCHED
+
+
+def test_without_a_temporary_folder_the_run_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**named: Any) -> str:
+        raise OSError(28, "No space left on device", "/tmp/megalite-x")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    said: list[str] = []
+    assert begin(said=said).heartbeat is UNWATCHED
+    assert said == [
+        f"warning: {os.uname().nodename} is not watched, rank 0 cannot write to /tmp/megalite-x: No space left on device"
+    ]
+
+
+def test_a_heartbeat_that_cannot_be_written_is_the_ranks_own_error(
+    monkeypatch: pytest.MonkeyPatch, private: Path
+) -> None:
+    def full(path: Path, *, rank: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hang_watch, "FileHeartbeat", full)
+    with pytest.raises(
+        RankError, match=r"^rank 0 cannot write its heartbeat to .*: No space left on device; set TMPDIR"
+    ):
+        begin()
+    assert list(private.iterdir()) == []
+
+
+def test_one_process_watches_the_ranks_of_a_host(tmp_path: Path) -> None:
+    """Two launchers on one host: both count local ranks from 0."""
+    assert run_ranks(2, watched_together, str(tmp_path)) == [True, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+def watched_together(context: RankContext, folder: str) -> bool:
+    world = context.topology(dp=2).world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        watch = begin(world)
+        world.all_reduce(torch.ones(1))
+        (private,) = Path(folder).iterdir()
+        beats = {path.name for path in private.glob("*.beat")}
+        assert beats == {"rank-0.beat", "rank-1.beat"}
+        world.all_reduce(torch.ones(1))
+        watch.close(agreed=True)
+        world.all_reduce(torch.ones(1))
+    return watch._process is not None
+
+
+def test_who_leaves_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    run_ranks(2, leave_alone, str(tmp_path))
+
+
+def leave_alone(context: RankContext, folder: str) -> None:
+    world = context.topology(dp=2).world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        watch = begin(world, local_rank=context.rank)
+        world.all_reduce(torch.ones(1))
+        if watch._process is not None:
+            watch.close(agreed=False)
+            pid = watch._process.pid
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # it goes on for rank 1
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        else:
+            watch.close(agreed=True)

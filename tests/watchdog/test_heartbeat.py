@@ -1,0 +1,196 @@
+"""What a rank tells, read from outside."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.topology.group import Group
+from megalite.watchdog import heartbeat as heartbeat_module
+from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat
+from megalite.watchdog.layout import LANES, SIZE, lane_name
+from megalite.watchdog.rank_state import RankState, rank_from_json, read_rank
+from tests.support.ranks import RankContext, run_ranks
+
+WORK = SimpleNamespace(wait=lambda: None)
+
+
+def look(path: Path) -> RankState:
+    return read_rank(path, rank=3, host="a", pid=os.getpid(), process="running")
+
+
+def test_a_rank_says_where_it_is(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=3)
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
+    before = look(tmp_path / "b")
+    assert (
+        before.patient and before.phase == "starting" and before.doing() == "before its first step, starting"
+    )
+    beats.begin_step(7)
+    assert look(tmp_path / "b").patient  # the first step compiles
+    beats.begin_step(8)
+    beats.act(b"2SEND_F13", 5)
+    beats.lane("tp", (3, 4)).start(lambda: WORK, "all_reduce", 4096).wait()
+    after = look(tmp_path / "b")
+    assert (after.step, after.phase, after.patient) == (8, "step", False)
+    assert (after.action, after.position, after.place) == ("2SEND_F13", 5, (8, 1, 5))
+    assert after.doing() == "step 8, action 2SEND_F13, last all_reduce 1 of tp [3, 4]"
+    assert after.beats > before.beats and after.silent < 5.0
+    beats.phase("saving", patient=True)
+    assert look(tmp_path / "b").patient and look(tmp_path / "b").action == ""
+    assert rank_from_json(asdict(after)) == after
+    beats.close()
+    assert look(tmp_path / "b").phase == "ended"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"megabeat", bytes(SIZE), b"x" * SIZE])
+def test_a_file_that_is_none_is_a_rank_that_has_not_begun(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "b").write_bytes(content)
+    state = look(tmp_path / "b")
+    assert (state.beats, state.step, state.phase, state.patient, state.lanes) == (0, -1, "starting", True, {})
+
+
+def test_waiting_is_seen_in_the_call_and_after_it(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=0)
+    seen = []
+
+    def note() -> Any:
+        seen.append(look(tmp_path / "b").lanes["tp [0, 1]"])
+        return SimpleNamespace(wait=note)
+
+    lane = beats.lane("tp", (0, 1))
+    work = lane.start(note, "broadcast", 8)
+    between = look(tmp_path / "b").lanes["tp [0, 1]"]
+    work.wait()
+    lane.start(lambda: WORK, "send", 8)
+    assert [(state.begun, state.waiting, state.recent[-1].name) for state in (seen[0], between, seen[1])] == [
+        (1, 1, "broadcast"),
+        (1, 0, "broadcast"),
+        (1, 1, "broadcast"),
+    ]
+    assert look(tmp_path / "b").lanes["tp [0, 1]"].waiting == 0
+
+
+def test_what_is_not_as_in_the_step_before_is_odd(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=0)
+    lane = beats.lane("tp", (0, 1))
+    odd = []
+    for sizes in ((1, 2, 3), (1, 2, 3), (1, 5, 3, 4)):
+        beats.begin_step(len(odd))
+        for size in sizes:
+            lane.start(lambda: WORK, "all_reduce", size)
+            odd.append(look(tmp_path / "b").lanes["tp [0, 1]"].recent[-1].odd)
+    assert odd == [False] * 7 + [True, False, False]
+    lane_state = look(tmp_path / "b").lanes["tp [0, 1]"]
+    assert [operation.size for operation in lane_state.recent] == [3, 1, 2, 3, 1, 5, 3, 4]
+    assert (
+        lane_state.operation(10) == lane_state.recent[-1] and lane_state.operation(3) == lane_state.recent[0]
+    )
+    assert lane_state.operation(2) is lane_state.operation(11) is None
+
+
+def test_an_operation_that_fails_is_not_waited_for_any_more(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=0)
+
+    def fails() -> Any:
+        raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError):
+        beats.lane("tp", (0, 1)).start(fails, "send")
+    with pytest.raises(RuntimeError):
+        beats.lane("tp", (0, 1)).start(lambda: SimpleNamespace(wait=fails), "send").wait()
+    assert look(tmp_path / "b").lanes["tp [0, 1]"].waiting == 0
+
+
+def test_groups_beyond_the_last_lane_beat_all_the_same(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=0)
+    lanes = [beats.lane("pp edge", (0, peer)) for peer in range(1, LANES + 3)]
+    assert beats.lane("pp edge", (0, 1)) is lanes[0]
+    for lane in lanes:
+        lane.start(lambda: WORK, "send").wait()
+    state = look(tmp_path / "b")
+    assert len(state.lanes) == LANES and state.last_lane == f"pp edge [0, {LANES}]"
+
+
+def test_no_two_groups_have_one_name() -> None:
+    groups = [(0, 1), (0, 2), tuple(range(9)), tuple(range(0, 18, 2)), (*range(9), 10), (*range(8), 9, 10)]
+    names = [lane_name("dp", ranks) for ranks in groups]
+    assert len(set(names)) == len(groups)
+    assert names[:4] == ["dp [0, 1]", "dp [0, 2]", "dp [0, 1, ..., 8]", "dp [0, 2, ..., 16]"]
+    assert max(map(len, [lane_name("position-embedding", tuple(range(0, 10**6, 7)))])) < 112
+
+
+def test_a_beat_that_nobody_sees_does_nothing() -> None:
+    UNWATCHED.begin_step(1)
+    assert UNWATCHED.lane("tp", (0, 1)).start(lambda: WORK, "send") is WORK
+
+
+OPERATIONS = {
+    "all_reduce": 32,
+    "all_gather": 16,
+    "reduce_scatter": 32,
+    "all_to_all": 32,
+    "broadcast": 32,
+    "rotate": 32,
+    "send or receive": 32,
+}
+
+
+def test_every_operation_of_a_group_is_counted(tmp_path: Path) -> None:
+    first, second = run_ranks(2, count_operations, str(tmp_path))
+    assert [(name.replace("send", "send or receive"), size) for name, size in first] == list(
+        OPERATIONS.items()
+    )
+    assert [(name.replace("receive", "send or receive"), size) for name, size in second] == list(
+        OPERATIONS.items()
+    )
+
+
+def count_operations(context: RankContext, folder: str) -> list[tuple[str, int]]:
+    plain = context.topology(dp=2).world
+    path = Path(folder, str(context.rank))
+    world = Group(
+        "world", plain.ranks, plain.rank, plain.process_group, FileHeartbeat(path, rank=context.rank)
+    )
+    half, whole = torch.ones(4), torch.ones(8)
+    seen = []
+
+    def note() -> None:
+        (lane,) = look(path).lanes.values()
+        assert (lane.begun, lane.waiting) == (len(seen) + 1, 0)
+        seen.append(lane.recent[-1][:2])
+
+    world.all_reduce(whole)
+    note()
+    world.all_gather(whole, half)
+    note()
+    world.reduce_scatter(half, whole)
+    note()
+    world.all_to_all_equal(torch.empty(8), whole)
+    note()
+    world.broadcast(whole)
+    note()
+    world.rotate_async(whole)[1].wait()
+    note()
+    if context.rank == 0:
+        world.send_async(whole, to=1).wait()
+    else:
+        world.receive_async(whole, source=0).wait()
+    note()
+    return seen
+
+
+def test_a_disk_without_room_is_an_error_before_anything_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(heartbeat_module.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        FileHeartbeat(tmp_path / "b", rank=0)
