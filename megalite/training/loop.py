@@ -1,6 +1,7 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from megalite.topology.topology import Launch, Topology, check_backend, start_di
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
 from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.evaluation import Evaluator, read_batches
+from megalite.training.instruments import Instruments
+from megalite.training.out_of_memory import check_memory_history, explain_out_of_memory
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_modules, build_replica
 from megalite.training.reporter import Reporter
@@ -30,16 +33,16 @@ from megalite.training.setup import (
     describe,
     make_save_folder,
     open_data,
-    open_sinks,
+    open_reports,
     prepare_data,
     resolve,
 )
-from megalite.training.sinks import MetricSink
 from megalite.training.step import NonFiniteError, Stepper
 from megalite.training.throughput import SpeedMeter
 from megalite.training.trace import TraceWriter
 
 
+@explain_out_of_memory
 def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
     """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
 
@@ -52,12 +55,14 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
         NonFiniteError: the loss or a gradient became NaN or infinite.
         SaveError: a checkpoint could not be written.
     """
+    started = time.time()
     launch = Launch.from_environment()
     device = launch.device(config.training.device)
     parallel = config.parallel
     # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
     validate(config, launch.world_size, explicit)
     check_backend(parallel.distributed_backend, device)
+    check_memory_history(config, device)
     if device.type == "cpu" and config.compute.keep_cpu_memory:
         keep_freed_memory()
     start_distributed(
@@ -90,7 +95,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
         replica = build_replica(config, topology, programs, modules)
-        _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
+        _Run(replica, tokenizer, log if launch.rank == 0 else _silent, started=started).go()
         agreed = True
     except (ConfigError, NonFiniteError) as error:
         agreed = not isinstance(error, RankError)
@@ -106,7 +111,15 @@ def _silent(line: str) -> None:
 class _Run:
     """A replica with its data and its reports."""
 
-    def __init__(self, replica: Replica, tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        tokenizer: Tokenizer | None,
+        log: Callable[[str], None],
+        *,
+        started: float | None = None,
+    ) -> None:
+        started = time.time() if started is None else started
         self.replica = replica
         self.config = config = replica.config
         self.log = log
@@ -119,8 +132,11 @@ class _Run:
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
         self.traces = self._traces()
-        tracer = None if self.traces is None else self.traces.timer
-        self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
+        self.instruments = Instruments(
+            replica, started=started, step=self.progress.step, apart=self._apart, log=log
+        )
+        tracer = self.instruments.tracer(None if self.traces is None else self.traces.timer)
+        self.stepper = Stepper(replica, Schedules(config), tracer=tracer, phase=self.instruments.phase)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
         validates = config.training.eval_interval is not None
@@ -135,13 +151,14 @@ class _Run:
                 log(f"step {step} is beyond the last step, {self.total}: it will not be traced")
         self.reporter = Reporter(
             log=log,
-            sinks=self._open_sinks(),
+            sinks=open_reports(replica, self.instruments, step=self.progress.step, total=self.total, log=log),
             meter=SpeedMeter(
                 config, world_size=replica.topology.layout.world_size, device=replica.topology.device
             ),
             log_interval=config.logging.log_interval,
             total_steps=self.total,
             device=replica.topology.device,
+            instruments=self.instruments,
         )
 
     def _resume(self) -> Progress:
@@ -216,19 +233,6 @@ class _Run:
         folder = Path(logging.run_dir)
         return TraceWriter(self.replica.topology, steps=steps, folder=folder, log=self.log)
 
-    def _open_sinks(self) -> list[MetricSink]:
-        """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write."""
-        topology = self.replica.topology
-        sinks: list[MetricSink] = []
-        found: ConfigError | None = None
-        if topology.rank == 0:
-            try:
-                sinks = open_sinks(self.config, step=self.progress.step, log=self.log)
-            except ConfigError as error:
-                found = error
-        topology.world.agree(found, topology.device)
-        return sinks
-
     def go(self) -> None:
         """Step to the end of the run."""
         try:
@@ -246,6 +250,7 @@ class _Run:
             for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
                 if loader is not None:
                     loader.close()
+            self.instruments.close(finished=self.progress.step >= self.total)
             self.reporter.close()
             self.replica.strategy.close()
             if self._lock is not None:
@@ -280,12 +285,14 @@ class _Run:
             if self._evaluates_at(step):
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
-                self.saver.begin(self.progress)
+                with self.instruments.stall("save"):
+                    self.saver.begin(self.progress)
                 self.reporter.restart_clock()
             if config.training.exit_interval and step % config.training.exit_interval == 0:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
-        self.saver.finish(self.progress)
+        with self.instruments.stall("save"):
+            self.saver.finish(self.progress)
         if self.progress.step == self.total:
             self._evaluate_test()
 
@@ -327,6 +334,7 @@ class _Run:
         self._prepare(after)
         if self.traces is not None:
             self.traces.begin(after.step)
+        self.instruments.begin(after.step)
         result = self.stepper.step(microbatches, before=before, batch_size=size)
         bubble = None
         if self.traces is not None:
@@ -335,6 +343,8 @@ class _Run:
         self.reporter.step(
             result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited
         )
+        if self.instruments.finish(after.step):
+            self.reporter.restart_clock()
 
     def _prepare(self, at: Progress) -> None:
         """Begin to read what the run needs once it stands there."""
@@ -351,9 +361,13 @@ class _Run:
 
     def _evaluate(self) -> None:
         if self.validation is not None:
-            self.reporter.evaluation(self.validation.loss(), at=self.progress)
+            with self.instruments.stall("evaluation"):
+                loss = self.validation.loss()
+            self.reporter.evaluation(loss, at=self.progress)
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
             self.test.prepare()
-            self.reporter.evaluation(self.test.loss(), at=self.progress, split="test")
+            with self.instruments.stall("evaluation"):
+                loss = self.test.loss()
+            self.reporter.evaluation(loss, at=self.progress, split="test")

@@ -100,6 +100,7 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "sessions.json",
         "tensorboard",
         "trace-2.json",
     }
