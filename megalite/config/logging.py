@@ -37,7 +37,7 @@ class LoggingConfig:
     profile: bool = option(False)
     """Write torch.profiler's traces and tables of some steps to <run_dir>/profile."""
     profile_step_start: int = option(10)
-    """First step to profile, counted from where this run starts."""
+    """First step to profile, counted from where this run starts; in the one before the profiler warms up."""
     profile_step_end: int = option(12)
     """The step before which profiling ends."""
     profile_ranks: list[int] = option([0])

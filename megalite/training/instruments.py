@@ -118,7 +118,7 @@ class Instruments:
         if self._sessions is not None:
             self._sessions.ready()
         if self._profiler is not None:
-            self._profiler.begin(step, starts=step == self._first + 1)
+            self._profiler.begin(step)
 
     def made(self, step: int, *, seconds: float, waited: float) -> None:
         """A step was made.

@@ -1,7 +1,7 @@
 """How long this rank is in each phase of its steps."""
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -33,7 +33,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._opened = 0.0
         self._opened_event: torch.cuda.Event | None = None
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -74,7 +74,7 @@ class PhaseClock:
     def take(self) -> dict[str, float]:
         """Seconds of each of `PHASES` since the last call."""
         self._fold()
-        taken, self._seconds = self._seconds, Counter()
+        taken, self._seconds = self._seconds, defaultdict(float)
         return {name: taken[name] for name in PHASES}
 
     def _open(self) -> None:

@@ -16,7 +16,7 @@ _ROWS = 40
 class StepProfiler:
     """Profiles the steps from `first` to `last` of this rank; both begin and finish are called for each step.
 
-    In the step before, if there is one, the profiler warms up: what its start costs is not in the trace. The file of rank
+    In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank
     R is `rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev; beside it a table for each device.
 
     Args:
@@ -45,20 +45,13 @@ class StepProfiler:
                 "remove --profile"
             ) from None
 
-    def begin(self, step: int, *, starts: bool) -> None:
-        """Before a step.
-
-        Args:
-            starts: no step came before it in this run.
-        """
-        warms_up = step == self.first - 1
-        if self._running is not None or not (warms_up or (starts and step == self.first)):
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if step != self.first - 1:
             return
         self._running = torch.profiler.profile(
             activities=self._activities(),
-            schedule=torch.profiler.schedule(
-                wait=0, warmup=int(warms_up), active=self.last - self.first + 1, repeat=1
-            ),
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.last - self.first + 1, repeat=1),
             record_shapes=True,
             acc_events=True,
         )

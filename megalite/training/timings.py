@@ -14,6 +14,7 @@ from megalite.training.phases import PHASES, PhaseClock
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "waiting")
 """Told in ms a step; the others, which come now and then, in seconds of the interval."""
+_LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
 _COLUMNS = (*PHASES, "waiting", "memory")
 _NAMED_PEERS = 8
@@ -112,7 +113,7 @@ class Timings:
         )
         return (
             f"straggler: {ranks} (host {hosts}){together} took {1e3 * one.seconds:.1f} ms a step for forward and backward, "
-            f"{one.factor:.2f} times the median of {'its' if len(one.ranks) == 1 else 'their'} peers (ranks {peers})"
+            f"{one.factor:.2f} times the median of {'its' if len(one.ranks) == 1 else 'their'} peers ({'rank' if len(one.peers) == 1 else 'ranks'} {peers})"
         )
 
 
@@ -151,7 +152,7 @@ def compare(
 
 
 def _line(columns: Mapping[str, Sequence[float]], ranks: int) -> str:
-    parts = [f"{name.replace('_', ' ')} {_range(columns[name], 1e3, 1)}" for name in _EACH_STEP]
+    parts = [f"{_LABELS.get(name, name)} {_range(columns[name], 1e3, 1)}" for name in _EACH_STEP]
     head = "ms/step" if ranks == 1 else f"ms/step of {ranks} ranks, least–most"
     line = f"  {head}: {', '.join(parts)}"
     if ranks > 1:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import Outcome, finish, records, start, train_command
+from tests.support.listeners import Listener, listeners
 
 pytestmark = pytest.mark.e2e
 
@@ -32,16 +32,6 @@ FLAGS = (
     f"--global-batch-size 4 --train-iters {STEPS} --log-interval 50 --eval-interval 100 --eval-iters 1 --trace --profile "
     "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 100"
 )
-
-
-@dataclass(frozen=True)
-class Listener:
-    """A listening TCP socket of a process."""
-
-    process: str
-    """`rank` or `torchrun`."""
-    address: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -76,39 +66,16 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield Watched(folder, finish(process, seconds=60).require_success(), found)
 
 
-def listeners(root: int) -> list[Listener]:
-    """Of a process and all below it."""
-    open_ports: dict[str, tuple[str, int]] = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A":
-                address, port = words[1].split(":")
-                open_ports[words[9]] = (address, int(port, 16))
-    found = []
-    for pid in descendants(root):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:  # it has ended
-            continue
-        name = "torchrun" if b"torch.distributed.run" in words else "rank"
-        inodes = [match[1] for target in targets if (match := re.fullmatch(r"socket:\[(\d+)\]", target))]
-        found += [Listener(name, *open_ports[inode]) for inode in inodes if inode in open_ports]
-    return found
-
-
-def descendants(root: int) -> set[int]:
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+def test_nothing_listens_but_the_rendezvous(watched: Watched) -> None:
+    """torchrun's two stores, on all addresses; and gloo's groups in the ranks, on the address of the host's name alone
+    (`tests/training/test_instruments.py` tells that these are all that a rank has)."""
+    processes = {one.process: one for one in watched.listeners}
+    stores = [one for one in watched.listeners if "torch.distributed.run" in one.command]
+    others = [one for one in watched.listeners if one not in stores]
+    assert 1 <= len(stores) <= 2 and len({one.process for one in stores}) == 1
+    assert all("pretrain_gpt.py" in one.command for one in others), processes
+    assert len({one.process for one in others}) == 2
+    assert not any(one.on_all_addresses for one in others)
 
 
 def test_no_file_holds_a_secret(watched: Watched) -> None:

@@ -2,12 +2,14 @@
 for."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
@@ -17,6 +19,7 @@ from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
 from megalite.training.loop import _Run, train
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
+from tests.support.listeners import listeners
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
 
@@ -29,6 +32,7 @@ RUN: dict[str, Any] = {
     "eval_interval": 3,
     "eval_iters": 1,
     "save_interval": 4,
+    "lr_warmup_iters": 0,
 }
 
 
@@ -131,6 +135,30 @@ def gathers_of(context: RankContext, steps: int) -> int:
     return count[0]
 
 
+def listening(context: RankContext, folder: str) -> tuple[int, int]:
+    """Sockets that this rank has begun to listen on in a run that traces and saves; process groups that it has joined."""
+    more = {"save": folder, "run_dir": folder, "trace": True, "metrics": ["csv"], "log_interval": 1}
+    config = tiny_config(2, **{**RUN, "tp": 2, **more})
+    made, make = [0], dist.new_group
+    before = len(listeners(os.getpid()))
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        group = make(*arguments, **named)
+        made[0] += group is not dist.GroupMember.NON_GROUP_MEMBER
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", counted)
+        _Run(build(context, config), None, lambda line: None).go()
+    return len(listeners(os.getpid())) - before, made[0]
+
+
+def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:
+    """gloo has a socket for each; nothing of ours listens."""
+    for sockets, groups in run_ranks(2, listening, str(tmp_path)):
+        assert sockets == groups > 0
+
+
 def test_ranks_exchange_their_times_once_a_line() -> None:
     short, long = run_ranks(2, gathers_of, 2), run_ranks(2, gathers_of, 6)
     assert short == long == [1, 1]
@@ -151,17 +179,17 @@ def test_a_profile_has_the_pipeline_s_actions(tmp_path: Path) -> None:
 
 
 def profiled(context: RankContext, folder: str) -> None:
-    more = {"profile": True, "profile_ranks": [1], "profile_step_start": 1, "profile_step_end": 2}
+    more = {"profile": True, "profile_ranks": [1], "profile_step_start": 2, "profile_step_end": 3}
     config = tiny_config(
         2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 2, "eval_interval": None, **more}
     )
     _Run(build(context, config), None, lambda line: None).go()
 
 
-def test_a_profile_of_another_rank_from_its_first_step_on(tmp_path: Path) -> None:
+def test_a_profile_of_another_rank(tmp_path: Path) -> None:
     run_ranks(2, profiled, str(tmp_path))
     (trace,) = (tmp_path / "profile").glob("*.json")
-    assert trace.name == "rank-1-steps-1-1.json"
+    assert trace.name == "rank-1-steps-2-2.json"
     assert '"1F7 stage 1 microbatch 7"' in trace.read_text()
 
 
@@ -170,7 +198,7 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_first_step(tmp_p
     with pytest.raises(
         ConfigError, match=r"^cannot write profiles to .*profile: File exists; give a --run-dir"
     ):
-        run(tmp_path, profile=True, profile_step_start=1, profile_step_end=2)
+        run(tmp_path, profile=True, profile_step_start=2, profile_step_end=3)
 
 
 def test_a_profile_beyond_the_end_is_said(tmp_path: Path) -> None:

@@ -54,14 +54,14 @@ def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 79 << 30)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
-    config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path))
-    launch = Launch(rank=3, world_size=4, local_rank=1)
+    config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
+    launch = Launch(rank=1, world_size=2, local_rank=1)
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of"
     )
     said = explanation(error, config, frozenset(), launch)
-    history = tmp_path / "out-of-memory-rank-3.pickle"
-    assert "rank 3 (host " in said and " ran out of GPU memory when it asked for 2.50 GiB; " in said
+    history = tmp_path / "out-of-memory-rank-1.pickle"
+    assert "rank 1 (host " in said and " ran out of GPU memory when it asked for 2.50 GiB; " in said
     assert "; the device has 80.00 GiB, at most 79.00 GiB were allocated; the planner counts " in said
     assert (
         said.endswith(f"wrote its allocations to {history} for pytorch.org/memory_viz") and history.exists()

@@ -48,7 +48,7 @@ def test_least_and_most_over_ranks() -> None:
     assert fields["memory_bytes_max"] == 2 << 20
     assert fields["straggler_factor"] == pytest.approx(1.25)
     assert lines == [
-        "  ms/step of 2 ranks, least–most: forward 1000.0–1250.0, backward 0.0, reduce 0.0, optimizer 2.0, data wait 0.0, "
+        "  ms/step of 2 ranks, least–most: forward 1000.0–1250.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, "
         "waiting 748.0–998.0 | mem 1–2 MiB | save 0.50 s"
     ]
 
@@ -74,7 +74,7 @@ def test_ranks_that_run_apart_exchange_nothing() -> None:
     assert first[2] == second[2] == []
     assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
     assert first[1] == [
-        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data wait 0.0, waiting 998.0 | save 0.50 s"
+        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, waiting 998.0 | save 0.50 s"
     ]
 
 

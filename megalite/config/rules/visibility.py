@@ -59,10 +59,10 @@ def _check_profile(config: RunConfig, explicit: frozenset[str]) -> None:
             f"--profile-step-end {start + 2}"
         )
     if steps is not None and end > steps + 1:
-        first = max(1, min(start, steps))
+        remedy = f"--profile-step-start {min(start, steps)} --profile-step-end {steps + 1}"
         raise ConfigError(
-            f"profile_step_end {end} is beyond the last step: train_iters is {steps}; use --profile-step-start {first} "
-            f"--profile-step-end {steps + 1}"
+            f"profile_step_end {end} is beyond the last step: train_iters is {steps}; use "
+            f"{remedy if steps > 1 else '--train-iters 12'}"
         )
     p = config.parallel
     world = p.tp * p.pp * p.cp * (p.dp or 1)
