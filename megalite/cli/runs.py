@@ -79,7 +79,7 @@ def draw(runs: Sequence[RunFolder], title: str, path: Path) -> None:
         color, dashes = style_of(number)
         style = {"color": color, "linestyle": (0, tuple(map(float, dashes.split()))) if dashes else "-"}
         losses.plot(*_axes(run.losses), linewidth=1.2, label=run.name, **style)
-        losses.plot(*_axes(run.valid_losses), marker="o", markersize=4, linewidth=0.8, **style)
+        losses.plot(*_axes(run.valid_losses), marker="o", markersize=5, linestyle="none", color=color)
         speeds.plot(*_axes(run.speeds), linewidth=1.2, **style)
     losses.set_ylabel("loss (nats a token); dots: validation")
     losses.legend(fontsize="small")

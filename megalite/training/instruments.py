@@ -92,7 +92,7 @@ class Instruments:
                 step=self._first,
                 resumes=checkpoint.load is not None and not checkpoint.finetune,
                 ranks=layout.world_size,
-                layout=" ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1 rank",
+                layout=" ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "dp 1",
                 log=self._log,
             )
         except OSError as error:

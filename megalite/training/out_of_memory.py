@@ -91,7 +91,7 @@ def explanation(error: BaseException, config: RunConfig, explicit: frozenset[str
             f"gradients {format_bytes(plan.gradient_bytes)}, optimizer {format_bytes(plan.optimizer_bytes)}, activations "
             f"{format_bytes(plan.activation_bytes + plan.workspace_bytes)}), fragments and kernels' workspaces come on top"
         )
-    parts.append(f"use {', '.join(remedies(config))}; megalite plan finds layouts that fit")
+    parts.append(f"use {' or '.join(remedies(config))}; megalite plan finds layouts that fit")
     if on_cuda and config.logging.record_memory_history:
         parts.append(_write_history(config, launch.rank))
     return "; ".join(parts)

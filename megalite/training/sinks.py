@@ -87,7 +87,7 @@ TENSORBOARD_TAGS = {
     "backward_ms": "backward-compute-time",
     "reduce_ms": "all-grads-sync-time",
     "optimizer_ms": "optimizer-time",
-    "waiting_ms": "waiting-time",
+    "other_ms": "other-time",
     "evaluation_seconds": "eval-time",
     "save_seconds": "save-checkpoint-time",
     "straggler_factor": "straggler-factor",

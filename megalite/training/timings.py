@@ -12,11 +12,11 @@ from megalite.topology.topology import Topology
 from megalite.training.device_memory import peak_memory_bytes
 from megalite.training.phases import PHASES, PhaseClock
 
-_EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "waiting")
+_EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
 """Told in ms a step; the others, which come now and then, in seconds of the interval."""
 _LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
-_COLUMNS = (*PHASES, "waiting", "memory")
+_COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
 
 
@@ -94,7 +94,7 @@ class Timings:
         taken = self._clock.take()
         mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
         busy = sum(mine[name] for name in _EACH_STEP if name in mine)
-        mine["waiting"] = max(0.0, seconds / steps - busy)
+        mine["other"] = max(0.0, seconds / steps - busy)
         mine["memory"] = float(peak_memory_bytes(self._topology.device))
         row = [mine[name] for name in _COLUMNS]
         if not self._gathers:

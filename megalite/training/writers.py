@@ -37,8 +37,8 @@ COLUMNS = (
     *(
         "optimizer_ms",
         "optimizer_ms_min",
-        "waiting_ms",
-        "waiting_ms_min",
+        "other_ms",
+        "other_ms_min",
         "evaluation_seconds",
         "save_seconds",
     ),

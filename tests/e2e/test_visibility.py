@@ -99,7 +99,7 @@ def test_two_ranks_leave_all_that_one_can_look_at(watched: Watched) -> None:
     assert any(line.startswith("goodput ") for line in lines)
     train = records(watched.folder, "train")
     for record in train[49::50]:
-        for phase in ("forward", "backward", "reduce", "optimizer", "waiting"):
+        for phase in ("forward", "backward", "reduce", "optimizer", "other"):
             assert record[f"{phase}_ms"] >= record[f"{phase}_ms_min"] >= 0.0
         assert record["straggler_factor"] >= 1.0 and 0.0 < record["goodput"] < 1.0
     with (watched.folder / "metrics.csv").open(newline="") as file:

@@ -43,13 +43,13 @@ def test_least_and_most_over_ranks() -> None:
     assert gathers == ["world"], "one small gather an interval"
     assert (fields["forward_ms"], fields["forward_ms_min"]) == pytest.approx((1250.0, 1000.0))
     assert fields["optimizer_ms"] == pytest.approx(2.0)
-    assert fields["waiting_ms"] == pytest.approx(998.0)  # two seconds a step
+    assert fields["other_ms"] == pytest.approx(998.0)  # two seconds a step
     assert (fields["save_seconds"], fields["evaluation_seconds"]) == (0.5, 0.0)
     assert fields["memory_bytes_max"] == 2 << 20
     assert fields["straggler_factor"] == pytest.approx(1.25)
     assert lines == [
         "  ms/step of 2 ranks, least–most: forward 1000.0–1250.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, "
-        "waiting 748.0–998.0 | mem 1–2 MiB | save 0.50 s"
+        "other 748.0–998.0 | mem 1–2 MiB | save 0.50 s"
     ]
 
 
@@ -74,7 +74,7 @@ def test_ranks_that_run_apart_exchange_nothing() -> None:
     assert first[2] == second[2] == []
     assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
     assert first[1] == [
-        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, waiting 998.0 | save 0.50 s"
+        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, other 998.0 | save 0.50 s"
     ]
 
 
