@@ -14,7 +14,7 @@ from tests.support.listeners import Listener, listeners
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 150
+STEPS = 60
 CANARIES = {
     "WANDB_API_KEY": "{}",
     "HF_TOKEN": "{}",
@@ -29,8 +29,8 @@ CANARIES = {
 }
 FLAGS = (
     "--mock-data --vocab-size 512 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --dp 2 "
-    f"--global-batch-size 4 --train-iters {STEPS} --log-interval 50 --eval-interval 100 --eval-iters 1 --trace --profile "
-    "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 100"
+    f"--global-batch-size 4 --train-iters {STEPS} --log-interval 20 --eval-interval 40 --eval-iters 1 --trace --profile "
+    "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 40"
 )
 
 
@@ -59,11 +59,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         deadline = time.monotonic() + 60.0
         metrics = folder / "metrics.jsonl"
         while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and metrics.read_text().count("\n") >= 10:
+            if metrics.exists() and metrics.read_text().count("\n"):
                 break
             time.sleep(0.05)
         found = listeners(process.pid)
-        yield Watched(folder, finish(process, seconds=60).require_success(), found)
+        yield Watched(folder, finish(process, seconds=150).require_success(), found)
 
 
 def test_nothing_listens_but_the_rendezvous(watched: Watched) -> None:
@@ -95,10 +95,10 @@ def test_no_file_holds_a_secret(watched: Watched) -> None:
 
 def test_two_ranks_leave_all_that_one_can_look_at(watched: Watched) -> None:
     lines = watched.outcome.out.splitlines()
-    assert sum("ms/step of 2 ranks, least–most: forward " in line for line in lines) == STEPS // 50
+    assert sum("ms/step of 2 ranks, least–most: forward " in line for line in lines) == STEPS // 20
     assert any(line.startswith("goodput ") for line in lines)
     train = records(watched.folder, "train")
-    for record in train[49::50]:
+    for record in train[19::20]:
         for phase in ("forward", "backward", "reduce", "optimizer", "other"):
             assert record[f"{phase}_ms"] >= record[f"{phase}_ms_min"] >= 0.0
         assert record["straggler_factor"] >= 1.0 and 0.0 < record["goodput"] < 1.0
