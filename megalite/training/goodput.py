@@ -19,6 +19,9 @@ FILE = "sessions.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How a session ended by itself; one that was killed says nothing."""
 
+_WRITE_SECONDS = 5.0
+"""Between two writes of the file: steps may be short, and the disk far away."""
+
 
 @dataclass(kw_only=True)
 class Session:
@@ -133,6 +136,7 @@ class SessionLog:
     log: Callable[[str], None]
     _ready: bool = field(default=False, init=False)
     _warned: bool = field(default=False, init=False)
+    _written: float = field(default=0.0, init=False)
 
     @classmethod
     def open(
@@ -200,9 +204,11 @@ class SessionLog:
         self.session.seen = time.time()
         return goodput_of([*self.earlier, self.session])
 
-    def note(self) -> Goodput:
-        """Until now; and the file says so. A disk that is full holds up no training."""
+    def note(self, *, at_once: bool = False) -> Goodput:
+        """Until now; and the file says so, before long. A disk that is full holds up no training."""
         found = self.goodput()
+        if not at_once and self.session.seen - self._written < _WRITE_SECONDS:
+            return found
         try:
             self._write()
         except OSError as error:
@@ -222,7 +228,7 @@ class SessionLog:
             return goodput_of([*self.earlier, self.session])
         self.ready()
         self.session.ended = ended
-        return self.note()
+        return self.note(at_once=True)
 
     def _write_quietly(self) -> None:
         try:
@@ -231,6 +237,7 @@ class SessionLog:
             return
 
     def _write(self) -> None:
+        self._written = self.session.seen
         if self.folder is None:
             return
         tree: dict[str, Any] = {"sessions": [asdict(one) for one in (*self.earlier, self.session)]}

@@ -147,6 +147,15 @@ def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     assert read_sessions(tmp_path) == [Session(started=1.0, seen=2.0)]
 
 
+def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
+    account, seen = start(tmp_path, clock), []
+    for _ in range(4):
+        clock.now += 2.0
+        account.note()
+        seen.append(read_sessions(tmp_path)[0].seen - 1000.0)
+    assert seen == [0.0, 0.0, 6.0, 6.0]
+
+
 def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     account = SessionLog.open(
@@ -158,6 +167,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch
 
     monkeypatch.setattr(Path, "write_text", full)
     for _ in range(2):
+        clock.now += 60.0
         account.step(1, 1.0)
         assert isinstance(account.note(), Goodput)
     assert lines == [
