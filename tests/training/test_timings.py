@@ -105,5 +105,11 @@ def test_stages_are_not_compared_with_one_another() -> None:
     assert (found.ranks, found.factor, found.peers) == ((4,), 1.5, (3, 5))
 
 
+def test_a_rank_is_compared_with_the_others() -> None:
+    """Not with itself among them: of two, one could never take twice the median."""
+    (found,) = compare([1.0, 3.0], units(ParallelLayout(dp=2)), 1.2)
+    assert (found.ranks, found.factor, found.peers) == ((1,), 3.0, (0,))
+
+
 def test_a_rank_without_peers_is_no_straggler() -> None:
     assert compare([1.0, 9.0], units(ParallelLayout(pp=2)), 1.2) == []
