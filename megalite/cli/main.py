@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "operations, their kernels, what can run here or why not, and what would be chosen",
         ),
         "plot": ("megalite.cli.plot", "draw the loss curve of a run"),
+        "runs": ("megalite.cli.runs", "list runs, how they stand, and compare their curves"),
     }
 )
 """Command -> (module with `main(argv) -> int | None`, what it does). Imported only when called: most need no torch."""

@@ -14,6 +14,7 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import BAD_INPUT, INTERRUPTED
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.help import basic_help, full_help
+from megalite.config.secrets import redact_text
 from megalite.training.ending import write_ending
 from megalite.training.stopping import StopRequests, StopRun
 
@@ -104,13 +105,13 @@ def _refuse(error: Exception, status: int) -> int:
 
 
 def _log(line: str) -> None:
-    print(line, flush=True)
+    print(redact_text(line), flush=True)
 
 
 def _report(message: str, *, alone: bool = False) -> None:
     """Print an error that all ranks share, once; or one that this rank found alone."""
     if alone or _is_first_rank():
-        print(message, file=sys.stderr, flush=True)
+        print(redact_text(message), file=sys.stderr, flush=True)
     elif _UNDER_TORCHRUN in os.environ:
         # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
         time.sleep(5.0)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from megalite.config.run import RunConfig
+from megalite.config.secrets import redacted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,14 @@ def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
         section: {name: values[name] for name, setting in settings().items() if setting.section == section}
         for section in sections()
     }
+
+
+def without_credentials(config: RunConfig) -> RunConfig:
+    """The config for a file that others may read: addresses in it (`s3://user:password@host`) lose their credentials."""
+    shown = redacted(values_of(config))
+    return replace(
+        config, **{name: value for name, value in shown.items() if value != value_of(config, name)}
+    )
 
 
 def replace(config: RunConfig, **changes: Any) -> RunConfig:

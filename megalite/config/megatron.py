@@ -200,7 +200,12 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "--account-for-loss-in-pipeline-split": "the cut of layers always weighs embedding and head",
         "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES",
         "--decrease-batch-size-if-needed": _UNSUPPORTED,
-        "--wandb-project": "metrics go to TensorBoard and <run_dir>/metrics.jsonl",
+        "--wandb-save-dir": "its files go to <run_dir>/wandb",
+        "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
+        "--timing-log-option": "least and most over ranks are logged; TensorBoard has the most",
+        "--log-straggler": "--timing-log-level 1, the default, names stragglers",
+        "--use-pytorch-profiler": "--profile uses it without",
+        "--memory-snapshot-path": "it is written to <run_dir>/out-of-memory-rank-N.pickle",
         "--fake-process-group": "use --dry-run, which needs no devices",
         "--sft": _UNSUPPORTED,
     }

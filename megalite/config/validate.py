@@ -22,6 +22,7 @@ from megalite.config.rules.recompute import check_recompute
 from megalite.config.rules.run_lengths import check_run_lengths
 from megalite.config.rules.schedules import check_schedules
 from megalite.config.rules.stops import check_stops
+from megalite.config.rules.visibility import check_visibility
 from megalite.config.run import RunConfig
 
 __all__ = ["microbatch_counts", "require_startable", "validate"]
@@ -63,6 +64,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     check_evaluation(config, explicit)
     check_checkpoint(config, explicit)
     check_stops(config, explicit)
+    check_visibility(config, explicit)
     return config
 
 

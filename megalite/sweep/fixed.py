@@ -20,6 +20,15 @@ _WHY = {
     "log_interval": "every step is written",
     "trace": "tracing takes time of its own",
     "trace_steps": "tracing takes time of its own",
+    "profile": "profiling takes time of its own",
+    "profile_step_start": "profiling takes time of its own",
+    "profile_step_end": "profiling takes time of its own",
+    "profile_ranks": "profiling takes time of its own",
+    "record_memory_history": "noting allocations takes time of its own",
+    "metrics": "the sweep reads metrics.jsonl alone",
+    "wandb_project": "the sweep reads metrics.jsonl alone",
+    "wandb_entity": "the sweep reads metrics.jsonl alone",
+    "wandb_exp_name": "the sweep reads metrics.jsonl alone",
     "min_lr": "so short a run needs no schedule of the learning rate",
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megalite.checkpoint.files import replace_durably
 from megalite.config.exit_codes import DONE, FAILED, INTERRUPTED
+from megalite.config.secrets import redacted
 
 FILE_NAME = "exit.json"
 
@@ -62,4 +63,6 @@ def write_ending(run_dir: Path | None, ending: Ending) -> None:
     """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all."""
     if run_dir is not None and run_dir.is_dir():
         with contextlib.suppress(OSError):
-            replace_durably(run_dir / FILE_NAME, json.dumps(asdict(ending), indent=1).encode() + b"\n")
+            replace_durably(
+                run_dir / FILE_NAME, json.dumps(redacted(asdict(ending)), indent=1).encode() + b"\n"
+            )

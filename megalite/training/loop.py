@@ -1,6 +1,7 @@
 """The run: set up, resume, step, evaluate, save, until done."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from megalite.training.ending import Ending, Standing
 from megalite.training.evaluation import Evaluator, meet, misses_evaluation, read_batches
 from megalite.training.flipped_bits import compare_replicas
 from megalite.training.hang_watch import HangWatch, begin_watch
+from megalite.training.instruments import Instruments
 from megalite.training.leaving import run_and_tell
 from megalite.training.loss_spikes import LossSpikes
 from megalite.training.non_finite import NonFiniteError
+from megalite.training.out_of_memory import check_memory_history, explaining_out_of_memory
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_modules, build_replica
 from megalite.training.reporter import Reporter
@@ -34,11 +37,10 @@ from megalite.training.setup import (
     describe,
     in_words,
     open_data,
-    open_sinks,
+    open_reports,
     prepare_data,
     resolve,
 )
-from megalite.training.sinks import MetricSink
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequests, StopRun
 from megalite.training.throughput import SpeedMeter
@@ -69,6 +71,7 @@ def train(
         SaveError: a checkpoint could not be written.
         RestartLoopError: the same step has failed again and again.
     """
+    started = time.time()
     launch = Launch.from_environment()
     first, standing = launch.rank == 0, Standing()
     run_dir = Path(config.logging.run_dir) if first and config.logging.run_dir is not None else None
@@ -76,8 +79,13 @@ def train(
     if not first:
         stops.file = None
     log = log if first else _silent
+
+    def run() -> Ending:
+        with explaining_out_of_memory(config, explicit, launch):
+            return _train(config, launch, explicit, log, stops, standing, started=started, watched=watched)
+
     return run_and_tell(
-        lambda: _train(config, launch, explicit, log, stops, standing, watched=watched),
+        run,
         run_dir=run_dir,
         stops=stops,
         standing=standing,
@@ -93,6 +101,7 @@ def _train(
     stops: StopRequests,
     standing: Standing,
     *,
+    started: float,
     watched: bool,
 ) -> Ending:
     device = launch.device(config.training.device)
@@ -100,6 +109,7 @@ def _train(
     # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
     validate(config, launch.world_size, explicit)
     check_backend(parallel.distributed_backend, device)
+    check_memory_history(config, device)
     if device.type == "cpu" and config.compute.keep_cpu_memory:
         keep_freed_memory()
     start_distributed(
@@ -137,7 +147,7 @@ def _train(
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
         replica = build_replica(config, topology, programs, modules)
-        ending = _Run(replica, tokenizer, log, stops, standing).go()
+        ending = _Run(replica, tokenizer, log, stops, standing, started=started).go()
         agreed = True
         return ending
     except (ConfigError, NonFiniteError) as error:
@@ -164,7 +174,10 @@ class _Run:
         log: Callable[[str], None],
         stops: StopRequests | None = None,
         standing: Standing | None = None,
+        *,
+        started: float | None = None,
     ) -> None:
+        started = time.time() if started is None else started
         self.replica = replica
         self.stops, self.standing = stops or StopRequests(), standing or Standing()
         self.config = config = replica.config
@@ -180,8 +193,11 @@ class _Run:
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
         self.traces = trace_writer(config, replica.topology, first=self.progress.step, log=log)
-        tracer = None if self.traces is None else self.traces.timer
-        self.stepper = Stepper(replica, Schedules(config), tracer=tracer)
+        self.instruments = Instruments(
+            replica, started=started, step=self.progress.step, apart=self._apart, log=log
+        )
+        tracer = self.instruments.tracer(None if self.traces is None else self.traces.timer)
+        self.stepper = Stepper(replica, Schedules(config), tracer=tracer, phase=self.instruments.phase)
         step, samples = self.progress.step, self.progress.samples
         self.total = step + steps_left(config, step=step, samples=samples)
         validates = config.training.eval_interval is not None
@@ -200,7 +216,7 @@ class _Run:
                 log(f"step {step} is beyond the last step, {self.total}: it will not be traced")
         self.reporter = Reporter(
             log=log,
-            sinks=self._open_sinks(),
+            sinks=open_reports(replica, self.instruments, step=self.progress.step, total=self.total, log=log),
             spikes=LossSpikes.resumed(config, reads=replica.topology.rank == 0),
             meter=SpeedMeter(
                 config, world_size=replica.topology.layout.world_size, device=replica.topology.device
@@ -208,20 +224,8 @@ class _Run:
             log_interval=config.logging.log_interval,
             total_steps=self.total,
             device=replica.topology.device,
+            instruments=self.instruments,
         )
-
-    def _open_sinks(self) -> list[MetricSink]:
-        """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write."""
-        topology = self.replica.topology
-        sinks: list[MetricSink] = []
-        found: ConfigError | None = None
-        if topology.rank == 0:
-            try:
-                sinks = open_sinks(self.config, step=self.progress.step, log=self.log)
-            except ConfigError as error:
-                found = error
-        topology.world.agree(found, topology.device)
-        return sinks
 
     def go(self) -> Ending:
         """Step to the end of the run, or until it is asked to stop."""
@@ -258,6 +262,7 @@ class _Run:
             for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
                 if loader is not None:
                     loader.close()
+            self.instruments.close(finished=self.progress.step >= self.total)
             self.reporter.close()
             self.replica.strategy.close()
 
@@ -275,7 +280,9 @@ class _Run:
             # All ranks have agreed to stop here, between two steps or two batches of an evaluation.
             self.stops.leave()
             save = self.saver if self.standing.moved else None
-            return save_and_stop(stop.request, save, self.progress, log=self.log)
+            self._heartbeat.phase("saving", patient=True)
+            with self.instruments.stall("save"):
+                return save_and_stop(stop.request, save, self.progress, log=self.log)
 
     def _train(self) -> Ending:
         config = self.config
@@ -301,7 +308,8 @@ class _Run:
                 self._evaluate()
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
                 self._heartbeat.phase("saving", patient=True)
-                self.saver.begin(self.progress)
+                with self.instruments.stall("save"):
+                    self.saver.begin(self.progress)
                 self.reporter.restart_clock()
                 if self._apart and step < self.total:
                     meet(self.stops, self.replica.topology)
@@ -309,7 +317,8 @@ class _Run:
                 self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
                 break
         self._heartbeat.phase("saving", patient=True)
-        self.saver.finish(self.progress)
+        with self.instruments.stall("save"):
+            self.saver.finish(self.progress)
         if self.progress.step == self.total:
             self._evaluate_test()
             return Ending.finished(self.progress.step)
@@ -349,6 +358,7 @@ class _Run:
         self._prepare(after)
         if self.traces is not None:
             self.traces.begin(after.step)
+        self.instruments.begin(after.step)
         result = self.stepper.step(microbatches, before=before, batch_size=size)
         bubble = None
         if self.traces is not None:
@@ -358,6 +368,8 @@ class _Run:
         self.reporter.step(
             result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited
         )
+        if self.instruments.finish(after.step):
+            self.reporter.restart_clock()
 
     def _prepare(self, at: Progress) -> None:
         """Begin to read what the run needs once it stands there."""
@@ -375,10 +387,14 @@ class _Run:
     def _evaluate(self) -> None:
         if self.validation is not None:
             self._heartbeat.phase("evaluating")
-            self.reporter.evaluation(self.validation.loss(), at=self.progress)
+            with self.instruments.stall("evaluation"):
+                loss = self.validation.loss()
+            self.reporter.evaluation(loss, at=self.progress)
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
             self._heartbeat.phase("evaluating")
             self.test.prepare()
-            self.reporter.evaluation(self.test.loss(), at=self.progress, split="test")
+            with self.instruments.stall("evaluation"):
+                loss = self.test.loss()
+            self.reporter.evaluation(loss, at=self.progress, split="test")

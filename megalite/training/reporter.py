@@ -1,8 +1,6 @@
 """What a run tells: one line a log interval, and every step to the sinks."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,6 +8,8 @@ from dataclasses import asdict
 import torch
 
 from megalite.optimizers.schedules import Progress
+from megalite.training.device_memory import peak_memory_bytes
+from megalite.training.instruments import Instruments
 from megalite.training.loss_spikes import LossSpikes
 from megalite.training.sinks import MetricSink
 from megalite.training.step import StepResult
@@ -26,6 +26,7 @@ class Reporter:
         log: prints a line.
         total_steps: length of the run, for "step 10/200" and the time left.
         spikes: knows the losses of the steps before.
+        instruments: what is asked about each interval, and told of each step.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Reporter:
         total_steps: int,
         device: torch.device,
         spikes: LossSpikes | None = None,
+        instruments: Instruments | None = None,
     ) -> None:
         self._log = log
         self._spikes = spikes
+        self._instruments = instruments
         self._sinks = sinks
         self._meter = meter
         self._interval = log_interval
@@ -66,7 +69,9 @@ class Reporter:
         bubble_fraction: float | None = None,
         data_wait_seconds: float = 0.0,
     ) -> None:
-        """Take note of a step; every `log_interval` steps, and after the last, print a line.
+        """Take note of a step; every `log_interval` steps, and after the last, print a line and what the instruments say.
+
+        Collectives: those of `Instruments.interval`, when a line is due.
 
         Args:
             bubble_fraction: measured, where the step was traced.
@@ -107,10 +112,20 @@ class Reporter:
                 if alarm:
                     said = self._spikes.words(result.loss, score)
                     self._log(f"warning: step {after.step}: {said}")
+        due = after.step % self._interval == 0 or after.step == self._total
+        lines: list[str] = []
+        if self._instruments is not None:
+            self._instruments.made(after.step, seconds=seconds, waited=data_wait_seconds)
+            if due:
+                report = self._instruments.interval(steps=len(self._losses), seconds=self._seconds)
+                record |= report.fields
+                lines = report.lines
         for sink in self._sinks:
             sink.write(record)
-        if after.step % self._interval == 0 or after.step == self._total:
+        if due:
             self._print(result, after, batch_size)
+            for line in lines:
+                self._log(line)
 
     def _print(self, result: StepResult, after: Progress, batch_size: int) -> None:
         steps = len(self._losses)
@@ -163,14 +178,6 @@ def _speed_parts(speed: Speed) -> list[str]:
         f"{speed.tflops_per_rank:.4g} TFLOP/s a rank",
         mfu,
     ]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory of this rank so far: allocated on the GPU, or resident in the host for cpu."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _clock(seconds: float) -> str:

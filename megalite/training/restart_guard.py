@@ -18,6 +18,7 @@ from megalite.checkpoint.files import replace_durably
 from megalite.config.describe import sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.secrets import redact_text
 from megalite.config.run import RunConfig
 from megalite.topology.group import Group
 from megalite.training.sinks import last_record
@@ -86,7 +87,7 @@ class RestartGuard:
 
     def failed(self, step: int, error: BaseException) -> None:
         """The start ends by an error in `step`."""
-        text = f"{type(error).__name__}: {error}"[:_MOST]
+        text = redact_text(f"{type(error).__name__}: {error}")[:_MOST]
         self._failed.append(Attempt(start=self._start, failed_in=step, error=text))
         self._write(running=False)
 

@@ -16,6 +16,7 @@ from megalite.checkpoint.prune import prune
 from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.save import SavedTensor, planned_bytes, save_checkpoint
 from megalite.config.byte_size import format_bytes
+from megalite.config.describe import without_credentials
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
@@ -81,7 +82,7 @@ class _Write:
                 "loss_scaler": replica.scaler.state(),
                 **{name: counters for name, counters in more.items() if counters},
             },
-            "config": asdict(replica.config),
+            "config": asdict(without_credentials(replica.config)),
             "layout": asdict(replica.topology.layout),
             "tokenizer": tokenizer,
             "kernels": replica.kernels.summary(),

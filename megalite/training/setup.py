@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megalite.config import files
 from megalite.config.compute import kernels_in_words
-from megalite.config.describe import replace
+from megalite.config.describe import replace, without_credentials
 from megalite.config.errors import ConfigError
 from megalite.config.rules.files import saves
 from megalite.config.run import RunConfig
@@ -24,8 +24,10 @@ from megalite.data.tokenizers.build import build_tokenizer
 from megalite.optimizers.schedules import Progress
 from megalite.topology.sequence import sequence_spans
 from megalite.training.indices import Need, leads_node, prepare_indices
+from megalite.training.instruments import Instruments
 from megalite.training.replica import Replica
 from megalite.training.sinks import JsonLines, MetricSink, TensorBoard, tensorboard_installed
+from megalite.training.writers import CSVFile, Wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +190,32 @@ def make_save_folder(config: RunConfig) -> None:
         ) from None
 
 
+def open_reports(
+    replica: Replica, instruments: Instruments, *, step: int, total: int, log: Callable[[str], None]
+) -> list[MetricSink]:
+    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files.
+
+    Raises:
+        ConfigError: something cannot be written; the same on every rank.
+    """
+    topology = replica.topology
+    sinks: list[MetricSink] = []
+    found: ConfigError | None = None
+    try:
+        instruments.open(total)
+        if topology.rank == 0:
+            sinks = open_sinks(replica.config, step=step, log=log)
+    except ConfigError as error:
+        found = error
+    topology.world.agree(found, topology.device)
+    return sinks
+
+
 def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
     """The run folder with its resolved config and metrics; called on rank 0.
 
     Raises:
-        ConfigError: the folder cannot be written, or tensorboard was asked for and is not installed.
+        ConfigError: the folder cannot be written, or a package that was asked for is not installed.
     """
     run_dir, tensorboard = config.logging.run_dir, config.logging.tensorboard_dir
     sinks: list[MetricSink] = []
@@ -200,8 +223,10 @@ def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> l
         if run_dir is not None:
             folder = Path(run_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(files.dump(config))
+            (folder / "config.yaml").write_text(files.dump(without_credentials(config)))
             sinks.append(JsonLines(folder / "metrics.jsonl", step=step))
+            if "csv" in config.logging.metrics:
+                sinks.append(CSVFile(folder / "metrics.csv", step=step))
             if tensorboard is None and not tensorboard_installed():
                 # Not asked for by name, and metrics.jsonl has the same numbers.
                 log("tensorboard is not installed: metrics go to metrics.jsonl alone")
@@ -209,6 +234,8 @@ def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> l
                 tensorboard = tensorboard or str(folder / "tensorboard")
         if tensorboard is not None:
             sinks.append(TensorBoard(Path(tensorboard)))
+        if "wandb" in config.logging.metrics:
+            sinks.append(Wandb(config, resumes=config.checkpoint.load is not None))
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "

@@ -115,17 +115,29 @@ TENSORBOARD_TAGS = {
     "batch_size": "batch-size",
     "ms_per_step": "iteration-time",
     "data_wait_ms": "batch-generator-time",
+    "forward_ms": "forward-compute-time",
+    "backward_ms": "backward-compute-time",
+    "reduce_ms": "all-grads-sync-time",
+    "optimizer_ms": "optimizer-time",
+    "other_ms": "other-time",
+    "evaluation_seconds": "eval-time",
+    "save_seconds": "save-checkpoint-time",
+    "straggler_factor": "straggler-factor",
+    "goodput": "goodput",
     "tflops_per_rank": "throughput",
     "tokens_per_second": "tokens-per-second",
     "mfu": "mfu",
     "bubble_fraction": "pipeline-bubble-fraction",
     "memory_bytes": "mem-max-allocated-bytes",
+    "memory_allocated_bytes": "mem-allocated-bytes",
+    "memory_reserved_bytes": "mem-reserved-bytes",
+    "memory_allocated_count": "mem-allocated-count",
     "valid_loss": "lm loss validation",
     "valid_perplexity": "lm loss validation ppl",
     "test_loss": "lm loss test",
     "test_perplexity": "lm loss test ppl",
 }
-"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". Times are in seconds there."""
+"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". Times, `_ms` here, are in seconds there."""
 
 
 def tensorboard_installed() -> bool:
@@ -156,7 +168,7 @@ class TensorBoard:
         for name, tag in TENSORBOARD_TAGS.items():
             value = record.get(name)
             if value is not None:
-                value = value / 1e3 if name in ("ms_per_step", "data_wait_ms") else value
+                value = value / 1e3 if name == "ms_per_step" or name.endswith("_ms") else value
                 self._writer.add_scalar(tag, value, record["step"])
                 self._writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 

@@ -1,8 +1,10 @@
 """One training step and one evaluation batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,11 +47,20 @@ class Stepper:
 
     Args:
         tracer: told of every computation of training steps.
+        phase: entered, by name, around what is neither: `reduce` and `optimizer`.
     """
 
-    def __init__(self, replica: Replica, schedules: Schedules, *, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        schedules: Schedules,
+        *,
+        tracer: Tracer | None = None,
+        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._replica = replica
         self._tracer = tracer
+        self._phase = phase
         self._schedules = schedules
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._forward: ForwardStep = self._no_batch
@@ -97,7 +108,8 @@ class Stepper:
         )
         losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
-        replica.strategy.finish_gradients()
+        with self._phase("reduce"):
+            replica.strategy.finish_gradients()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
         parts = replica.strategy.norm_terms()
@@ -122,7 +134,8 @@ class Stepper:
                 weight_decay=self._schedules.weight_decay(scheduled),
                 factor=self._factor(clipping, scale),
             )
-            replica.strategy.update(replica.optimizer, update)
+            with self._phase("optimizer"):
+                replica.strategy.update(replica.optimizer, update)
         replica.scaler.update(overflow=skipped, samples=batch_size)
         return StepResult(
             loss=loss,

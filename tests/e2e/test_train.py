@@ -101,6 +101,7 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
         "config.yaml",
         "exit.json",
         "metrics.jsonl",
+        "sessions.json",
         "tensorboard",
         "trace-2.json",
     }

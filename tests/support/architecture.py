@@ -23,7 +23,7 @@ extensions, to see whether they load."""
 
 OPTIONAL_PACKAGES = {
     *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
-    *("transformers", "triton", "zstandard"),
+    *("transformers", "triton", "wandb", "zstandard"),
 }
 """Third-party packages of the extras, imported where they are used."""
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.optimizers.schedules import Schedules
 from megalite.parity.trajectory import Runner
 from megalite.topology.topology import Topology
+from megalite.training.phases import PhaseClock
 from megalite.training.replica import build_replica
+from megalite.training.step import Stepper
 from tests.support.tiny import LLAMA, tiny_config
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
@@ -21,7 +24,11 @@ FAMILIES = {"gpt": {"hidden_dropout": 0.1}, "llama": {**LLAMA, "hidden_dropout":
 
 def runner(device: torch.device, family: str, **changes: Any) -> Runner:
     config = tiny_config(**FAMILIES[family], device=device.type, num_layers=2, **changes)
-    return Runner(build_replica(config, Topology.solo(device)))
+    run = Runner(build_replica(config, Topology.solo(device)))
+    # Timers are on by default, and must not wait either.
+    clock = PhaseClock(device)
+    run.stepper = Stepper(run.replica, Schedules(config), tracer=clock, phase=clock.phase)
+    return run
 
 
 @pytest.mark.parametrize("family", FAMILIES)

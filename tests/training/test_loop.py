@@ -64,7 +64,7 @@ def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path
     assert [record["step"] for record in records(tmp_path / "run", "valid")] == [0, 2, 4]
     (test,) = records(tmp_path / "run", "test")
     assert test["step"] == 4 and test["test_loss"] > 0
-    assert lines[-1].startswith(f"step 4/4 | test loss {test['test_loss']:.4f} | test perplexity ")
+    assert lines[-2].startswith(f"step 4/4 | test loss {test['test_loss']:.4f} | test perplexity ")
     # A run that is only interrupted has not come to its end.
     lines = run(prefix, tmp_path / "half", exit_interval=3)
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)

@@ -1,0 +1,185 @@
+"""`megalite runs`: what it says of runs in every state, and its pictures."""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.curves import Line, draw_curves, thinned, ticks
+from megalite.cli.run_folders import find_runs, status_of
+from megalite.cli.runs import main
+from megalite.config import files
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.training.goodput import Session
+from megalite.training.sinks import JsonLines
+
+NOW = 1_750_000_000.0
+
+
+def write_run(
+    folder: Path, *, steps: int = 30, speed: float = 800.0, sessions: list[Session] | None = None
+) -> None:
+    folder.mkdir(parents=True)
+    sink = JsonLines(folder / "metrics.jsonl", step=0)
+    for step in range(1, steps + 1):
+        place = {"step": step, "consumed_samples": 8 * step}
+        loss = math.nan if step == 7 else 2.0 + 4.0 / step
+        sink.write({"kind": "train", **place, "loss": loss, "tokens_per_second": speed, "ms_per_step": 100.0})
+        if step % 10 == 0:
+            sink.write({"kind": "valid", **place, "valid_loss": 2.5 + 4.0 / step})
+    sink.close()
+    if sessions is not None:
+        tree = {"sessions": [vars(one) for one in sessions]}
+        (folder / "sessions.json").write_text(json.dumps(tree))
+    (folder / "config.yaml").write_text(files.dump(replace(RunConfig(), train_iters=40)))
+
+
+def session(**changes: Any) -> Session:
+    values = {"started": NOW, "seen": NOW + 4.0, "ended": "finished", "ranks": 4, "layout": "tp 2 pp 2"}
+    return Session(**{**values, "steps_seconds": 3.0, "host": platform.node(), **changes})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_run(tmp_path / "a", sessions=[session()])
+    write_run(tmp_path / "sweep" / "b<&>", speed=400.0, sessions=[session(ended=None, pid=os.getpid())])
+    write_run(
+        tmp_path / "c",
+        steps=3,
+        sessions=[session(ended=None, pid=ended.pid), session(ended=None, pid=ended.pid)],
+    )
+    write_run(tmp_path / "old", steps=2)
+    (tmp_path / "starting").mkdir()
+    (tmp_path / "starting" / "sessions.json").write_text("{")
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "a" / "checkpoints" / "metrics.jsonl").write_text("")  # nobody looks there
+    return tmp_path
+
+
+def test_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == (
+        [
+            "run",
+            "status",
+            "layout",
+            "ranks",
+            "step",
+            "loss",
+            "valid",
+            "loss",
+            "tokens/s",
+            "goodput",
+            "starts",
+            "started",
+        ]
+    )
+    cells = {row.split()[0]: re.split(r"\s{2,}", row) for row in rows}
+    assert list(cells) == ["a", "c", "old", "starting", "sweep/b<&>"]
+    assert cells["a"][1:9] == ["finished", "tp 2 pp 2", "4", "30/40", "2.1333", "2.6333", "800", "75.0%"]
+    assert cells["c"][1] == "killed" and cells["c"][-2] == "2"
+    assert cells["sweep/b<&>"][1] == "running" and "400" in cells["sweep/b<&>"]
+    assert cells["old"][1] == cells["starting"][1] == "unknown"
+
+
+def test_json_has_the_curves(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs / "a"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["step"], found["goodput"]) == ("a", 30, 0.75)
+    assert found["losses"][:1] == [[1, 6.0]] and found["losses"][6] == [7, "NaN"]
+    assert found["valid_losses"] == [[10, 2.9], [20, 2.7], [30, pytest.approx(2.6333, abs=1e-4)]]
+
+
+def test_the_page_needs_nothing_else(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main([str(runs), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "://" not in text and "<script" not in text and "b<&>" not in text and "b&lt;&amp;&gt;" in text
+    pictures = re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 3
+    for picture, count in zip(pictures, (4, 2, 4)):
+        drawn = ElementTree.fromstring(picture)
+        curves = [path for path in drawn.iter("path") if path.get("class") == "curve"]
+        assert len(curves) == count
+        assert len({(path.get("stroke"), path.get("stroke-dasharray")) for path in curves}) == count
+
+
+def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs), "--png", str(tmp_path / "runs.png")]) == 0
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'runs.png'}\n")
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ("none", "none does not exist; give a folder with runs in it"),
+        ("a/config.yaml", "a/config.yaml is a file; give a folder"),
+        ("a/checkpoints/empty", "there is no run in a/checkpoints/empty: no metrics.jsonl or sessions.json"),
+        (
+            "a --html missing/page.html",
+            "cannot write missing/page.html: No such file or directory; give --html a file",
+        ),
+        ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give --png a file"),
+        ("a --png a.bmpp", "cannot write a.bmpp: "),
+    ],
+)
+def test_mistakes(
+    words: str, error: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(runs)
+    (runs / "a" / "checkpoints" / "empty").mkdir()
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {error}")
+
+
+def test_a_run_on_another_host_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.cli.run_folders.time.time", lambda: NOW)
+    away = [session(ended=None, host="elsewhere", pid=1)]
+    assert status_of(away, NOW - 60.0) == "running"
+    assert status_of(away, NOW - 3600.0) == "silent for 60 min"
+    assert status_of(away, NOW - 10_800.0) == "silent for 3 h"
+
+
+def test_a_run_under_way_gets_the_goodput_of_now(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", sessions=[session(ended=None, pid=os.getpid(), steps_seconds=1.0)])
+    for name in ("metrics.jsonl", "sessions.json"):
+        os.utime(tmp_path / "a" / name, (NOW + 10.0, NOW + 10.0))
+    (found,) = find_runs(tmp_path)
+    assert found.goodput == pytest.approx(0.1)
+
+
+def test_ticks() -> None:
+    assert ticks(0.0, 30.0) == [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    assert ticks(2.13, 6.0) == [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert len(ticks(5.0, 5.0)) > 2 and ticks(5.0, 5.0)[0] < 5.0 < ticks(5.0, 5.0)[-1]
+
+
+def test_what_is_no_number_leaves_a_gap() -> None:
+    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, 3.0)]
+    path = re.search(
+        r'class="curve"[^>]* d="(.*?)"', draw_curves([Line("a", points, 0)], x_label="x", y_label="y")
+    )
+    assert path is not None
+    assert re.sub(r"[\d. ]+", "", path[1]) == "MhML"
+    assert draw_curves([Line("a", [(1.0, math.nan)], 0)], x_label="x", y_label="y") == ""
+
+
+def test_long_curves_are_thinned() -> None:
+    points = [(float(step), float(step % 10)) for step in range(100_000)]
+    thin = thinned(points, 500)
+    assert len(thin) == 500
+    assert all(y == pytest.approx(4.5) for _, y in thin)
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)

@@ -1,0 +1,115 @@
+"""A run on two ranks under torchrun, watched from outside: what listens meanwhile, and what its folder holds afterwards."""
+
+import csv
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import Outcome, finish, records, start, train_command
+from tests.support.listeners import Listener, listeners
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 60
+CANARIES = {
+    "WANDB_API_KEY": "{}",
+    "HF_TOKEN": "{}",
+    "AWS_SECRET_ACCESS_KEY": "{}",
+    "AZURE_CLIENT_SECRET": "{}",
+    "GITHUB_TOKEN": "{}",
+    "DB_PASSWORD": "{}",
+    "SLACK_BOT_TOKEN": "{}",
+    "MY_PRIVATE_KEY": "{}",
+    "DATABASE_URL": "postgres://me:{}@db/runs",
+    "REGISTRY_URL": "https://{}@registry/",
+}
+FLAGS = (
+    "--mock-data --vocab-size 512 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --dp 2 "
+    f"--global-batch-size 4 --train-iters {STEPS} --log-interval 20 --eval-interval 40 --eval-iters 1 --trace --profile "
+    "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 40"
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run."""
+
+    folder: Path
+    outcome: Outcome
+    listeners: list[Listener]
+    """While it trained."""
+
+
+def canary(name: str) -> str:
+    return f"canary{name.lower().replace('_', '')}7"
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched") / "run"
+    load = f"https://me:{canary('LOAD')}@storage/{folder.name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CANARIES.items():
+            patch.setenv(name, value.format(canary(name)))
+        process = start(train_command(2, *FLAGS.split(), "--run-dir", folder, "--load", load))
+        deadline = time.monotonic() + 60.0
+        metrics = folder / "metrics.jsonl"
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and metrics.read_text().count("\n"):
+                break
+            time.sleep(0.05)
+        found = listeners(process.pid)
+        yield Watched(folder, finish(process, seconds=150).require_success(), found)
+
+
+def test_nothing_listens_but_the_rendezvous(watched: Watched) -> None:
+    """torchrun's two stores, on all addresses; and gloo's groups in the ranks, on the address of the host's name alone
+    (`tests/training/test_instruments.py` tells that these are all that a rank has)."""
+    processes = {one.process: one for one in watched.listeners}
+    stores = [one for one in watched.listeners if "torch.distributed.run" in one.command]
+    others = [one for one in watched.listeners if one not in stores]
+    assert 1 <= len(stores) <= 2 and len({one.process for one in stores}) == 1
+    assert all("pretrain_gpt.py" in one.command for one in others), processes
+    assert len({one.process for one in others}) == 2
+    assert not any(one.on_all_addresses for one in others)
+
+
+def test_no_file_holds_a_secret(watched: Watched) -> None:
+    secrets = [canary(name).encode() for name in (*CANARIES, "LOAD")]
+    files = [path for path in watched.folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(watched.folder).parts[0] for path in files}
+    assert {"config.yaml", "metrics.jsonl", "metrics.csv", "sessions.json", "checkpoints", "profile"} <= names
+    assert {"tensorboard", "trace-3.json"} <= names
+    leaks = [(path, secret) for path in files for secret in secrets if secret in path.read_bytes()]
+    assert leaks == []
+    assert not any(secret.decode() in watched.outcome.out for secret in secrets)
+    # What was given is there, without its credentials.
+    manifest = next(watched.folder.glob("checkpoints/step-*/manifest.json")).read_text()
+    for text in ((watched.folder / "config.yaml").read_text(), manifest):
+        assert "https:/***@storage" in text or "https://***@storage" in text
+
+
+def test_two_ranks_leave_all_that_one_can_look_at(watched: Watched) -> None:
+    lines = watched.outcome.out.splitlines()
+    assert sum("ms/step of 2 ranks, least–most: forward " in line for line in lines) == STEPS // 20
+    assert any(line.startswith("goodput ") for line in lines)
+    train = records(watched.folder, "train")
+    for record in train[19::20]:
+        for phase in ("forward", "backward", "reduce", "optimizer", "other"):
+            assert record[f"{phase}_ms"] >= record[f"{phase}_ms_min"] >= 0.0
+        assert record["straggler_factor"] >= 1.0 and 0.0 < record["goodput"] < 1.0
+    with (watched.folder / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "train"]
+    assert [float(row["loss"]) for row in rows] == [record["loss"] for record in train]
+    assert len(train) == STEPS
+    (session,) = json.loads((watched.folder / "sessions.json").read_text())["sessions"]
+    assert (session["ended"], session["ranks"], session["layout"], session["last_step"]) == (
+        ("finished", 2, "dp 2", STEPS)
+    )
+    for rank in (0, 1):
+        trace = (watched.folder / "profile" / f"rank-{rank}-steps-2-3.json").read_text()
+        assert '"0B1 stage 0 microbatch 1"' in trace

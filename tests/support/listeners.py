@@ -1,0 +1,66 @@
+"""Sockets that processes listen on, as Linux tells them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_LISTENING = "0A"
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A listening TCP socket."""
+
+    process: int
+    command: str
+    address: str
+    """In hexadecimal, as /proc has it."""
+    port: int
+
+    @property
+    def on_all_addresses(self) -> bool:
+        """Whoever reaches any of the host's addresses reaches it."""
+        return int(self.address, 16) == 0
+
+
+def listeners(root: int) -> list[Listener]:
+    """Of a process and all below it."""
+    ports: dict[str, tuple[str, int]] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENING:
+                address, port = words[1].split(":")
+                ports[words[9]] = (address, int(port, 16))
+    found = []
+    for pid in sorted(_descendants(root)):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            entries = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:  # it has ended
+            continue
+        inodes = [
+            match[1] for entry in entries if (match := re.fullmatch(r"socket:\[(\d+)\]", _target(entry)))
+        ]
+        found += [Listener(pid, command, *ports[inode]) for inode in inodes if inode in ports]
+    return found
+
+
+def _target(entry: Path) -> str:
+    try:
+        return str(entry.readlink())
+    except OSError:  # closed meanwhile, as what lists the folder is
+        return ""
+
+
+def _descendants(root: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
