@@ -62,7 +62,7 @@ def _train(invocation: Invocation) -> int:
     def run() -> int:
         status = 0
         try:
-            train(invocation.config, explicit=invocation.explicit, log=_log)
+            train(invocation.config, explicit=invocation.explicit, fixed=_flags(invocation), log=_log)
         except SaveError as error:
             status = _refuse(error, NOT_SAVED)
         except ConfigError as error:
@@ -78,6 +78,11 @@ def _train(invocation: Invocation) -> int:
     status = record(run)() if _UNDER_TORCHRUN in os.environ else run()
     assert status is not None
     return status
+
+
+def _flags(invocation: Invocation) -> frozenset[str]:
+    """Settings of the command line itself, not of files and presets."""
+    return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
 
 
 def _refuse(error: Exception, status: int) -> int:

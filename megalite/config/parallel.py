@@ -84,6 +84,11 @@ class ParallelConfig:
     """auto: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: float = option(10.0)
     """A collective that waits longer fails."""
+    elastic: bool = option(False)
+    """Take as many ranks as there are at each start: where the layout of the settings does not fit them, the planner gives
+    another one. Settings of the layout given as flags stay; those in files are where it begins. docs/multi_node.md."""
+    elastic_cluster: str | None = option(None)
+    """elastic: machines for the planner, a name or a YAML file as megalite plan --cluster takes; default: by the device."""
 
     @property
     def schedule_name(self) -> str:

@@ -43,6 +43,10 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+    host: int = 0
+    """Number of this process's host."""
+    store: tuple[str, int] | None = None
+    """Address and port where the ranks meet."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -52,10 +56,12 @@ class Launch:
                 rank=int(os.environ.get("RANK", 0)),
                 world_size=int(os.environ.get("WORLD_SIZE", 1)),
                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+                host=int(os.environ.get("GROUP_RANK", 0)),
+                store=_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")),
             )
         except ValueError as error:
             raise ConfigError(
-                f"RANK, WORLD_SIZE and LOCAL_RANK must be integers ({error}); use torchrun"
+                f"RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and MASTER_PORT must be integers ({error}); use torchrun"
             ) from None
 
     def device(self, name: str) -> torch.device:
@@ -74,6 +80,10 @@ class Launch:
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
+
+
+def _store(address: str | None, port: str | None) -> tuple[str, int] | None:
+    return None if address is None or port is None else (address, int(port))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

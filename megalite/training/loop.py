@@ -10,16 +10,17 @@ from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data_parallel.lost_peers import raise_if_peer_lost
 from megalite.data_parallel.replica_check import check_replicas
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
+from megalite.topology.roll_call import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.checkpointing import load, refuse_foreign_checkpoints, same_folder
 from megalite.training.cpu_memory import keep_freed_memory
+from megalite.training.elastic import check_start, take_layout
 from megalite.training.evaluation import Evaluator, read_batches
 from megalite.training.programs import Programs
 from megalite.training.replica import Replica, build_modules, build_replica
@@ -40,11 +41,18 @@ from megalite.training.throughput import SpeedMeter
 from megalite.training.trace import TraceWriter
 
 
-def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], None]) -> None:
+def train(
+    config: RunConfig,
+    *,
+    explicit: frozenset[str],
+    fixed: frozenset[str] = frozenset(),
+    log: Callable[[str], None],
+) -> None:
     """Run the training that `config` describes, on all ranks of the launch; each of them calls this.
 
     Args:
         explicit: settings that the user gave by name.
+        fixed: those of them that an elastic run must not change.
         log: prints a line; called on rank 0 alone.
 
     Raises:
@@ -56,7 +64,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
     device = launch.device(config.training.device)
     parallel = config.parallel
     # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
-    validate(config, launch.world_size, explicit)
+    check_start(config, launch.world_size, explicit)
     check_backend(parallel.distributed_backend, device)
     if device.type == "cpu" and config.compute.keep_cpu_memory:
         keep_freed_memory()
@@ -69,8 +77,12 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
     agreed = False
     try:
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        roll = RollCall.open(world, launch, device)
         found: Exception | None = None
         try:
+            config, explicit = take_layout(
+                config, explicit=explicit, fixed=fixed, world=world, device=device, log=log
+            )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
         except Exception as error:
@@ -90,7 +102,7 @@ def train(config: RunConfig, *, explicit: frozenset[str], log: Callable[[str], N
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
         replica = build_replica(config, topology, programs, modules)
-        _Run(replica, tokenizer, log if launch.rank == 0 else _silent).go()
+        _Run(replica, tokenizer, log if launch.rank == 0 else _silent, roll).go()
         agreed = True
     except (ConfigError, NonFiniteError) as error:
         agreed = not isinstance(error, RankError)
@@ -106,10 +118,17 @@ def _silent(line: str) -> None:
 class _Run:
     """A replica with its data and its reports."""
 
-    def __init__(self, replica: Replica, tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        tokenizer: Tokenizer | None,
+        log: Callable[[str], None],
+        roll: RollCall | None = None,
+    ) -> None:
         self.replica = replica
         self.config = config = replica.config
         self.log = log
+        self._roll = roll
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
         self._apart = replica.strategy.scope.size < replica.topology.world.size
@@ -240,6 +259,8 @@ class _Run:
                 self._settle()
             raise
         except RuntimeError as error:
+            if self._roll is not None:
+                self._roll.explain(error)
             raise_if_peer_lost(error, self.replica.strategy, self.replica.topology.device)
             raise
         finally:
