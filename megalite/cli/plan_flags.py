@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings

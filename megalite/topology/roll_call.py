@@ -67,19 +67,25 @@ class RollCall:
         Over a connection of its own: those that there are may be what is broken. None: the store does not answer.
         """
         timeout = datetime.timedelta(seconds=seconds)
+        everyone, here = set(range(len(self.hosts))), set[int]()
         try:
             store = dist.TCPStore(*self.store, is_master=False, wait_for_workers=False, timeout=timeout)
             roll = dist.PrefixStore(self.key, store)
-            roll.append("here", f"{self.rank} ")
-            count = roll.add("count", 1)
+            roll.append("here", f"{self.rank} ")  # type: ignore[attr-defined]
+            roll.add("count", 1)
             end = time.monotonic() + seconds
-            while count < len(self.hosts) and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
-                count = roll.add("count", 0)
-            here = {int(word) for word in roll.get("here").split()}
+            while here != everyone:
+                if roll.add("count", 0) > len(here):
+                    here = {int(word) for word in roll.get("here").split()}
+                elif time.monotonic() > end:
+                    break
+                else:
+                    time.sleep(_POLL_SECONDS)
         except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
-            return None
-        return [rank for rank in range(len(self.hosts)) if rank not in here]
+            if not here:
+                return None
+            # The store has ended with the rank that kept it, which was there until now.
+        return sorted(everyone - here)
 
     def explain(self, error: BaseException, *, seconds: float = ANSWER_SECONDS) -> None:
         """Look at an error that ended this rank; return if it is not that a collective has timed out.
@@ -100,9 +106,7 @@ class RollCall:
                 f"{self.rank}, is cut off, or {self.hosts[0]} is gone"
             )
         if not missing:
-            return (
-                f"{waited}, but every rank still answers: one of them takes longer than that, or has left a collective out"
-            )
+            return f"{waited}, but every rank still answers: one of them takes longer than that, or has left a collective out"
         return (
             f"{waited}, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer within "
             f"{seconds:g} s: gone, cut off, or at a standstill. Start the run again with --load to go on from the "

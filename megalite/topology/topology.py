@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+from megalite.topology.meeting import fresh_part
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""
@@ -47,6 +48,8 @@ class Launch:
     """Number of this process's host."""
     store: tuple[str, int] | None = None
     """Address and port where the ranks meet."""
+    store_is_launchers: bool = False
+    """The launcher keeps the store, over restarts too; else rank 0 does."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -58,6 +61,7 @@ class Launch:
                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
                 host=int(os.environ.get("GROUP_RANK", 0)),
                 store=_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")),
+                store_is_launchers=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         except ValueError as error:
             raise ConfigError(
@@ -247,8 +251,17 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    store = None
+    if launch.store is not None and launch.store_is_launchers:
+        store = fresh_part(
+            dist.TCPStore(*launch.store, launch.world_size, is_master=False, timeout=timeout),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    known = {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, **known)
 
 
 def _connect(

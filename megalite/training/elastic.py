@@ -68,9 +68,7 @@ def take_layout(
     note = ""
     if world.rank == 0:
         try:
-            layout, note = _find(
-                config, explicit=explicit, fixed=fixed, world_size=world.size, device=device
-            )
+            layout, note = _find(config, explicit=explicit, fixed=fixed, world_size=world.size, device=device)
         except Exception as error:
             found = error
     world.agree(found, device)
@@ -81,7 +79,12 @@ def take_layout(
 
 
 def _find(
-    config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world_size: int, device: torch.device
+    config: RunConfig,
+    *,
+    explicit: frozenset[str],
+    fixed: frozenset[str],
+    world_size: int,
+    device: torch.device,
 ) -> tuple[dict[str, Any], str]:
     """The layout, and what the log says of it."""
     require_startable(config)

@@ -1,8 +1,6 @@
 """Elastic runs that `validate` refuses, with the exact message."""
 
-_ELASTIC = (
-    "--elastic --global-batch-size 8 --run-dir r --save-interval 5 --load r/checkpoints --fresh-if-missing --train-iters 100"
-)
+_ELASTIC = "--elastic --global-batch-size 8 --run-dir r --save-interval 5 --load r/checkpoints --fresh-if-missing --train-iters 100"
 
 ELASTIC = [
     (

@@ -21,13 +21,23 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc"),
 ]
 
-STEPS, LOST_AFTER = 150, 12
+STEPS, LOST_AFTER = 40, 12
 LAYOUT = "parallel: {tp: 2, pp: 2}\n"
 """Of the run's file: where it begins, and what it comes back to."""
 FLAGS = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4", "--precision", "fp64"),
-    *("--lr", "1e-3", "--train-iters", str(STEPS), "--save-interval", "5", "--keep-latest", "2"),
+    *(
+        "--vocab-size",
+        "96",
+        "--mock-data",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--precision",
+        "fp64",
+    ),
+    *("--lr", "1e-3", "--train-iters", str(STEPS)),
     *("--device", "cpu", "--log-interval", "10"),
 ]
 
@@ -65,7 +75,16 @@ def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
     file, run_dir, whole = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "whole"
     file.write_text(LAYOUT)
     train_forked(1, *FLAGS, "--run-dir", whole).require_success()
-    resume = ("--run-dir", run_dir, "--load", run_dir / "checkpoints", "--fresh-if-missing", "--elastic")
+    resume = (
+        "--run-dir",
+        run_dir,
+        "--save-interval",
+        "5",
+        "--load",
+        run_dir / "checkpoints",
+        "--fresh-if-missing",
+        "--elastic",
+    )
     words = [*FLAGS, "--config", file, *resume]
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with socket.socket() as probe:

@@ -18,13 +18,22 @@ from tests.e2e.test_kill import reached
 _WHY_NOT = unavailable()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 
-STEPS, SAVE_INTERVAL, CUT_AFTER = 120, 5, 12
+STEPS, SAVE_INTERVAL, CUT_AFTER = 40, 5, 12
 TIMEOUT = 9.0
 """Seconds of a collective: gloo does not see a cut cable, but only that nothing comes."""
 FLAGS = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
     *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4"),
-    *("--lr", "3e-3", "--train-iters", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--keep-latest", "2"),
+    *(
+        "--lr",
+        "3e-3",
+        "--train-iters",
+        str(STEPS),
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--keep-latest",
+        "2",
+    ),
     *("--tp", "2", "--pp", "2", "--device", "cpu", "--log-interval", "10"),
     *("--distributed-timeout-minutes", str(TIMEOUT / 60)),
 ]
@@ -56,14 +65,18 @@ def wait_for(condition: Callable[[], bool], what: str, logs: list[Path], *, seco
 def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
-    train_forked(4, *FLAGS, "--run-dir", whole, "--load", whole / "checkpoints", "--fresh-if-missing").require_success()
+    train_forked(
+        4, *FLAGS, "--run-dir", whole, "--load", whole / "checkpoints", "--fresh-if-missing"
+    ).require_success()
     with two_hosts() as (a, b):
         first, second = (launched(host, a, run_dir, log) for host, log in zip((a, b), logs, strict=True))
         try:
             wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=60)
             b.link("down")
             cut = time.monotonic()
-            wait_for(lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20)
+            wait_for(
+                lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20
+            )
             assert time.monotonic() - cut > TIMEOUT - 1, "nothing but the time-out can have told"
             wait_for(lambda: "is cut off" in logs[1].read_text(), "the other error", logs, seconds=20)
             b.kill()

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-
 from megalite.topology.roll_call import NoAnswerError, RollCall, is_timeout
 from megalite.topology.topology import Launch
 from tests.support.ranks import RankContext, run_ranks
@@ -48,8 +47,6 @@ def explained(
     return "nothing was raised"
 
 
-
-
 @pytest.fixture
 def port() -> Any:
     """Of a store outside the ranks."""
@@ -86,7 +83,9 @@ def test_no_store_means_that_this_host_may_be_cut_off() -> None:
     roll = RollCall(rank=1, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", port))
     assert roll.missing(0.5) is None
     text = roll._finding(None, SECONDS)
-    assert f"the store at 127.0.0.1:{port} does not answer either: host 1 (b), with rank 1, is cut off" in text
+    assert (
+        f"the store at 127.0.0.1:{port} does not answer either: host 1 (b), with rank 1, is cut off" in text
+    )
 
 
 def test_other_errors_are_left_alone() -> None:

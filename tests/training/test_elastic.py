@@ -98,7 +98,12 @@ def test_a_cluster_that_is_not_there_is_one_error(of_four: Path) -> None:
 def test_a_run_that_is_not_elastic_is_left_alone() -> None:
     config, explicit = replace(RunConfig(), tp=3), frozenset({"tp"})
     answer = take_layout(
-        config, explicit=explicit, fixed=explicit, world=Group.solo("world"), device=torch.device("cpu"), log=print
+        config,
+        explicit=explicit,
+        fixed=explicit,
+        world=Group.solo("world"),
+        device=torch.device("cpu"),
+        log=print,
     )
     assert answer == (config, explicit)
 

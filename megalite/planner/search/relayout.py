@@ -31,6 +31,8 @@ LAYOUT = (
     *("cp_comm_type", "recompute_modules"),
 )
 """Settings that a layout consists of."""
+_AXES = ("tp", "pp", "cp", "ep", "dp")
+"""Who gives one of them gives a layout; a micro batch size alone is none."""
 KEPT = ("tp", "pp", "cp", "ep")
 """What stays as it was, where that costs little: how the weights of a replica are cut."""
 ALMOST = 1.1
@@ -81,7 +83,7 @@ def relayout(
     Raises:
         ConfigError: these ranks can have no layout; it names the nearest numbers of ranks that can.
     """
-    if not explicit.isdisjoint(LAYOUT):
+    if not explicit.isdisjoint(_AXES):
         own = _legal(config, world_size, explicit)
         if own is not None and _fits(own, cluster, stack, memory_limit):
             return Relayout(layout=_layout(own), why="the layout of the settings")
@@ -94,7 +96,7 @@ def relayout(
         config,
         world_size=world_size,
         fixed=fixed,
-        wished=dict(former.layout) if former is not None else _layout(config),
+        wished=former.layout if former is not None else _given_layout(config, explicit),
         cluster=cluster,
         stack=stack,
         memory_limit=memory_limit,
@@ -103,6 +105,10 @@ def relayout(
 
 def _layout(config: RunConfig) -> dict[str, Any]:
     return {name: value_of(config, name) for name in LAYOUT}
+
+
+def _given_layout(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in _layout(config).items() if name in explicit}
 
 
 def _legal(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig | None:
@@ -117,9 +123,7 @@ def _fits(config: RunConfig, cluster: Cluster, stack: SoftwareStack, limit: floa
     return max(rank.total_bytes for rank in memory) <= limit
 
 
-def _again(
-    config: RunConfig, former: Former, world_size: int, fixed: frozenset[str]
-) -> RunConfig | None:
+def _again(config: RunConfig, former: Former, world_size: int, fixed: frozenset[str]) -> RunConfig | None:
     """The former layout once more, unless what is fixed has changed since."""
     if any(former.layout.get(name) != value_of(config, name) for name in fixed.intersection(LAYOUT)):
         return None
@@ -137,11 +141,9 @@ def _planned(
     stack: SoftwareStack,
     memory_limit: float,
 ) -> Relayout:
-    """The planner's fastest, or the one with the wished cut of weights if that is almost as fast."""
+    """The planner's fastest, or one that keeps more of what was and is almost as fast."""
     cut = {
-        name: settings()[name].default
-        for name in ("pipeline_layers", "pipeline_layout")
-        if name not in fixed
+        name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed
     }
     request = request_for(
         with_settings(config, **cut),
@@ -150,28 +152,40 @@ def _planned(
         memory_limit=memory_limit,
     )
     best = _best(request, cluster, stack)
-    kept = {name: (wished[name],) for name in KEPT if name in wished and name not in request.fixed}
-    as_before = best
-    if any(value_of(best.config, name) != value for name, (value,) in kept.items()):
+    fastest = best.prediction.step_seconds
+    shape = {name: (wished[name],) for name in KEPT if name in wished}
+    manner = _manner(wished)
+    for wish in ({**shape, **manner}, shape, manner):
+        more = {name: values for name, values in wish.items() if name not in request.fixed}
+        if not more:
+            continue
         try:
-            nearest = replace(request, fixed={**request.fixed, **kept})
-            as_before = find(nearest, cluster, stack, top=1).candidates[0]
+            found = find(replace(request, fixed={**request.fixed, **more}), cluster, stack, top=1).candidates[
+                0
+            ]
         except ConfigError:  # these ranks cannot have it
-            return Relayout(layout=_layout(best.config), why=_fastest(best, cluster))
-    seconds = as_before.prediction.step_seconds
-    if seconds > ALMOST * best.prediction.step_seconds:
-        return Relayout(layout=_layout(best.config), why=_fastest(best, cluster))
-    why = _fastest(best, cluster)
-    if as_before is not best:
-        why = (
-            f"planned, keeping {', '.join(kept)}: predicted {seconds:.3g} s a step on {cluster.name}, the fastest layout "
-            f"{best.prediction.step_seconds:.3g} s"
+            continue
+        seconds = found.prediction.step_seconds
+        if seconds <= ALMOST * fastest:
+            why = f"planned, keeping {', '.join(more)}: predicted {seconds:.3g} s a step on {cluster.name}, at best {fastest:.3g} s"
+            return Relayout(layout=_layout(found.config), why=why)
+    why = f"planned: the fastest, predicted {fastest:.3g} s a step on {cluster.name}"
+    return Relayout(layout=_layout(best.config), why=why)
+
+
+def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """How things were done, where the search decides it."""
+    found: dict[str, tuple[Any, ...]] = {}
+    if "dp_strategy" in wished:
+        found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
+    if "pipeline_schedule" in wished:
+        schedule = wished["pipeline_schedule"]
+        found["pipeline_schedule"] = (
+            ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)
         )
-    return Relayout(layout=_layout(as_before.config), why=why)
-
-
-def _fastest(best: Candidate, cluster: Cluster) -> str:
-    return f"planned: the fastest, predicted {best.prediction.step_seconds:.3g} s a step on {cluster.name}"
+    if "recompute_granularity" in wished:
+        found["recompute_granularity"] = (wished["recompute_granularity"],)
+    return found
 
 
 def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate:
@@ -187,7 +201,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
         more = (request.world_size << doublings for doublings in range(1, _DOUBLINGS))
         enough = next((n for n in more if survey(_on(request, n), cluster, stack).fitting), None)
         raise ConfigError(
-            f"elastic: no layout of {request.world_size} ranks{_given(request)} fits into "
+            f"elastic: no layout of {_ranks(request.world_size)}{_given(request)} fits into "
             f"{format_bytes(request.memory_limit)} a rank; the least takes {format_bytes(least)}: {describe(layout)}. "
             f"{_remedy([] if enough is None else [enough])}"
         ) from None
@@ -205,7 +219,7 @@ def _not_legal(request: Request) -> ConfigError:
     nearest = (next((n for n in way if len(enumerate_space(_on(request, n)))), None) for way in ways)
     batch = request.config.training.global_batch_size
     return ConfigError(
-        f"elastic: no layout of {world} ranks is legal{_given(request)} with global_batch_size {batch}. "
+        f"elastic: no layout of {_ranks(world)} is legal{_given(request)} with global_batch_size {batch}. "
         f"{_remedy([count for count in nearest if count is not None])}"
     )
 
@@ -218,9 +232,13 @@ def _given(request: Request) -> str:
 def _remedy(counts: list[int]) -> str:
     if not counts:
         return "Nor does any number of ranks near it work: give fewer flags of the layout, or another batch"
-    ranks = "1 rank" if counts == [1] else f"{' or '.join(map(str, counts))} ranks"
+    ranks = _ranks(counts[0]) if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
     return f"Start {ranks}, or give fewer flags of the layout"
 
 
 def _on(request: Request, world_size: int) -> Request:
     return replace(request, world_size=world_size)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
