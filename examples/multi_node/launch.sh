@@ -26,6 +26,13 @@ trap 'rm -f "$stamp"' EXIT
 if [ -n "${IFNAME:-}" ]; then
     export GLOO_SOCKET_IFNAME=$IFNAME NCCL_SOCKET_IFNAME=$IFNAME
 fi
+# torchrun knows that it is the head's by the host's name alone; an address, or a second name, is looked up here.
+address=$(getent hosts "$HEAD" | cut -d ' ' -f 1)
+case " localhost 127.0.0.1 ::1 $(hostname) $(hostname -I) " in
+*" $HEAD "* | *" ${address:-$HEAD} "*) RDZV_CONF="is_host=1${RDZV_CONF:+,$RDZV_CONF}" ;;
+esac
+# With torchrun's own store a host that comes back would not be told where the ranks meet (torch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # torchrun kills ranks that have not ended so long after a signal.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_SECONDS:-120}
 

@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import os
 import shlex
+import socket
 import string
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def start(tmp_path: Path) -> Any:
     return run
 
 
+def is_host(started: Started) -> bool:
+    """torchrun is told that the store is to be here."""
+    return "is_host=1" in started.torchrun.rdzv_conf
+
+
 HAND = ("bash", "examples/multi_node/launch.sh")
 
 
@@ -127,6 +133,13 @@ def test_by_hand(start: Any, tmp_path: Path) -> None:
     assert seen["GLOO_SOCKET_IFNAME"] == seen["NCCL_SOCKET_IFNAME"] == "eth1"
     assert seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
     assert list((tmp_path / "run").iterdir()) == [], "it leaves nothing behind"
+
+
+@pytest.mark.parametrize("head", ["localhost", "127.0.0.1", socket.gethostname(), "203.0.113.7", "no-such-host.invalid"])
+def test_the_head_knows_itself_by_any_of_its_names(start: Any, head: str) -> None:
+    done = start(*HAND, *FLAGS, NODES="2", HEAD=head, GPUS="8", RDZV_CONF="join_timeout=9")
+    assert is_host(done) == (head not in ("203.0.113.7", "no-such-host.invalid")), done.said
+    assert "join_timeout=9" in done.torchrun.rdzv_conf
 
 
 def test_what_is_missing_is_named(start: Any) -> None:
