@@ -42,10 +42,10 @@ FLAGS = [
 ]
 
 
-def agent(port: int, words: list[str | Path], log: Path) -> subprocess.Popen[bytes]:
+def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -> subprocess.Popen[bytes]:
     """torchrun on a "host" of two ranks."""
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
-    conf = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=4"
+    conf = f"is_host={int(hosts_store)},keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=8"
     launch = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-conf", conf)
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -64,7 +64,7 @@ def lose(host: subprocess.Popen[bytes]) -> None:
     host.wait()
 
 
-def wait_for(condition: Callable[[], bool], logs: list[Path], *, seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], logs: list[Path], *, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         time.sleep(0.01)
@@ -74,7 +74,7 @@ def wait_for(condition: Callable[[], bool], logs: list[Path], *, seconds: float 
 def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
     file, run_dir, whole = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "whole"
     file.write_text(LAYOUT)
-    train_forked(1, *FLAGS, "--run-dir", whole).require_success()
+    train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
     resume = (
         "--run-dir",
         run_dir,
@@ -90,11 +90,11 @@ def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    first, second = (agent(port, words, log) for log in logs)
+    first, second = (agent(port, words, log, hosts_store=log == logs[0]) for log in logs)
     try:
         wait_for(lambda: reached(run_dir, LOST_AFTER), logs)
         lose(second)
-        assert first.wait(timeout=90) == 0, logs[0].read_text()
+        assert first.wait(timeout=150) == 0, logs[0].read_text()
     finally:
         for host in (first, second):
             if host.poll() is None:

@@ -66,12 +66,12 @@ def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
     train_forked(
-        4, *FLAGS, "--run-dir", whole, "--load", whole / "checkpoints", "--fresh-if-missing"
+        4, *FLAGS, "--run-dir", whole, seconds=120
     ).require_success()
     with two_hosts() as (a, b):
         first, second = (launched(host, a, run_dir, log) for host, log in zip((a, b), logs, strict=True))
         try:
-            wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=60)
+            wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=120)
             b.link("down")
             cut = time.monotonic()
             wait_for(
@@ -83,7 +83,7 @@ def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
             second.wait()
             b.link("up")
             second = launched(b, a, run_dir, logs[1])
-            statuses = [first.wait(timeout=60), second.wait(timeout=60)]
+            statuses = [first.wait(timeout=120), second.wait(timeout=120)]
         finally:
             a.kill()
             b.kill()
