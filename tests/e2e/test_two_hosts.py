@@ -65,9 +65,7 @@ def wait_for(condition: Callable[[], bool], what: str, logs: list[Path], *, seco
 def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
-    train_forked(
-        4, *FLAGS, "--run-dir", whole, seconds=120
-    ).require_success()
+    train_forked(4, *FLAGS, "--run-dir", whole, seconds=120).require_success()
     with two_hosts() as (a, b):
         first, second = (launched(host, a, run_dir, log) for host, log in zip((a, b), logs, strict=True))
         try:

@@ -135,7 +135,9 @@ def test_by_hand(start: Any, tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == [], "it leaves nothing behind"
 
 
-@pytest.mark.parametrize("head", ["localhost", "127.0.0.1", socket.gethostname(), "203.0.113.7", "no-such-host.invalid"])
+@pytest.mark.parametrize(
+    "head", ["localhost", "127.0.0.1", socket.gethostname(), "203.0.113.7", "no-such-host.invalid"]
+)
 def test_the_head_knows_itself_by_any_of_its_names(start: Any, head: str) -> None:
     done = start(*HAND, *FLAGS, NODES="2", HEAD=head, GPUS="8", RDZV_CONF="join_timeout=9")
     assert is_host(done) == (head not in ("203.0.113.7", "no-such-host.invalid")), done.said
