@@ -127,7 +127,7 @@ def check(command: Command) -> None:
 
 def _check_launcher(words: Sequence[str]) -> None:
     """The file is there, and flags of training behind it are legal on two hosts of eight or on those that it tries."""
-    (at,) = (index for index, word in enumerate(words) if word.startswith("examples/multi_node/"))
+    at = next(index for index, word in enumerate(words) if word.startswith("examples/multi_node/"))
     path = REPOSITORY / words[at].partition(":")[0]
     assert path.is_file(), f"no {path}"
     flags = list(words[at + 1 :])
