@@ -4,22 +4,17 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings
-from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation, parse_arguments
-from megalite.config.rules.data_parallel import check_data_parallel
-from megalite.config.rules.optimizers import check_optimizer
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.data.tokenizers.build import build_tokenizer
 from megalite.planner.hardware.cluster import Cluster, load_cluster
 from megalite.planner.hardware.stack import SoftwareStack, load_stack
-from megalite.planner.search.request import SEARCHED, STRATEGIES, Request, parse_constraint
-from megalite.planner.search.search import not_default
+from megalite.planner.search.asking import USUAL_MEMORY, fixed_settings, refuse_not_searched, request_for
+from megalite.planner.search.request import Request, parse_constraint
 
 FLAGS: Mapping[str, tuple[str, str]] = {
     "--cluster": ("NAME", "machines: a name that comes with megalite, or a YAML file"),
@@ -35,17 +30,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "--json": ("", "everything as data"),
 }
 """Flag -> (its value, what it does)."""
-USUAL_MEMORY = 0.9
-"""Of the device's: allocator, kernels and communication need some that is not in the formulas."""
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_NOT_SEARCHED = {
-    "pipeline_schedule_file": "is for one schedule",
-    "pipeline_costs": "belongs to schedule auto, which is built, not searched",
-    "pipeline_memory_limit": "is what --max-memory says of all memory",
-    "recompute_ahead": "is not searched",
-    "recompute_method": "is not searched: full recompute is of each layer",
-    "recompute_num_layers": "is not searched: full recompute is of each layer",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +142,8 @@ def request_of(
     Raises:
         ConfigError: the model is not legal, something needed is missing, or the search has no place for a setting.
     """
-    explicit = invocation.explicit
-    for name, why in _NOT_SEARCHED.items():
-        if name in explicit:
-            raise ConfigError(f"{name} {values_of(invocation.config)[name]} {why}; remove it")
-    fixed = _fixed(invocation)
+    refuse_not_searched(invocation.config, invocation.explicit)
+    fixed = fixed_settings(invocation.config, invocation.explicit)
     for text in constraints:
         name, values = parse_constraint(text)
         if fixed.get(name, values) != values:
@@ -177,64 +159,16 @@ def request_of(
         order = [precision for precision in ("bf16", "fp16", "fp32", "fp64") if precision in peaks]
         best = max(order, key=lambda precision: peaks[precision])  # the first of equals
         config = with_settings(config, precision=best)
-    config = _shared(config)
-    strategies = _possible_strategies(config)
-    allowed = tuple(name for name in fixed.get("dp_strategy", STRATEGIES) if name in strategies)
-    if not allowed:
+    return request_for(_with_vocabulary(config), world_size=ranks, fixed=fixed, memory_limit=limit)
+
+
+def _with_vocabulary(config: RunConfig) -> RunConfig:
+    if config.model.vocab_size is not None:
+        return config
+    tokenizer = build_tokenizer(config.data, None)
+    if tokenizer is None:
         raise ConfigError(
-            f"dp_strategy {','.join(fixed['dp_strategy'])} does not go with the other settings; use "
-            f"{', '.join(strategies) or 'other settings'}"
+            "the size of the vocabulary is not known, and memory depends on it; add --vocab-size 50257 (or "
+            "--tokenizer-model FILE)"
         )
-    if allowed != STRATEGIES:
-        fixed["dp_strategy"] = allowed
-    return Request(config=config, world_size=ranks, fixed=fixed, memory_limit=limit)
-
-
-def _fixed(invocation: Invocation) -> dict[str, tuple[Any, ...]]:
-    """Searched settings that the user gave."""
-    values, explicit = values_of(invocation.config), invocation.explicit
-    fixed = {name: (values[name],) for name in SEARCHED if name in explicit and values[name] is not None}
-    if "shard_gradients" in explicit and values["shard_gradients"]:
-        fixed["dp_strategy"] = ("zero-2",)
-    (strategy,) = fixed.get("dp_strategy", ("all-reduce",))
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"dp_strategy {strategy} is not searched; use one of {', '.join(STRATEGIES)}, or leave it out"
-        )
-    if fixed.get("pipeline_schedule") == ("auto",):
-        raise ConfigError("pipeline_schedule auto is built, not searched; name another, or leave it out")
-    return fixed
-
-
-def _shared(config: RunConfig) -> RunConfig:
-    """What is not searched, validated and with all sizes known."""
-    p, default = config.parallel, settings()
-    searched = {name: default[name].default for name in (*SEARCHED, "shard_gradients", "dp")}
-    cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
-    bare = with_settings(config, **searched, **dict.fromkeys(cut))
-    if bare.model.vocab_size is None:
-        tokenizer = build_tokenizer(bare.data, None)
-        if tokenizer is None:
-            raise ConfigError(
-                "the size of the vocabulary is not known, and memory depends on it; add --vocab-size 50257 (or "
-                "--tokenizer-model FILE)"
-            )
-        bare = with_settings(bare, vocab_size=tokenizer.vocab_size)
-    alone = validate(with_settings(bare, cp_comm_type="p2p"), 1)
-    return with_settings(alone, dp=None, etp=p.etp, cp_comm_type=p.cp_comm_type, **cut)
-
-
-def _possible_strategies(config: RunConfig) -> list[str]:
-    """Those that the optimizer and the other settings of data parallelism go with."""
-    found = []
-    for name in STRATEGIES:
-        zero = name == "zero-2"
-        strategy = "distributed-optimizer" if zero else name
-        tried = with_settings(config, dp=2, dp_strategy=strategy, shard_gradients=zero)
-        try:
-            check_data_parallel(tried, not_default(tried))
-            check_optimizer(tried, not_default(tried))
-        except ConfigError:
-            continue
-        found.append(name)
-    return found
+    return with_settings(config, vocab_size=tokenizer.vocab_size)

@@ -78,7 +78,12 @@ def _run(invocation: Invocation, stops: StopRequests) -> int:
     def run() -> int:
         try:
             status = train(
-                invocation.config, explicit=invocation.explicit, log=_log, stops=stops, watched=True
+                invocation.config,
+                explicit=invocation.explicit,
+                fixed=_flags(invocation),
+                log=_log,
+                stops=stops,
+                watched=True,
             ).exit_code
         except (ConfigError, NonFiniteError) as error:
             status = _refuse(error, error.exit_code)
@@ -97,6 +102,11 @@ def _run(invocation: Invocation, stops: StopRequests) -> int:
     status = record(run)() if _UNDER_TORCHRUN in os.environ else run()
     assert status is not None
     return status
+
+
+def _flags(invocation: Invocation) -> frozenset[str]:
+    """Settings of the command line itself, not of files and presets."""
+    return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
 
 
 def _refuse(error: Exception, status: int) -> int:

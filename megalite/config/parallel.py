@@ -87,6 +87,11 @@ class ParallelConfig:
     hang_timeout_minutes: float | None = option(None)
     """If no rank progresses for so long, a process beside the run names the rank that stands still, writes all stacks to
     run_dir, and ends the run with status 44; 0: never. Default: 0.8 of distributed_timeout_minutes."""
+    elastic: bool = option(False)
+    """Take as many ranks as there are at each start: where the layout of the settings does not fit them, the planner gives
+    another one. Settings of the layout given as flags stay; those in files are where it begins. docs/multi_node.md."""
+    elastic_cluster: str | None = option(None)
+    """elastic: machines for the planner, a name or a YAML file as megalite plan --cluster takes; default: by the device."""
 
     @property
     def schedule_name(self) -> str:

@@ -11,6 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rules.batch import check_batch, check_rampup_form
 from megalite.config.rules.compute import check_compute
 from megalite.config.rules.data_parallel import check_data_parallel
+from megalite.config.rules.elastic import check_elastic
 from megalite.config.rules.experts import check_experts
 from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
 from megalite.config.rules.hangs import check_hang_timeout
@@ -49,6 +50,7 @@ def validate(config: RunConfig, world_size: int, explicit: frozenset[str] = froz
     config = replace(config, dp=resolve_dp(config, world_size))
     check_layout(config, explicit)
     check_hang_timeout(config, world_size)
+    check_elastic(config, explicit)
     check_data_parallel(config, explicit)
     check_optimizer(config, explicit)
     check_compute(config)

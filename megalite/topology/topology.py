@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+from megalite.topology.meeting import fresh_part
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
@@ -48,6 +49,12 @@ class Launch:
     """Where torchrun looks for what ended this rank."""
     flight_recorder: bool = False
     """torch notes its collectives."""
+    host: int = 0
+    """Number of this process's host."""
+    store: tuple[str, int] | None = None
+    """Address and port where the ranks meet."""
+    store_is_launchers: bool = False
+    """The launcher keeps the store, over restarts too; else rank 0 does."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -59,10 +66,13 @@ class Launch:
                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
                 error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
                 flight_recorder=os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0",
+                host=int(os.environ.get("GROUP_RANK", 0)),
+                store=_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")),
+                store_is_launchers=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         except ValueError as error:
             raise ConfigError(
-                f"RANK, WORLD_SIZE and LOCAL_RANK must be integers ({error}); use torchrun"
+                f"RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and MASTER_PORT must be integers ({error}); use torchrun"
             ) from None
 
     def device(self, name: str) -> torch.device:
@@ -81,6 +91,10 @@ class Launch:
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
+
+
+def _store(address: str | None, port: str | None) -> tuple[str, int] | None:
+    return None if address is None or port is None else (address, int(port))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -252,8 +266,17 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    store = None
+    if launch.store is not None and launch.store_is_launchers:
+        store = fresh_part(
+            dist.TCPStore(*launch.store, launch.world_size, is_master=False, timeout=timeout),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    known = {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, **known)
 
 
 def _connect(

@@ -9,15 +9,16 @@ from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data_parallel.lost_peers import raise_if_peer_lost
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.group import Group
+from megalite.topology.roll_call import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.checkpointing import resume
 from megalite.training.cpu_memory import keep_freed_memory
+from megalite.training.elastic import check_start, take_layout
 from megalite.training.ending import Ending, Standing
 from megalite.training.evaluation import Evaluator, meet, misses_evaluation, read_batches
 from megalite.training.flipped_bits import compare_replicas
@@ -51,6 +52,7 @@ def train(
     config: RunConfig,
     *,
     explicit: frozenset[str],
+    fixed: frozenset[str] = frozenset(),
     log: Callable[[str], None],
     stops: StopRequests | None = None,
     watched: bool = False,
@@ -61,6 +63,7 @@ def train(
 
     Args:
         explicit: settings that the user gave by name.
+        fixed: those of them that an elastic run must not change.
         log: prints a line; called on rank 0 alone.
         stops: what may end the run early, listening; default: nothing.
         watched: end this process if no rank progresses for hang_timeout_minutes.
@@ -82,7 +85,9 @@ def train(
 
     def run() -> Ending:
         with explaining_out_of_memory(config, explicit, launch):
-            return _train(config, launch, explicit, log, stops, standing, started=started, watched=watched)
+            return _train(
+                config, launch, explicit, log, stops, standing, started=started, watched=watched, fixed=fixed
+            )
 
     return run_and_tell(
         run,
@@ -103,11 +108,12 @@ def _train(
     *,
     started: float,
     watched: bool,
+    fixed: frozenset[str],
 ) -> Ending:
     device = launch.device(config.training.device)
     parallel = config.parallel
     # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
-    validate(config, launch.world_size, explicit)
+    check_start(config, launch.world_size, explicit)
     check_backend(parallel.distributed_backend, device)
     check_memory_history(config, device)
     if device.type == "cpu" and config.compute.keep_cpu_memory:
@@ -125,8 +131,12 @@ def _train(
             run_dir = config.logging.run_dir
             watch = begin_watch(parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=log)
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
+        roll = RollCall.open(world, launch, device)
         found: Exception | None = None
         try:
+            config, explicit = take_layout(
+                config, explicit=explicit, fixed=fixed, world=world, device=device, log=log
+            )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
         except Exception as error:
@@ -147,7 +157,7 @@ def _train(
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
         replica = build_replica(config, topology, programs, modules)
-        ending = _Run(replica, tokenizer, log, stops, standing, started=started).go()
+        ending = _Run(replica, tokenizer, log, stops, standing, started=started, roll=roll).go()
         agreed = True
         return ending
     except (ConfigError, NonFiniteError) as error:
@@ -176,12 +186,14 @@ class _Run:
         standing: Standing | None = None,
         *,
         started: float | None = None,
+        roll: RollCall | None = None,
     ) -> None:
         started = time.time() if started is None else started
         self.replica = replica
         self.stops, self.standing = stops or StopRequests(), standing or Standing()
         self.config = config = replica.config
         self.log = log
+        self._roll = roll
         self.fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(config, replica, log)
         self._heartbeat = replica.topology.world.heartbeat
@@ -256,6 +268,8 @@ class _Run:
                 self._settle()
             raise
         except RuntimeError as error:
+            if self._roll is not None:
+                self._roll.explain(error)
             raise_if_peer_lost(error, self.replica.strategy, self.replica.topology.device)
             raise
         finally:

@@ -18,8 +18,8 @@ from megalite.checkpoint.files import replace_durably
 from megalite.config.describe import sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
-from megalite.config.secrets import redact_text
 from megalite.config.run import RunConfig
+from megalite.config.secrets import redact_text
 from megalite.topology.group import Group
 from megalite.training.sinks import last_record
 

@@ -16,12 +16,13 @@ from megalite.config.rules.recompute import MODULES
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.models.recompute import Recompute
+from tests.config.illegal_elastic import ELASTIC
 from tests.config.illegal_layouts import LAYOUTS
 from tests.config.illegal_models import MODELS
 from tests.config.illegal_runs import RUNS
 from tests.config.illegal_strategies import STRATEGIES
 
-RULES = [*LAYOUTS, *MODELS, *RUNS, *STRATEGIES]
+RULES = [*ELASTIC, *LAYOUTS, *MODELS, *RUNS, *STRATEGIES]
 
 
 @pytest.mark.parametrize(

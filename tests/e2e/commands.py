@@ -30,6 +30,9 @@ CHEAP_FLAGS = {"--dry-run", "--help", "--help-all", "--version"}
 SHELL_WORDS = {"cd", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source", "tensorboard"}
 """First words of commands that are not ours to check."""
 
+LAUNCHERS = {"bash", "sbatch", "kubectl", "sky", "torchx"}
+"""Programs that start what lies in examples/multi_node; its own tests look into the files."""
+
 WRAPPERS = {
     "tools/convert_checkpoint.py": "convert",
     "pretrain_gpt.py": "train",
@@ -114,10 +117,25 @@ def check(command: Command) -> None:
         _check_megalite(rest[0], rest[1:])
     elif program in ("python", "python3"):
         _check_script(rest[0], rest[1:])
+    elif program in LAUNCHERS:
+        _check_launcher(rest)
     elif program.endswith(".py"):
         _check_script(program, rest)
     else:
         assert program in SHELL_WORDS, f"{command}: how is {program} to be checked?"
+
+
+def _check_launcher(words: Sequence[str]) -> None:
+    """The file is there, and flags of training behind it are legal on two hosts of eight or on those that it tries."""
+    at = next(index for index, word in enumerate(words) if word.startswith("examples/multi_node/"))
+    path = REPOSITORY / words[at].partition(":")[0]
+    assert path.is_file(), f"no {path}"
+    flags = list(words[at + 1 :])
+    if "--" in flags:
+        flags = flags[flags.index("--") + 1 :]
+    if flags:
+        added = ("--run-dir", "runs/a", "--load", "runs/a/checkpoints", "--fresh-if-missing")  # by launch.sh
+        _check_training([*flags, *added], ranks=16 if "--config" in flags else 2)
 
 
 def _check_training(flags: Sequence[str], ranks: int) -> None:
@@ -198,6 +216,8 @@ def runnable(command: Command) -> list[str]:
     program, *rest = command.words
     if program == "megalite":
         rest = ["-m", "megalite.cli.main", *rest]
+    elif program in LAUNCHERS:
+        _check_launcher(rest)
     elif program.endswith(".py"):
         rest = [program, *rest]
     else:

@@ -159,3 +159,9 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
         ConfigError: it cannot be written.
     """
     write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")
+
+
+def cluster_of_device(name: str) -> str | None:
+    """The cluster that comes with megalite for a device that calls itself so ("NVIDIA H100 80GB HBM3"); None if none does."""
+    words = name.upper()
+    return next((each for each in cluster_names() if each.removeprefix("dgx-").upper() in words), None)

@@ -1,0 +1,109 @@
+"""`--elastic` under torchrun: of two "hosts" one is lost, the run goes on with the ranks of the other on another layout, and
+with both again once it is back; the losses are those of one rank that nothing happened to."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import REPOSITORY, TORCHRUN, losses
+from tests.e2e.test_kill import ranks_of, reached
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc"),
+]
+
+STEPS, LOST_AFTER = 40, 12
+LAYOUT = "parallel: {tp: 2, pp: 2}\n"
+"""Of the run's file: where it begins, and what it comes back to."""
+FLAGS = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
+    *(
+        "--vocab-size",
+        "96",
+        "--mock-data",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--precision",
+        "fp64",
+    ),
+    *("--lr", "1e-3", "--train-iters", str(STEPS)),
+    *("--device", "cpu", "--log-interval", "10"),
+]
+
+
+def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -> subprocess.Popen[bytes]:
+    """torchrun on a "host" of two ranks."""
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
+    conf = f"is_host={int(hosts_store)},keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=8"
+    launch = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-conf", conf)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*TORCHRUN, *launch, *meet, "--local-addr", "127.0.0.1", "pretrain_gpt.py", *map(str, words)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=file,
+        )
+
+
+def lose(host: subprocess.Popen[bytes]) -> None:
+    """The agent and its ranks at once."""
+    for pid in (host.pid, *ranks_of(host).values()):
+        os.kill(pid, signal.SIGKILL)
+    host.wait()
+
+
+def wait_for(condition: Callable[[], bool], logs: list[Path], *, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        time.sleep(0.01)
+        assert time.monotonic() < end, "\n".join(log.read_text() for log in logs)
+
+
+def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    file, run_dir, whole = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "whole"
+    file.write_text(LAYOUT)
+    train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
+    resume = (
+        "--run-dir",
+        run_dir,
+        "--save-interval",
+        "5",
+        "--load",
+        run_dir / "checkpoints",
+        "--fresh-if-missing",
+        "--elastic",
+    )
+    words = [*FLAGS, "--config", file, *resume]
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    first, second = (agent(port, words, log, hosts_store=log == logs[0]) for log in logs)
+    try:
+        wait_for(lambda: reached(run_dir, LOST_AFTER), logs)
+        lose(second)
+        assert first.wait(timeout=150) == 0, logs[0].read_text()
+    finally:
+        for host in (first, second):
+            if host.poll() is None:
+                lose(host)
+    said = logs[0].read_text()
+    began = "elastic: 4 ranks; going on as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of"
+    assert began in said
+    assert "elastic: 2 ranks; the checkpoint of step " in said
+    assert " is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2" in said
+    assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
+    ours, theirs = ([loss for _, loss in losses(folder)] for folder in (run_dir, whole))
+    assert ours == pytest.approx(theirs, rel=1e-9)

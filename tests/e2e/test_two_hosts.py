@@ -1,0 +1,94 @@
+"""Two hosts with addresses of their own, tensor parallelism inside each and the pipeline across: one is cut off in the
+midst, the other says which, and both go on from the checkpoint to the very losses of a run that nothing happened to."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.forked import train_forked
+from tests.e2e.hosts import INTERFACE, Host, two_hosts, unavailable
+from tests.e2e.programs import losses
+from tests.e2e.test_kill import reached
+
+_WHY_NOT = unavailable()
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
+
+STEPS, SAVE_INTERVAL, CUT_AFTER = 40, 5, 12
+TIMEOUT = 9.0
+"""Seconds of a collective: gloo does not see a cut cable, but only that nothing comes."""
+FLAGS = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
+    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4"),
+    *(
+        "--lr",
+        "3e-3",
+        "--train-iters",
+        str(STEPS),
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--keep-latest",
+        "2",
+    ),
+    *("--tp", "2", "--pp", "2", "--device", "cpu", "--log-interval", "10"),
+    *("--distributed-timeout-minutes", str(TIMEOUT / 60)),
+]
+
+
+def launched(host: Host, head: Host, run_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+    """What a user starts on each host."""
+    return host.start(
+        ["bash", "examples/multi_node/launch.sh", *FLAGS],
+        log,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        NODES="2",
+        HEAD=head.address,
+        LOCAL_ADDR=host.address,
+        IFNAME=INTERFACE,
+        GPUS="2",
+        RUN_DIR=str(run_dir),
+        RDZV_CONF="keep_alive_interval=2,keep_alive_max_attempt=4",
+    )
+
+
+def wait_for(condition: Callable[[], bool], what: str, logs: list[Path], *, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        time.sleep(0.01)
+        assert time.monotonic() < end, f"{what} did not come\n" + "\n".join(log.read_text() for log in logs)
+
+
+def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
+    train_forked(4, *FLAGS, "--run-dir", whole, seconds=120).require_success()
+    with two_hosts() as (a, b):
+        first, second = (launched(host, a, run_dir, log) for host, log in zip((a, b), logs, strict=True))
+        try:
+            wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=120)
+            b.link("down")
+            cut = time.monotonic()
+            wait_for(
+                lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20
+            )
+            assert time.monotonic() - cut > TIMEOUT - 1, "nothing but the time-out can have told"
+            wait_for(lambda: "is cut off" in logs[1].read_text(), "the other error", logs, seconds=20)
+            b.kill()
+            second.wait()
+            b.link("up")
+            second = launched(b, a, run_dir, logs[1])
+            statuses = [first.wait(timeout=120), second.wait(timeout=120)]
+        finally:
+            a.kill()
+            b.kill()
+    said = [log.read_text() for log in logs]
+    assert statuses == [0, 0], "\n".join(said)
+    assert "ranks 2, 3 on host 1 (" in said[0]
+    assert "does not answer either: host 1 (" in said[1]
+    assert "loaded " in said[0] and f"step {STEPS}/{STEPS}" in said[0]
+    assert len(losses(run_dir)) == STEPS
+    assert losses(run_dir) == losses(whole)

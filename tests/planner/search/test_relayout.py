@@ -1,0 +1,178 @@
+"""The layout of an elastic run: the user's where it can be had, the checkpoint's on as many ranks, else the planner's."""
+
+from typing import Any
+
+import pytest
+
+from megalite.config.describe import replace, value_of
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware.cluster import cluster_of_device, load_cluster
+from megalite.planner.hardware.stack import load_stack
+from megalite.planner.search import relayout as under_test
+from megalite.planner.search.asking import fixed_settings, request_for
+from megalite.planner.search.relayout import ALMOST, LAYOUT, Former, Relayout, relayout
+from megalite.planner.search.search import find
+from tests.support.tiny import TINY
+
+CLUSTER, STACK = load_cluster("cpu-box"), load_stack("fused")
+
+
+def config_with(**changes: Any) -> RunConfig:
+    """The tiny model with a layout, as its file would give it."""
+    return replace(RunConfig(), **{**TINY, "num_attention_heads": 8, **changes})
+
+
+def asked(
+    world: int,
+    *,
+    files: dict[str, Any] | None = None,
+    flags: dict[str, Any] | None = None,
+    former: Former | None = None,
+    limit: float = 1e12,
+    **changes: Any,
+) -> Relayout:
+    """`relayout` of settings that files and flags give."""
+    given = {**(files or {}), **(flags or {})}
+    return relayout(
+        config_with(**changes, **given),
+        world_size=world,
+        explicit=frozenset(given),
+        fixed=frozenset(flags or {}),
+        former=former,
+        cluster=CLUSTER,
+        stack=STACK,
+        memory_limit=limit,
+    )
+
+
+def former(world: int, **layout: Any) -> Former:
+    """What a checkpoint says."""
+    config = validate(config_with(**layout), world)
+    return Former(step=7, world_size=world, layout={name: value_of(config, name) for name in LAYOUT})
+
+
+def shape(found: Relayout) -> tuple[int, int, int]:
+    return found.layout["tp"], found.layout["pp"], found.layout["dp"]
+
+
+def legal(found: Relayout, world: int) -> None:
+    """The layout is one that a run can have."""
+    validate(config_with(**found.layout), world)
+
+
+def test_the_users_layout_where_it_fits_the_ranks() -> None:
+    found = asked(8, files={"tp": 2, "pp": 2})
+    assert shape(found) == (2, 2, 2)
+    assert found.why == "the layout of the settings"
+
+
+def test_it_comes_back_with_the_ranks() -> None:
+    found = asked(4, files={"tp": 2, "pp": 2}, former=former(2, tp=1, pp=2))
+    assert shape(found) == (2, 2, 1)
+
+
+def test_a_restart_on_the_same_ranks_keeps_the_checkpoints_layout() -> None:
+    before = former(2, tp=1, pp=2, micro_batch_size=2, pipeline_schedule="gpipe")
+    found = asked(2, files={"tp": 2, "pp": 2}, former=before)
+    assert found.layout == before.layout
+    assert found.why == "the layout of the checkpoint of step 7"
+    assert shape(asked(2, former=before)) == (1, 2, 1), "also where the settings give none"
+
+
+def test_flags_stay() -> None:
+    for world in (1, 2, 4, 6, 8):
+        try:
+            found = asked(world, flags={"tp": 2}, files={"pp": 4, "dp": 1})
+        except ConfigError as error:
+            assert world == 1
+            assert "tp 2" in str(error)
+        else:
+            assert found.layout["tp"] == 2
+            legal(found, world)
+
+
+def test_a_flag_that_has_changed_since_the_checkpoint_counts() -> None:
+    found = asked(2, flags={"tp": 2}, former=former(2, tp=1, pp=2))
+    assert shape(found) == (2, 1, 1)
+
+
+def test_every_count_of_ranks_gets_a_layout_close_to_the_planners() -> None:
+    for world in (1, 2, 3, 4, 8):
+        found = asked(world, files={"dp": 16})
+        legal(found, world)
+        assert found.why.startswith("planned")
+        request = request_for(config_with(), world_size=world, fixed={}, memory_limit=1e12)
+        best = find(request, CLUSTER, STACK, top=1).candidates[0].prediction.step_seconds
+        ours = validate(config_with(**found.layout), world)
+        assert predict(ours, CLUSTER, STACK).step_seconds <= ALMOST * best * (1 + 1e-9)
+
+
+def test_what_was_stays_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    manner = {"pipeline_schedule": "gpipe", "dp_strategy": "distributed-optimizer"}
+    before = former(8, tp=2, pp=2, **manner)
+    monkeypatch.setattr(under_test, "ALMOST", 1e9)
+    found = asked(4, former=before)
+    assert shape(found) == (2, 2, 1)
+    assert {name: found.layout[name] for name in manner} == manner
+    assert found.why.startswith(
+        "planned, keeping tp, pp, cp, ep, dp_strategy, pipeline_schedule, recompute_granularity: predicted "
+    )
+    assert shape(asked(2, former=before)) != (2, 2, 1)
+    assert asked(2, former=before).why.startswith("planned, keeping dp_strategy, ")
+    monkeypatch.setattr(under_test, "ALMOST", 0.5)
+    fastest = asked(4, former=before)
+    assert fastest.why.startswith("planned: the fastest")
+    assert fastest.layout != found.layout
+
+
+def test_no_layout_names_the_counts_that_work() -> None:
+    with pytest.raises(ConfigError) as error:
+        asked(5, flags={"tp": 2, "micro_batch_size": 1})
+    assert str(error.value) == (
+        "elastic: no layout of 5 ranks is legal with tp 2 and micro_batch_size 1 with global_batch_size 8. Start 4 or 6 "
+        "ranks, or give fewer flags of the layout"
+    )
+    with pytest.raises(ConfigError, match=r"no layout of 1 rank .*tp 8.* Start 8 ranks, or"):
+        asked(1, flags={"tp": 8})
+
+
+def test_what_does_not_fit_names_the_count_that_does() -> None:
+    config = validate(config_with(), 1)
+    request = request_for(config, world_size=1, fixed={}, memory_limit=1e12)
+    most = find(request, CLUSTER, STACK, top=1).candidates[0].fullest[1].total_bytes
+    with pytest.raises(ConfigError) as error:
+        asked(1, limit=most * 0.4)
+    assert "no layout of 1 rank fits into" in str(error.value)
+    assert str(error.value).endswith("Start 2 ranks, or give fewer flags of the layout")
+
+
+def test_the_users_layout_is_left_where_it_does_not_fit() -> None:
+    own = asked(2, files={"dp": 2})
+    assert shape(own) == (1, 1, 2)
+    config = validate(config_with(dp=2), 2)
+    held = max(rank.total_bytes for rank in predict(config, CLUSTER, STACK).memory)
+    found = asked(2, files={"dp": 2}, limit=held * 0.8)
+    assert found.why.startswith("planned")
+    assert found.layout != own.layout
+
+
+def test_constraints_are_those_of_the_command_line() -> None:
+    config = config_with(tp=2, pp=2, shard_gradients=True, dp_strategy="distributed-optimizer")
+    assert fixed_settings(config, ["tp"]) == {"tp": (2,)}
+    assert fixed_settings(config, ["shard_gradients"]) == {"dp_strategy": ("zero-2",)}
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_machine_of_a_device(device: str, cluster: str | None) -> None:
+    assert cluster_of_device(device) == cluster
