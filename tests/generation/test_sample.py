@@ -41,7 +41,7 @@ def argmax_decoding(model: GPTStage, count: int) -> list[int]:
     for _ in range(count):
         with torch.no_grad():
             logits = model(
-                torch.tensor([tokens]), model.generation_context(first_position=0, length=len(tokens))
+                torch.tensor([tokens]), model.generation_context(len(tokens))
             )
         tokens.append(int(logits[-1, 0, :93].argmax()))
     return tokens[len(PROMPT) :]
