@@ -9,8 +9,9 @@ from megalite.pipeline.channels import Channels
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 
-_WINDOW = 64
-"""Sends that may be under way on an edge: more than the batches in flight ever have."""
+SEND_WINDOW = 64
+"""Sends that may be under way on an edge: more than batches of a generation in flight ever have, so that none waits for
+a stage that waits for this one."""
 
 
 class Chain:
@@ -23,17 +24,25 @@ class Chain:
         stage: the one stage here.
         pp: the pipeline's ranks.
         edges: (sender, receiver), as pipeline ranks -> the pair's group; the last rank has one to the first.
+        send_window: sends that may be under way on an edge; where nothing goes round, few of them save memory.
     """
 
-    def __init__(self, stage: GPTStage, pp: Group, edges: Mapping[tuple[int, int], Group]) -> None:
+    def __init__(
+        self,
+        stage: GPTStage,
+        pp: Group,
+        edges: Mapping[tuple[int, int], Group],
+        *,
+        send_window: int = SEND_WINDOW,
+    ) -> None:
         self.stage = stage
         self.size, self._rank = pp.size, pp.rank
-        self._channels = Channels(dict(edges), rank=pp.rank, send_window=_WINDOW)
+        self._channels = Channels(dict(edges), rank=pp.rank, send_window=send_window)
 
     @classmethod
-    def of(cls, stage: GPTStage, topology: Topology) -> "Chain":
+    def of(cls, stage: GPTStage, topology: Topology, *, send_window: int = SEND_WINDOW) -> "Chain":
         """The pipeline that this rank of the topology is in."""
-        return cls(stage, topology.pp, topology.edges)
+        return cls(stage, topology.pp, topology.edges, send_window=send_window)
 
     @classmethod
     def whole(cls, stage: GPTStage) -> "Chain":
