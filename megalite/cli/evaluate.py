@@ -28,7 +28,7 @@ def _parser() -> Parser:
         "megalite evaluate",
         "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
     )
-    add_model_flags(parser)
+    add_model_flags(parser, tp_default="1")
     parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
     parser.add_argument(
         "--input", nargs="+", metavar="PATH", help="text, jsonl or parquet: files, folders, globs; - is standard input"

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +19,7 @@ from megalite.generation.generate import BATCH_SIZE, generate_batch
 from megalite.generation.prompts import read_prompts
 from megalite.generation.sample import Sampling
 from megalite.generation.text import GrowingText
+from megalite.topology.topology import Topology
 
 _DEFAULTS = Sampling()
 
@@ -28,7 +29,7 @@ def _parser() -> Parser:
         "megalite generate",
         "Continue prompts with a trained model. Under torchrun the ranks are tp x pp, by default one tp group.",
     )
-    add_model_flags(parser)
+    add_model_flags(parser, tp_default="all that --pp leaves")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     parser.add_argument(
         "--prompts", metavar="FILE", help="one a line, or a key of a line of JSON in a .jsonl; - is standard input"
@@ -135,6 +136,7 @@ def _run(ranks: Ranks) -> None:
     def text_of(prompt: Sequence[int]) -> GrowingText:
         return GrowingText(tokenizer.decode, prompt, flags.stop or ())
 
+    output = _open_output(flags.output, topology)
     made = generate_batch(
         Chain.of(model.stage, topology),
         prompts,
@@ -144,13 +146,19 @@ def _run(ranks: Ranks) -> None:
         make_text=text_of if topology.rank == 0 or flags.stop else None,
     )
     if topology.rank:
-        for _ in made:
-            pass
-        return
-    output = _open_output(flags.output)
-    shown = _Shown(texts, output)
-    start = time.perf_counter()
-    tokens = 0
+        _exhaust(made)
+    else:
+        _show(made, texts, output)
+
+
+def _exhaust(made: Iterator[Continuation]) -> None:
+    """Do this rank's part; another one tells."""
+    for _ in made:
+        pass
+
+
+def _show(made: Iterator[Continuation], prompts: Sequence[str], output: TextIO | None) -> None:
+    shown, tokens, start = _Shown(prompts, output), 0, time.perf_counter()
     for continuation in made:
         tokens += continuation.finish != "eod"
         shown.take(continuation)
@@ -181,11 +189,16 @@ def _refuse_existing(output: Path | None) -> None:
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist; make it first")
 
 
-def _open_output(path: Path | None) -> TextIO | None:
-    try:
-        return None if path is None else path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}; give a file that can be written") from None
+def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
+    """The file, on rank 0; no rank goes on if it cannot be written."""
+    output, error = None, None
+    if topology.rank == 0 and path is not None:
+        try:
+            output = path.open("x", encoding="utf-8")
+        except OSError as found:
+            error = ConfigError(f"--output {path}: {found.strerror}; give a file that can be written")
+    topology.world.agree(error, topology.device)
+    return output
 
 
 class _Shown:

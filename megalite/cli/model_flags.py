@@ -1,6 +1,7 @@
 """What `generate` and `evaluate` have in common: flags that name a model and its layout, and the model itself."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from megalite.topology.topology import Launch, Topology, start_distributed, stop
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--load and what goes with it."""
+def add_model_flags(parser: argparse.ArgumentParser, *, tp_default: str) -> None:
+    """--load and what goes with it; `tp_default` is what the help says of --tp."""
     parser.add_argument(
         "--load",
         required=True,
@@ -27,7 +28,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="checkpoints (the newest that verifies is used), one checkpoint, or a Hugging Face model",
     )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="use the checkpoint of this step instead")
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks")
+    parser.add_argument("--tp", type=int, metavar="N", help=f"tensor parallel ranks ({tp_default})")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline parallel ranks (1)")
     for axis in ("cp", "ep"):
         parser.add_argument(f"--{axis}", type=int, default=1, help=argparse.SUPPRESS)
@@ -42,7 +43,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
     """The layout that the flags and the number of ranks make.
 
-    Without --tp and --pp the ranks are one tp group, or with `data_parallel` replicas of the model.
+    Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model.
 
     Args:
         data_parallel: ranks beyond tp x pp share out the work; else there must be none.
@@ -55,17 +56,16 @@ def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool
             raise ConfigError(
                 f"--{axis} {getattr(flags, axis)}: there is no {axis} here ({instead}); leave it out and use --tp and --pp"
             )
-    tp, pp = flags.tp, flags.pp
-    for name, size in (("tp", tp), ("pp", pp)):
-        if size is not None and size < 1:
-            raise ConfigError(f"--{name} is {size}; it must be at least 1")
-    if tp is None:
-        tp = 1 if data_parallel else max(1, world_size // (pp or 1))
-    pp = pp or (1 if data_parallel or flags.tp is None else max(1, world_size // tp))
+    for name in ("tp", "pp"):
+        if getattr(flags, name) is not None and getattr(flags, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(flags, name)}; it must be at least 1")
+    pp = flags.pp or 1
+    tp = flags.tp or (1 if data_parallel else max(1, world_size // pp))
     if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):
+        works = (tp, world_size // tp) if world_size % tp == 0 else (world_size, 1)
         raise ConfigError(
             f"tp {tp} x pp {pp} = {tp * pp} does not fit the {world_size} rank{'s' if world_size > 1 else ''} that were "
-            f"started; start {tp * pp} (torchrun --nproc-per-node {tp * pp}), or use --tp {world_size} --pp 1"
+            f"started; use --tp {works[0]} --pp {works[1]}, or start {tp * pp} (torchrun --nproc-per-node {tp * pp})"
         )
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
@@ -115,7 +115,7 @@ def run_on_ranks(
         check: of the flags alone, before anything is started.
         data_parallel: see `layout_of`.
     """
-    launch = Launch(rank=0, world_size=1, local_rank=0)
+    launch, agreed = Launch(rank=0, world_size=1, local_rank=0), True
     try:
         launch = Launch.from_environment()
         flags = parser.parse_args(argv)
@@ -125,10 +125,14 @@ def run_on_ranks(
         device = launch.device(flags.device)
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
         run(Ranks(flags, Topology.create(layout, rank=launch.rank, device=device)))
-    except ConfigError as error:
-        if launch.rank == 0 or isinstance(error, RankError):
+    except BrokenPipeError:  # the reader has read enough
+        agreed = False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ConfigError, OSError) as error:
+        agreed = not isinstance(error, RankError | OSError)
+        if launch.rank == 0 or not agreed:
             print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        stop_distributed()
+        stop_distributed(agreed=agreed)
     return 0
