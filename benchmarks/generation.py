@@ -58,12 +58,16 @@ TINY_CASES = (Case(1, 4, 4), Case(3, 5, 4))
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--tiny", action="store_true", help="a model and prompts that only show that it works")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model and prompts that only show that it works"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     flags = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[flags.dtype]
@@ -150,7 +154,12 @@ def theirs(folder: Path, prompts: list[list[int]], device: torch.device, dtype: 
     @torch.no_grad()
     def generate(count: int) -> list[list[int]]:
         made = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         found: list[list[int]] = made[:, tokens.shape[1] :].tolist()
         return found

@@ -31,17 +31,24 @@ def _parser() -> Parser:
     add_model_flags(parser, tp_default="1")
     parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
     parser.add_argument(
-        "--input", nargs="+", metavar="PATH", help="text, jsonl or parquet: files, folders, globs; - is standard input"
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="text, jsonl or parquet: files, folders, globs; - is standard input",
     )
     parser.add_argument("--json-key", metavar="KEY", help="with --input: of the text (text)")
     parser.add_argument(
         "--text-documents", choices=_FORMS, help="with --input: what a document is in a .txt (file)"
     )
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's"
+    )
     parser.add_argument(
         "--stride", type=int, metavar="N", help="tokens between windows; default: they do not overlap"
     )
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)")
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -55,7 +62,9 @@ def _check(flags: argparse.Namespace) -> None:
     """What the flags alone tell, on every rank alike."""
     if (flags.data_path is None) == (flags.input is None):
         given = "are given at once" if flags.data_path else "are both missing"
-        raise ConfigError(f"--data-path and --input {given}; give token files with one, or text with the other")
+        raise ConfigError(
+            f"--data-path and --input {given}; give token files with one, or text with the other"
+        )
     for name in ("json_key", "text_documents"):
         if getattr(flags, name) is not None and flags.input is None:
             raise ConfigError(

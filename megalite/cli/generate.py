@@ -32,7 +32,9 @@ def _parser() -> Parser:
     add_model_flags(parser, tp_default="all that --pp leaves")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     parser.add_argument(
-        "--prompts", metavar="FILE", help="one a line, or a key of a line of JSON in a .jsonl; - is standard input"
+        "--prompts",
+        metavar="FILE",
+        help="one a line, or a key of a line of JSON in a .jsonl; - is standard input",
     )
     parser.add_argument("--prompt-key", metavar="KEY", help="with --prompts FILE.jsonl (prompt)")
     parser.add_argument(
@@ -54,7 +56,11 @@ def _parser() -> Parser:
         "--top-p", type=float, metavar="P", help="draw among the fewest tokens that reach this probability"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="make tokens that were used less likely (1)"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="make tokens that were used less likely (1)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (0)")
     parser.add_argument(
@@ -72,7 +78,9 @@ def _parser() -> Parser:
         action=argparse.BooleanOptionalAction,
         help="begin prompts as the tokenizer.json says; default: of Hugging Face models alone",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the texts as JSON lines, not to the terminal")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the texts as JSON lines, not to the terminal"
+    )
     return parser
 
 

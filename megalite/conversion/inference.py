@@ -1,7 +1,7 @@
 """A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -131,9 +131,7 @@ class _FromFolder:
         return folder_end_ids(self._weights, tokenizer)
 
 
-def open_source(
-    folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]
-) -> Source:
+def open_source(folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]) -> Source:
     """Find the weights in `folder`, and check what can be checked before they are read.
 
     Args:
@@ -279,12 +277,10 @@ def load_model(
     )
 
 
-def _parameters(stage: GPTStage) -> Sequence[ShardedParameter]:
-    found = []
-    for parameter in stage.parameters():
+def _parameters(stage: GPTStage) -> Iterator[ShardedParameter]:
+    for parameter in stage.requires_grad_(False).parameters():
         assert isinstance(parameter, ShardedParameter)
-        found.append(parameter.requires_grad_(False))
-    return found
+        yield parameter
 
 
 def _check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -181,6 +182,4 @@ def lanes_of(
     total = len(by_length)
     count = max(-(-total // batch_size), min(in_flight, total))
     cuts = [total * number // count for number in range(count + 1)]
-    return [
-        Lane(by_length[first:stop], max_new_tokens) for first, stop in zip(cuts, cuts[1:], strict=False)
-    ]
+    return [Lane(by_length[first:stop], max_new_tokens) for first, stop in pairwise(cuts)]

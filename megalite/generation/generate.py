@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.generation.chain import Chain
 from megalite.generation.continuation import (
     Continuation,
@@ -67,21 +68,26 @@ def generate_batch(
     chain.stage.eval()
     continuations = continuations_of(prompts, sampling, make_text)
     most = sampling.max_new_tokens
-    waiting = deque(
-        lanes_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most)
-    )
+    waiting = deque(lanes_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most))
     flying: deque[Lane] = deque()
-    while waiting or flying:
-        if waiting and len(flying) < chain.size:
-            lane = waiting.popleft()
-        else:
-            lane = flying.popleft()
-            yield from lane.take(_tokens(chain, lane), end_ids=end_ids, max_new_tokens=most)
-            if not lane.rows:
-                continue
-        _step(chain, lane, sampling)
-        flying.append(lane)
-    chain.drain()
+    try:
+        while waiting or flying:
+            if waiting and len(flying) < chain.size:
+                lane = waiting.popleft()
+            else:
+                lane = flying.popleft()
+                yield from lane.take(_tokens(chain, lane), end_ids=end_ids, max_new_tokens=most)
+                if not lane.rows:
+                    continue
+            _step(chain, lane, sampling)
+            flying.append(lane)
+    except ConfigError:
+        # Every rank has come here at the same token: what is under way arrives before the connections are let go.
+        for lane in flying:
+            _tokens(chain, lane)
+        raise
+    finally:
+        chain.drain()
 
 
 def _tokens(chain: Chain, lane: Lane) -> list[int]:

@@ -123,15 +123,11 @@ def measure(
         raise ConfigError(
             f"the loss is {loss}: the weights are damaged, or too large for the type they are computed in; try --dtype fp32"
         )
-    return Perplexity(
-        loss=loss, tokens=predicted, windows=len(windows), text_bytes=stream.text_bytes
-    )
+    return Perplexity(loss=loss, tokens=predicted, windows=len(windows), text_bytes=stream.text_bytes)
 
 
 @torch.no_grad()
-def _losses(
-    chain: Chain, stream: TokenStream, windows: Windows, batch: range
-) -> torch.Tensor | None:
+def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: range) -> torch.Tensor | None:
     """This stage's part of the forward of some windows; on the last the sum of what counts in each, float64 [b]."""
     stage, width = chain.stage, min(windows.length, windows.tokens - 1)
     # A window at the end may be shorter: nothing sees what is behind its end, and nothing of that counts.

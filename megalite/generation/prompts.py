@@ -44,7 +44,9 @@ def read_prompts(path: str, key: str | None) -> list[str]:
 def _content(path: str) -> bytes:
     if path == STDIN:
         if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError(f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command")
+            raise ConfigError(
+                f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command"
+            )
         return sys.stdin.buffer.read()
     with open_regular(path) as file:
         try:

@@ -62,7 +62,9 @@ def theirs(model: Any) -> tuple[list[list[int]], float]:
     made, total = [], 0.0
     with all_float64(), torch.no_grad():
         for prompt in PROMPTS:
-            text = model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False, eos_token_id=None)
+            text = model.generate(
+                torch.tensor([prompt]), max_new_tokens=7, do_sample=False, eos_token_id=None
+            )
             made.append(text[0, len(prompt) :].tolist())
         end = 0
         for start in range(0, len(TOKENS), 4):
@@ -161,7 +163,11 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / "file", {}, "file"),
         (tmp_path / "megatron", {}, "is of Megatron-LM; megalite convert .* --to native"),
         (tmp_path / "theirs", {"step": 3}, "--ckpt-step 3 has no effect on .*theirs"),
-        (tmp_path / "theirs", {"needs_tokenizer": True}, "theirs has no tokenizer; give one with --tokenizer-model"),
+        (
+            tmp_path / "theirs",
+            {"needs_tokenizer": True},
+            "theirs has no tokenizer; give one with --tokenizer-model",
+        ),
         (native, {"step": 3}, "has no checkpoint of step 3; it has steps 0"),
         (native / "step-0000000", {"step": 3}, "--ckpt-step 3 contradicts .*step-0000000"),
     ]
@@ -175,7 +181,7 @@ def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
     small = made_up(tmp_path / "small", tokenizer=False, vocab_size=200)
     choice = TokenizerChoice(str(tmp_path / "vocabulary"))
     byte_tokenizer(tmp_path / "vocabulary")
-    with pytest.raises(ConfigError, match="has 257 ids, but the vocab_size of .*small.* is 200"):
+    with pytest.raises(ConfigError, match=r"has 257 ids, but the vocab_size of .*small.* is 200"):
         open_plain(small, needs_tokenizer=True, tokenizer=choice)
     with pytest.raises(ConfigError, match="trained without a tokenizer; give one with --tokenizer-model"):
         open_plain(small, needs_tokenizer=True)

@@ -78,20 +78,23 @@ def test_the_loss_is_that_of_each_token(family: str, length: int, stride: int) -
     assert found.bits_per_byte == pytest.approx(found.loss * 60 / math.log(2) / 100)
 
 
-def every_family(context: RankContext, **axes: int) -> dict[str, Perplexity]:
+SOME = ("gpt", "mistral", "deepseek")
+
+
+def some_families(context: RankContext, **axes: int) -> dict[str, Perplexity]:
     topology = context.topology(**axes)
-    windows = Windows(tokens=61, length=10, stride=4)
+    windows = Windows(tokens=61, length=10, stride=7)
     return {
-        family: measure(chain_of(settings, topology), STREAM, windows, topology, batch_size=2)
-        for family, settings in FAMILIES.items()
+        family: measure(chain_of(FAMILIES[family], topology), STREAM, windows, topology, batch_size=2)
+        for family in SOME
     }
 
 
 def test_no_layout_changes_the_number() -> None:
     """Of layouts without tp not even in the last digit."""
-    alone = every_family(RankContext(0, {}))
-    for axes in ({"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}, {"tp": 2, "dp": 2}, {"pp": 4}):
-        every = run_ranks(4, every_family, **axes)
+    alone = some_families(RankContext(0, {}))
+    for axes in ({"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}, {"pp": 4}):
+        every = run_ranks(4, some_families, **axes)
         assert all(found == every[0] for found in every), axes
         for family, found in every[0].items():
             if "tp" not in axes:
@@ -111,7 +114,9 @@ def test_a_text_shorter_than_a_window_costs_no_more_than_itself() -> None:
     stage.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
     topology = RankContext(0, {}).topology()
     chain = type(chain_of(LLAMA)).whole(stage)
-    measure(chain, TokenStream([TOKENS[:7]]), Windows(tokens=7, length=1000, stride=1000), topology, batch_size=1)
+    measure(
+        chain, TokenStream([TOKENS[:7]]), Windows(tokens=7, length=1000, stride=1000), topology, batch_size=1
+    )
     assert sizes == [(1, 6)]
 
 

@@ -85,10 +85,10 @@ class HuggingFaceTokenizer:
 
     def beginning(self) -> list[int]:
         """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-        count = next(
-            (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain), 0
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
+        count = next((at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain), 0)
         return list(whole[:count])
 
     def decode(self, ids: Sequence[int]) -> str:
