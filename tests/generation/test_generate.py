@@ -11,6 +11,7 @@ from megalite.generation.continuation import continuations_of, lanes_of
 from megalite.generation.generate import generate, whole_vocabulary
 from megalite.generation.sample import Sampling
 from megalite.generation.text import GrowingText
+from megalite.models import gpt
 from megalite.models.gpt import GPTStage
 from tests.generation.models import FAMILIES, PROMPT, PROMPTS, VOCAB, chain_of, stage_of, texts
 from tests.support.ranks import RankContext, run_ranks
@@ -41,9 +42,14 @@ def test_greedy_generation_is_argmax_decoding(family: str) -> None:
     assert len(set(expected[0])) > 1, "the same token again and again would prove little"
 
 
-def test_llama_generates_beyond_the_length_it_was_trained_with() -> None:
+def test_llama_generates_beyond_the_length_it_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not make RoPE's tables anew for each token."""
+    made = []
+    tables = gpt.rope_tables
+    monkeypatch.setattr(gpt, "rope_tables", lambda *given: made.append(len(given[0])) or tables(*given))
     stage = stage_of(LLAMA)
     ours = list(generate(stage, PROMPT, Sampling(max_new_tokens=40, temperature=0.0), eod=None))
+    assert made == [16, 32, 64]
     assert ours == argmax_decoding(stage, PROMPT, 40)
 
 
