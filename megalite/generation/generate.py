@@ -85,9 +85,9 @@ def generate_batch(
         # Every rank has come here at the same token: what is under way arrives before the connections are let go.
         for lane in flying:
             _tokens(chain, lane)
-        raise
-    finally:
         chain.drain()
+        raise
+    chain.drain()
 
 
 def _tokens(chain: Chain, lane: Lane) -> list[int]:
