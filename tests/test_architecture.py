@@ -228,6 +228,8 @@ def test_cycle_is_found() -> None:
 NEEDS_TORCH = (
     "megalite.data.loader",
     "megalite.cli.generate",
+    "megalite.cli.evaluate",
+    "megalite.cli.model_flags",
     "megalite.cli.parity",
     "megalite.cli.convert",
     "megalite.cli.convert_report",

@@ -25,7 +25,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megalite.cli.data",
             "merge, split, inspect and verify token files; index them ahead of a run",
         ),
-        "generate": ("megalite.cli.generate", "generate text from a checkpoint"),
+        "generate": ("megalite.cli.generate", "text from a checkpoint or a Hugging Face model"),
+        "evaluate": ("megalite.cli.evaluate", "a model's loss and perplexity on token files or text"),
         "inspect": ("megalite.cli.inspect", "look into a checkpoint and verify it, or compare two"),
         "convert": (
             "megalite.cli.convert",

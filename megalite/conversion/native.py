@@ -81,7 +81,7 @@ class NativeWeights:
     def __init__(self, folder: Path, *, step: int | None = None) -> None:
         self._checkpoint = _open(folder, step)
         self.path = self._checkpoint.path
-        config = _saved_config(self._checkpoint)
+        config = saved_config(self._checkpoint)
         self.model: ModelConfig = config.model
         self.seq_length: int = config.training.seq_length
         self._data = config.data
@@ -151,7 +151,7 @@ def _open(folder: Path, step: int | None) -> Checkpoint:
         raise CheckpointError(f"{error}{older}") from None
 
 
-def _saved_config(checkpoint: Checkpoint) -> RunConfig:
+def saved_config(checkpoint: Checkpoint) -> RunConfig:
     """The settings of a checkpoint that say what its network and tokenizer are, checked."""
     config = checkpoint.manifest.config
     wanted = {

@@ -1,24 +1,30 @@
-"""Sampling token by token with a key/value cache, on one rank or over a tp group."""
+"""How the next token is chosen from the logits; the draws are pure functions of seed, prompt and position."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.models.cache import KeyValueCache
-from megalite.models.gpt import GPTStage
+from megalite.data.random_draws import raw_draws
+
+NOT_A_NUMBER = -1
+"""In the place of a token where the logits hold a NaN: every rank must hear of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen, in the order of the fields.
 
-    `temperature` 0 takes the likeliest; `top_k` and `top_p` keep the k likeliest tokens, or the fewest whose
-    probabilities reach p, before drawing.
+    `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that the text has already, prompt included,
+    by r, or multiplies them by it where they are negative. `temperature` 0 takes the likeliest; else logits are divided
+    by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest whose probabilities reach p, before one
+    is drawn.
     """
 
     max_new_tokens: int = 100
+    repetition_penalty: float = 1.0
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
@@ -27,7 +33,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.temperature < 0.0:
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ConfigError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0, e.g. 1.2 (1 changes nothing)"
+            )
+        if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, e.g. 0.8")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, e.g. 50")
@@ -35,65 +45,64 @@ class Sampling:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1, e.g. 0.95")
 
 
-@torch.no_grad()
-def generate(model: GPTStage, prompt: Sequence[int], sampling: Sampling, *, eod: int | None) -> Iterator[int]:
-    """New tokens after `prompt`, one by one, until `eod` or `max_new_tokens`.
+class Draws:
+    """Numbers in (0, 1) for the tokens of one text.
+
+    A pure function of the arguments: neither the other prompts nor the layout changes them.
 
     Args:
-        model: the whole network in one stage; over tp each rank calls this and gets the same tokens.
-
-    Collectives: those of the forward, and one all-gather of the logits a token over tp.
-
-    Raises:
-        ConfigError: an empty prompt, or more positions than a learned position embedding has.
+        prompt: its tokens.
+        copy: how many prompts of the same tokens come before this one, so that equal prompts get texts of their own.
     """
-    assert model.embedding is not None
-    assert model.head is not None
-    if not prompt:
-        raise ConfigError("the prompt has no tokens; give at least one character of text")
-    limit = model.config.max_position_embeddings
-    learned = model.config.position_embedding_type == "learned_absolute"
-    if learned and limit is not None and len(prompt) + sampling.max_new_tokens > limit:
-        room = limit - len(prompt)
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}, but the model has "
-            f"{limit} positions; "
-            + (f"--max-new-tokens {room} works" if room > 0 else "give a shorter prompt")
-        )
-    model.eval()
-    generator = torch.Generator(model.device).manual_seed(sampling.seed)
-    cache, new = KeyValueCache(), list(prompt)
-    for _ in range(sampling.max_new_tokens):
-        tokens = torch.tensor([new], dtype=torch.int64, device=model.device)
-        first = cache.length
-        context = model.generation_context(first_position=first, length=len(new))
-        logits = model(tokens, context, cache=cache)[-1, 0]
-        token = _choose(_whole_vocabulary(model, logits), sampling, generator)
-        if token == eod:
-            return
-        yield token
-        new = [token]
+
+    def __init__(self, seed: int, prompt: Sequence[int], copy: int) -> None:
+        words = f"{seed}\0{copy}\0{' '.join(map(str, prompt))}".encode()
+        digest = hashlib.blake2b(words, digest_size=16).digest()
+        self._seed, self._index = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
+
+    def __call__(self, number: int) -> float:
+        """The number for the new token of that number, from 0."""
+        word = int(raw_draws(1, seed=self._seed, index=self._index, stream=number)[0])
+        return ((word >> 12) + 0.5) / (1 << 52)
 
 
-def _whole_vocabulary(model: GPTStage, logits: torch.Tensor) -> torch.Tensor:
-    """[V/tp] -> [vocab_size], without the padding."""
-    assert model.config.vocab_size is not None
-    whole = logits.new_empty(logits.numel() * model.tp.size)
-    model.tp.all_gather(whole, logits.contiguous())
-    return whole[: model.config.vocab_size].float()
+def choose(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    draws: Sequence[float],
+    *,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The next token of each row, int64 [b]; NOT_A_NUMBER where a logit is a NaN.
+
+    Args:
+        logits: [b, vocab_size], the same bits on every rank that calls this.
+        draws: [b] in (0, 1); not read if the temperature is 0.
+        seen: boolean [b, vocab_size], the tokens that a text has already, for a repetition penalty.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    broken = logits.isnan().any(dim=-1)
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    chosen = logits.argmax(dim=-1) if sampling.temperature == 0.0 else _drawn(logits, sampling, draws)
+    return chosen.masked_fill(broken, NOT_A_NUMBER)
 
 
-def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.numel():
-        kth = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    probabilities = logits.softmax(dim=0)
+def _drawn(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
+    """The token in whose part of the distribution function a row's draw falls."""
+    size = logits.shape[-1]
+    scaled, order = logits.double() / sampling.temperature, None
+    # A stable sort: of equal logits the lower id comes first on every device.
+    if sampling.top_k is not None or sampling.top_p is not None:
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+        size = min(sampling.top_k or size, size)
+    probabilities = scaled[:, :size].softmax(dim=-1)
     if sampling.top_p is not None:
-        ordered, order = probabilities.sort(descending=True)
         # A token stays if those before it have not reached p yet: the likeliest always does.
-        dropped = ordered.cumsum(0) - ordered >= sampling.top_p
-        probabilities[order[dropped]] = 0.0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    reached = probabilities.cumsum(dim=-1)
+    at = torch.tensor(draws, dtype=reached.dtype, device=reached.device).unsqueeze(-1) * reached[:, -1:]
+    place = torch.searchsorted(reached, at, right=True).clamp(max=size - 1)
+    return (place if order is None else order.gather(-1, place)).squeeze(-1)

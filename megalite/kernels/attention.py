@@ -34,6 +34,25 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+def cached_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q·kᵀ/sqrt(d))·v of one query a row against the keys of a cache.
+
+    The query heads that share a key/value head are the rows of one product: the cache is read once and not repeated.
+
+    Args:
+        q: [b, heads, 1, d].
+        k, v: [b, groups, n, d] with heads a multiple of groups.
+        visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
+
+    Collectives: none.
+    """
+    b, heads, _, d = q.shape
+    queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, d)
+
+
 def tile_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: TileKind
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from megalite.context_parallel.gathered import gather_sequence
 from megalite.context_parallel.ring import ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
-from megalite.kernels.attention import causal_attention
+from megalite.kernels.attention import cached_attention, causal_attention
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.cache import KeyValueCache
 from megalite.models.context import CAUSAL, ForwardContext
@@ -103,7 +103,10 @@ class Attention(torch.nn.Module):
             q, k, v = self._split(sequence_to_heads(packed, cp=self.cp, seq_length=context.seq_length))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
-            k, v = cache.extend(self.name, k, v)
+            if context.next_tokens is None:
+                cache.fill(self.name, k, v)
+            else:
+                k, v = cache.append(self.name, k, v, context.next_tokens)
         if self.recompute_core and torch.is_grad_enabled():
             mixed = checkpoint(self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -137,10 +140,9 @@ class Attention(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
+        if context.next_tokens is not None:
+            return cached_attention(q, k, v, visible=context.next_tokens.visible)
         visibility = context.visibility
-        if q.shape[2] != k.shape[2]:  # the next token against a cache, in which a window is the last keys
-            last = visibility.window or k.shape[2]
-            return self.causal_attention(q, k[:, :, -last:], v[:, :, -last:], causal=False)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context)
         if visibility == CAUSAL and self.core_cp.size == 1:

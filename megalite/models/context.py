@@ -7,6 +7,7 @@ import torch
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import masked_dropout
 from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.models.cache import NextTokens
 from megalite.tensor_parallel.random import DropoutStream, keep_mask
 from megalite.topology.group import Group
 
@@ -28,6 +29,7 @@ class ForwardContext:
         auxiliary: where layers add terms to the objective; None in evaluation.
         generating: the tokens after these are not known yet, so nothing may depend on how many there will be:
             experts take every token, whatever their capacity.
+        next_tokens: the rows are one token each, behind those that a cache holds.
     """
 
     seq_length: int
@@ -38,6 +40,7 @@ class ForwardContext:
     visibility: Visibility = CAUSAL
     auxiliary: AuxiliaryLosses | None = None
     generating: bool = False
+    next_tokens: NextTokens | None = None
 
     def keep_mask(
         self, x: torch.Tensor, p: float, *, site: str, tp: Group, sequence_parallel: bool

@@ -1,6 +1,7 @@
 """`GPTStage`: the part of a GPT that one virtual pipeline stage holds. With one stage it is the whole model."""
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.rope import rope_frequencies, rope_tables
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.block import Block
-from megalite.models.cache import KeyValueCache
+from megalite.models.cache import KeyValueCache, NextTokens
 from megalite.models.context import ForwardContext, document_position_ids
 from megalite.models.layers import run_layers
 from megalite.models.norm import Norm
@@ -196,16 +197,29 @@ class GPTStage(torch.nn.Module):
             auxiliary=auxiliary,
         )
 
-    def generation_context(self, *, first_position: int, length: int) -> ForwardContext:
-        """The context of `length` new tokens after `first_position` others, without dropout; cp must be 1."""
-        positions = torch.arange(first_position, first_position + length, device=self.device)
+    def generation_context(self, length: int) -> ForwardContext:
+        """The context of the first `length` tokens of texts whose ends are not known, without dropout; cp must be 1."""
+        positions = torch.arange(length, device=self.device)
         return ForwardContext(
             seq_length=length,
             positions=positions,
             position_ids=positions,
-            rope=self._rope_rows(positions, first_position + length),
-            visibility=Visibility(window=self._window(first_position + length)),
+            rope=self._rope_rows(positions, length),
+            visibility=Visibility(window=self._window(length)),
             generating=True,
+        )
+
+    def next_token_context(self, lengths: Sequence[int]) -> ForwardContext:
+        """The context of one new token a row, behind the `lengths` tokens that a cache holds of it; cp must be 1."""
+        new = NextTokens.after(lengths, window=self.config.sliding_window, device=self.device)
+        position_ids = new.positions.unsqueeze(0)
+        return ForwardContext(
+            seq_length=1,
+            positions=new.positions[:1],
+            position_ids=position_ids,
+            rope=self._rope_rows(position_ids, new.stop),
+            generating=True,
+            next_tokens=new,
         )
 
     def _window(self, length: int) -> int | None:
@@ -229,7 +243,9 @@ class GPTStage(torch.nn.Module):
                 original_max_positions=config.rope_original_max_positions,
             )
             dtype = torch.float64 if self.make.dtype == torch.float64 else torch.float32
-            positions = torch.arange(max(stop, self.seq_length), device=self.device)
+            # Twice as many as before: a text that goes on and on would have them made anew for each token.
+            known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
+            positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
             self._rope = rope_tables(positions, frequencies.to(self.device), dtype)
         cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
@@ -246,10 +262,12 @@ class GPTStage(torch.nn.Module):
         *,
         labels: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens [b, s/cp] on the first stage, else [s/cp, b, h] -> [s/cp, b, h], or on the last the losses [b, s/cp].
 
-        On the last stage without labels: logits [s/cp, b, V/tp].
+        On the last stage without labels: logits [s/cp, b, V/tp], or [1, b, V/tp] of the one position `wanted` [b] of
+        each row.
         """
         if self.embedding is not None:
             x = self.embedding(x, context)
@@ -257,4 +275,6 @@ class GPTStage(torch.nn.Module):
         x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute)
         if self.head is None:
             return x
+        if wanted is not None:
+            x = x[wanted, torch.arange(x.shape[1], device=x.device)].unsqueeze(0)
         return self.head(x) if labels is None else self.head.loss(x, labels)

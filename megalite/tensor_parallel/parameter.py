@@ -92,7 +92,8 @@ class ParameterFactory:
     """How the parameters of a model are made: where, in which type, from which seed, split over which group.
 
     Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `tp_cp` are all the
-    ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices.
+    ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank`
+    nothing is drawn: the weights come from elsewhere.
     """
 
     tp: Group
@@ -105,6 +106,7 @@ class ParameterFactory:
     ep: Group = field(default_factory=lambda: Group.solo("ep"))
     expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
     kernels: Kernels = field(default_factory=Kernels)
+    blank: bool = False
 
     def kernel(self, operation: str, size: int) -> Any:
         """The kernel of an operation on activations, with a last dimension of `size`; see `Kernels.get`."""
@@ -176,7 +178,7 @@ class ParameterFactory:
             own = ShardSpec.split(name, shape, dim=0, index=self.ep.rank, parts=self.ep.size).slice[0]
             spec = ShardSpec(name=name, global_shape=spec.global_shape, slice=(own, *spec.slice[1:]))
         data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
-        if std is not None and not data.is_meta:  # else there are shapes alone
+        if std is not None and not (data.is_meta or self.blank):  # on meta there are shapes alone
             fill = fill_expert_normal if expert else fill_normal
             fill(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed)
         return data, spec

@@ -107,8 +107,10 @@ def check(command: Command) -> None:
         assert {word for word in rest if "=" not in word} <= set(targets), command
     elif program == "torchrun":
         launch = get_args_parser().parse_args(rest)
-        if launch.module and launch.training_script == "megalite.cli.profile":
-            _only_parse("profile", launch.training_script_args)
+        module = launch.training_script.removeprefix("megalite.cli.") if launch.module else None
+        command_name = module or WRAPPERS.get(launch.training_script)
+        if command_name in ("profile", "generate", "evaluate"):
+            _only_parse(command_name, launch.training_script_args)
             return
         assert launch.training_script == "pretrain_gpt.py", command
         hosts = int(launch.nnodes.split(":")[-1])  # 1:1 if it is left out

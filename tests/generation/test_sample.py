@@ -1,117 +1,22 @@
-"""Sampling: the cache changes nothing, tp changes nothing, and the filters keep what they say."""
+"""How a token is chosen: the filters keep what they say, and draws depend on seed, prompt and position alone."""
 
 from typing import Any
 
 import pytest
 import torch
 
-import megalite.generation.sample as sample
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
-from megalite.generation.sample import Sampling, generate
-from megalite.models.gpt import GPTStage
-from megalite.tensor_parallel.parameter import ParameterFactory
-from megalite.topology.group import Group
-from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, tiny_config
-
-PROMPT = [5, 17, 60, 3]
-
-
-def model_of(settings: dict[str, Any], tp: Group | None = None) -> GPTStage:
-    model: ModelConfig = tiny_config(1, init_method_std=0.3, **settings).model
-    make = ParameterFactory(
-        tp=tp or Group.solo("tp"), seed=3, dtype=torch.float64, device=torch.device("cpu")
-    )
-    return GPTStage(
-        model,
-        first_layer=0,
-        last_layer=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        make=make,
-        seq_length=16,
-    )
-
-
-def argmax_decoding(model: GPTStage, count: int) -> list[int]:
-    """Each token from a forward over everything before it, without a cache."""
-    model.eval()
-    tokens = list(PROMPT)
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(
-                torch.tensor([tokens]), model.generation_context(first_position=0, length=len(tokens))
-            )
-        tokens.append(int(logits[-1, 0, :93].argmax()))
-    return tokens[len(PROMPT) :]
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": LLAMA,
-    "gpt-dropout": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
-    "mistral": {**LLAMA, "sliding_window": 6},
-    "qwen3": {**LLAMA, "qk_norm": True},
-    "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},
-    "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_generation_is_argmax_decoding(family: str) -> None:
-    model = model_of(FAMILIES[family])
-    ours = list(generate(model, PROMPT, Sampling(max_new_tokens=12, temperature=0.0), eod=None))
-    assert ours == argmax_decoding(model, 12)
-    assert len(set(ours)) > 1, "the same token again and again would prove little"
-
-
-def test_llama_generates_beyond_the_length_it_was_trained_with() -> None:
-    model = model_of(LLAMA)
-    ours = list(generate(model, PROMPT, Sampling(max_new_tokens=20, temperature=0.0), eod=None))
-    assert ours == argmax_decoding(model, 20)
-
-
-def generated(context: RankContext, tp: int, family: str) -> list[list[int]]:
-    model = model_of(FAMILIES[family], context.topology(tp=tp).tp)
-    greedy = Sampling(max_new_tokens=10, temperature=0.0)
-    drawn = Sampling(max_new_tokens=10, temperature=0.9, top_k=20, top_p=0.95, seed=4)
-    return [list(generate(model, PROMPT, sampling, eod=None)) for sampling in (greedy, drawn)]
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama", "mistral", "qwen3"])
-def test_two_ranks_generate_what_one_does(family: str) -> None:
-    alone = generated(RankContext(0, {}), 1, family)
-    assert run_ranks(2, generated, 2, family) == [alone, alone]
-
-
-def test_it_stops_at_the_end_of_the_document() -> None:
-    model = model_of({})
-    sampling = Sampling(max_new_tokens=12, temperature=0.0)
-    free = list(generate(model, PROMPT, sampling, eod=None))
-    stop = free[5]
-    assert list(generate(model, PROMPT, sampling, eod=stop)) == free[: free.index(stop)]
-
-
-def test_seeds() -> None:
-    model = model_of({})
-    first, again, other = (
-        list(generate(model, PROMPT, Sampling(max_new_tokens=12, temperature=1.0, seed=seed), eod=None))
-        for seed in (1, 1, 2)
-    )
-    assert first == again
-    assert first != other
-
+from megalite.generation.sample import NOT_A_NUMBER, Draws, Sampling, choose
 
 LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
 
 
-def drawn(count: int = 4000, logits: torch.Tensor = LOGITS, **how: Any) -> list[float]:
+def drawn(count: int = 4000, **how: Any) -> list[float]:
     """How often each token is chosen."""
-    generator = torch.Generator().manual_seed(0)
-    sampling = Sampling(**how)
-    chosen = [sample._choose(logits.clone(), sampling, generator) for _ in range(count)]
-    return [chosen.count(token) / count for token in range(logits.numel())]
+    source = Draws(0, [1, 2], 0)
+    draws = [source(number) for number in range(count)]
+    chosen = choose(LOGITS.expand(count, -1), Sampling(**how), draws).tolist()
+    return [chosen.count(token) / count for token in range(LOGITS.numel())]
 
 
 @pytest.mark.parametrize(
@@ -141,36 +46,76 @@ def test_filters(how: dict[str, Any], expected: list[float]) -> None:
             assert ours == pytest.approx(wanted, abs=4 * (0.25 / 4000) ** 0.5)
 
 
-def test_padding_is_never_chosen() -> None:
-    """The vocabulary of 93 is padded to 96; the rows of the padding are drawn like any other."""
-    model = model_of({})
-    assert model.config.padded_vocab_size == 96
-    whole = sample._whole_vocabulary(model, torch.arange(96.0))
-    assert whole.tolist() == list(range(93))
+def test_rows_do_not_know_each_other() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    draws = [0.03, 0.2, 0.4, 0.6, 0.8, 0.97]
+    for how in ({"top_k": 7}, {"top_p": 0.7}, {}):
+        sampling = Sampling(temperature=1.3, **how)
+        together = choose(logits, sampling, draws)
+        alone = [choose(row[None], sampling, [draw]) for row, draw in zip(logits, draws, strict=True)]
+        assert torch.equal(together, torch.cat(alone))
+
+
+def test_the_ends_of_the_distribution() -> None:
+    """The largest draw there is stays inside what the filters have left."""
+    for how in ({}, {"top_k": 3}, {"top_p": 0.75}):
+        sampling = Sampling(temperature=1.0, **how)
+        last = choose(LOGITS[None], sampling, [1.0 - 2**-53])
+        assert int(last) == {"top_k": 2, "top_p": 2}.get(next(iter(how), ""), 4)
+        assert int(choose(LOGITS[None], sampling, [2**-53])) == 0
+
+
+def test_draws_are_functions_of_seed_prompt_and_position() -> None:
+    def several(seed: int, prompt: list[int], copy: int) -> list[float]:
+        source = Draws(seed, prompt, copy)
+        return [source(number) for number in (3, 0, 1, 2)]
+
+    base = several(1, [7, 8], 0)
+    assert base == several(1, [7, 8], 0)
+    others = [several(2, [7, 8], 0), several(1, [7, 9], 0), several(1, [7, 8], 1), several(1, [78], 0)]
+    assert len({*base, *(number for other in others for number in other)}) == 20
+    source = Draws(5, [1], 0)
+    many = [source(number) for number in range(2000)]
+    assert 0.0 < min(many) < 0.01 and 0.99 < max(many) < 1.0
+    assert sum(many) / 2000 == pytest.approx(0.5, abs=0.03)
+
+
+def test_repetition_penalty() -> None:
+    """As transformers' processor has it."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    ids = torch.tensor([[1, 1, 8], [0, 2, 3]])
+    seen = torch.zeros(2, 9, dtype=torch.bool).scatter_(1, ids, True)
+    theirs = RepetitionPenaltyLogitsProcessor(4.0)(ids, logits.clone())
+    sampling = Sampling(repetition_penalty=4.0, temperature=1.0)
+    for draw in (0.1, 0.35, 0.6, 0.9):
+        ours = choose(logits, sampling, [draw, draw], seen=seen)
+        assert torch.equal(ours, choose(theirs, Sampling(temperature=1.0), [draw, draw]))
+
+
+def test_a_nan_is_no_token() -> None:
+    logits = torch.stack((LOGITS, LOGITS))
+    logits[1, 3] = float("nan")
+    for temperature in (0.0, 1.0):
+        found = choose(logits, Sampling(temperature=temperature), [0.1, 0.1])
+        assert found.tolist() == [0, NOT_A_NUMBER]
 
 
 @pytest.mark.parametrize(
     "how, message",
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0\.0; it must be above 0, e\.g\. 1\.2"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+        ({"temperature": -0.1}, r"temperature is -0\.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": 0.0}, r"top_p is 0\.0"),
+        ({"top_p": 1.5}, r"top_p is 1\.5"),
     ],
 )
 def test_bad_settings(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**how)
-
-
-def test_an_empty_prompt() -> None:
-    with pytest.raises(ConfigError, match="no tokens"):
-        list(generate(model_of({}), [], Sampling(), eod=None))
-
-
-def test_more_positions_than_the_model_has() -> None:
-    with pytest.raises(ConfigError, match=r"16 positions; --max-new-tokens 12 works"):
-        list(generate(model_of({}), PROMPT, Sampling(max_new_tokens=13), eod=None))
-    with pytest.raises(ConfigError, match="give a shorter prompt"):
-        list(generate(model_of({}), PROMPT * 4, Sampling(max_new_tokens=1), eod=None))

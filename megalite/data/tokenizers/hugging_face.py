@@ -83,6 +83,14 @@ class HuggingFaceTokenizer:
                 raise
             raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
 
+    def beginning(self) -> list[int]:
+        """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        count = next((at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain), 0)
+        return list(whole[:count])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""
         return str(self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size]))

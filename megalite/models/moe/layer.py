@@ -11,10 +11,12 @@ from megalite.models.moe.experts import Experts
 from megalite.models.moe.router import Router
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.mappings import (
+    reduce_from_tensor_parallel_region,
     replicate_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
 
 
 class MoELayer(torch.nn.Module):
@@ -45,19 +47,37 @@ class MoELayer(torch.nn.Module):
         """[s/cp, b, h] -> [s/cp, b, h], split over s by tp as well with sequence parallelism.
 
         Collectives: those of the router, the dispatch and the shared expert; with tp and without sequence
-        parallelism also all-gather of the output / all-gather of the input's gradient over tp.
+        parallelism also all-gather of the output / all-gather of the input's gradient over tp. While text is generated
+        see `_unsplit` instead.
         """
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, x, context, use_reentrant=False, preserve_rng_state=False)
         return self._forward(x, context)
 
     def _forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if context.generating:
+            y = self._unsplit(x, context)
+            return y if self.shared is None else y + self.shared(x)
         split = self.tp.size > 1 and not self.sequence_parallel
         tokens = scatter_to_sequence_parallel_region(x, tp=self.tp) if split else x
         y = self._routed(tokens, context)
         if split:
             y = replicate_from_sequence_parallel_region(y, tp=self.tp)
         return y if self.shared is None else y + self.shared(x)
+
+    def _unsplit(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
+
+        Collectives: all-reduce over expert_tp, which is tp.
+        """
+        assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
+        routing = self.router(x, context.positions, context)
+        here = {"ep": Group.solo("ep"), "expert_tp": Group.solo("expert-tp")}
+        route = plan_route(routing, experts=self.num_experts, **here)
+        rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, **here)
+        rows = self.experts(rows, route.counts)
+        y = return_to_tokens(rows, route, routing.weights.flatten(0, 1), **here).view(x.shape)
+        return reduce_from_tensor_parallel_region(y, tp=self.expert_tp)
 
     def _routed(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         positions = context.positions.tensor_split(self.tp.size)[self.tp.rank]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import Weights, parameter_shapes
-from megalite.generation.sample import Sampling, generate
+from megalite.generation.generate import generate
+from megalite.generation.sample import Sampling
 from megalite.models.gpt import GPTStage
 from tests.models.stages import B, S, build, named
 from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model

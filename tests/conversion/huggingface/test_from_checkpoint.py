@@ -48,7 +48,7 @@ def test_the_ranks_together(name: str, tmp_path: Path) -> None:
     them, us = stock(folder), our_stage(weights)
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
-        ours = us(tokens, us.generation_context(first_position=0, length=len(PROMPT)))[:, 0, :vocab]
+        ours = us(tokens, us.generation_context(len(PROMPT)))[:, 0, :vocab]
         with all_float64():
             theirs = them(tokens, use_cache=False).logits[0]
             text = them.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None)

@@ -186,7 +186,7 @@ def test_another_type(tmp_path: Path) -> None:
         logits = model(torch.tensor([PROMPT])).logits[0].double()
     double = our_stage(HuggingFaceWeights(folder))
     with torch.no_grad():
-        ours = double(torch.tensor([PROMPT]), double.generation_context(first_position=0, length=4))[:, 0]
+        ours = double(torch.tensor([PROMPT]), double.generation_context(4))[:, 0]
     assert float((ours[:, :VOCAB] - logits).abs().max() / logits.abs().max()) < 0.03
 
 

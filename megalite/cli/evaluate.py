@@ -1,0 +1,161 @@
+"""`megalite evaluate`: loss and perplexity of a model on token files or text, on any tp x pp x dp."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megalite.cli.model_flags import Ranks, add_model_flags, open_model, run_on_ranks
+from megalite.cli.output import show
+from megalite.cli.parser import Parser
+from megalite.config.errors import ConfigError
+from megalite.conversion.inference import InferenceModel
+from megalite.data.inputs.places import Limits
+from megalite.generation.chain import Chain
+from megalite.generation.perplexity import Perplexity, Windows, check_windows, measure
+from megalite.generation.token_stream import TokenStream, stream_of_files, stream_of_texts
+from megalite.topology.topology import Topology
+
+_SEND_WINDOW = 2
+_FORMS = ("file", "line", "paragraph")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "megalite evaluate",
+        "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
+    )
+    add_model_flags(parser, tp_default="1")
+    parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="text, jsonl or parquet: files, folders, globs; - is standard input",
+    )
+    parser.add_argument("--json-key", metavar="KEY", help="with --input: of the text (text)")
+    parser.add_argument(
+        "--text-documents", choices=_FORMS, help="with --input: what a document is in a .txt (file)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's"
+    )
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows; default: they do not overlap"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was measured; returns the exit status."""
+    return run_on_ranks(_parser(), argv, _check, _run, data_parallel=True)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """What the flags alone tell, on every rank alike."""
+    if (flags.data_path is None) == (flags.input is None):
+        given = "are given at once" if flags.data_path else "are both missing"
+        raise ConfigError(
+            f"--data-path and --input {given}; give token files with one, or text with the other"
+        )
+    for name in ("json_key", "text_documents"):
+        if getattr(flags, name) is not None and flags.input is None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(flags, name)} has no effect on --data-path; leave it out"
+            )
+    for name in ("tokenizer_model", "tiktoken_pattern"):
+        if getattr(flags, name) is not None and flags.input is None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(flags, name)} has no effect on --data-path, which holds token ids; "
+                "leave it out"
+            )
+    for name in ("seq_length", "stride", "batch_size"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+
+
+def _run(ranks: Ranks) -> None:
+    flags, topology = ranks
+    model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
+    stream = _stream(flags, model, topology)
+    length = flags.seq_length or model.seq_length
+    windows = Windows(tokens=len(stream), length=length, stride=flags.stride or length)
+    check_windows(model.model, windows)
+    chain = Chain.of(model.stage, topology, send_window=_SEND_WINDOW)
+    found = measure(chain, stream, windows, topology, batch_size=flags.batch_size)
+    if topology.rank == 0:
+        show(_as_json(model, windows, found) if flags.json else _as_text(model, windows, found))
+
+
+def _stream(flags: argparse.Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
+    """The tokens to predict: token files are read by every rank, text by rank 0, which tells the others.
+
+    Raises:
+        ConfigError: they cannot be read; the same on every rank.
+    """
+    stream, error = TokenStream([]), None
+    try:
+        if flags.data_path is not None:
+            assert model.model.vocab_size is not None
+            stream = stream_of_files(flags.data_path, model.model.vocab_size)
+        elif topology.rank == 0:
+            assert model.tokenizer is not None
+            limits = Limits(text_documents=flags.text_documents or "file")
+            key = flags.json_key or "text"
+            stream = stream_of_texts(flags.input, key=key, limits=limits, tokenizer=model.tokenizer)
+    except (ConfigError, OSError) as found:
+        error = found if isinstance(found, ConfigError) else ConfigError(f"cannot read the data: {found}")
+    topology.world.agree(error, topology.device)
+    return stream if flags.data_path is not None else _told(stream, topology)
+
+
+def _told(stream: TokenStream, topology: Topology) -> TokenStream:
+    """Rank 0's stream of text on every rank."""
+    if topology.world.size == 1:
+        return stream
+    tokens, text_bytes = topology.world.broadcast_json([len(stream), stream.text_bytes], topology.device)
+    ids = torch.empty(tokens, dtype=torch.int32, device=topology.device)
+    if topology.rank == 0:
+        ids.copy_(torch.from_numpy(np.asarray(stream.parts[0], dtype=np.int32)))
+    topology.world.broadcast(ids)
+    return TokenStream([ids.cpu().numpy()], text_bytes)
+
+
+def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
+    report = {
+        "model": str(model.path),
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        "tokens": found.tokens,
+        "bytes": found.text_bytes,
+        "windows": found.windows,
+        "seq_length": windows.length,
+        "stride": windows.stride,
+    }
+    return json.dumps(report, indent=2)
+
+
+def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
+    lines = [
+        f"model          {model.path}",
+        f"tokens         {found.tokens:,} predicted, in {found.windows:,} windows of {windows.length}, stride "
+        f"{windows.stride}",
+        f"loss           {found.loss:.6f}",
+        f"perplexity     {found.perplexity:.4f}",
+    ]
+    if found.bits_per_byte is not None:
+        lines.append(f"bits per byte  {found.bits_per_byte:.4f}, of {found.text_bytes:,} bytes")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megalite.checkpoint.folders import step_of
+from megalite.checkpoint.load import Checkpoint, find_checkpoint
+from megalite.checkpoint.manifest import MANIFEST_NAME, optimizer_key, weight_key
+from megalite.checkpoint.safetensors_file import TORCH_DTYPES
+from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
+from megalite.config.rules.divide import divisors
+from megalite.config.run import RunConfig
+from megalite.config.training import TrainingConfig
+from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.inference_tokenizer import (
+    TokenizerChoice,
+    checkpoint_tokenizer,
+    folder_end_ids,
+    folder_tokenizer,
+)
+from megalite.conversion.native import saved_config
+from megalite.conversion.open import detect_format
+from megalite.conversion.weights import ConversionError
+from megalite.data.tokenizers.base import Tokenizer
+from megalite.models.gpt import GPTStage
+from megalite.planner.stages import cut_stages
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.topology.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InferenceModel:
+    """One rank's part of a model that is not trained any more, and what its text is made of."""
+
+    path: Path
+    """The checkpoint or folder that it was read from."""
+    model: ModelConfig
+    seq_length: int
+    """Longest sequence that it was made for."""
+    stage: GPTStage
+    tokenizer: Tokenizer | None
+    end_ids: frozenset[int]
+    """Tokens that end a text."""
+    is_huggingface: bool
+
+
+class Source(Protocol):
+    """Where the weights come from; the same on every rank."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def seq_length(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that weights are stored in."""
+
+    def fill(self, parameter: ShardedParameter) -> None:
+        """Read this rank's slice of a parameter, rounded to the parameter's type."""
+
+    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
+        """Its tokenizer, or the chosen one; None: it has none."""
+
+    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
+        """Tokens that end a text."""
+
+
+class _FromCheckpoint:
+    """A checkpoint of ours, written by any layout. Only the bytes of the rank's slices are read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = saved_config(checkpoint)
+        self._checkpoint = checkpoint
+        self.path, self.model, self.seq_length = checkpoint.path, config.model, config.training.seq_length
+        self.dtype = TORCH_DTYPES[checkpoint.entry(weight_key("embedding.word.weight")).dtype]
+
+    def fill(self, parameter: ShardedParameter) -> None:
+        """See `Source`. Of a run in bf16 or fp16 the main parameters have more digits."""
+        spec = parameter.info.spec
+        key, main = weight_key(spec.name), optimizer_key("main_param", spec.name)
+        entry = self._checkpoint.entry(key)
+        if entry.global_shape != spec.global_shape:
+            raise ConversionError(
+                f"{self.path}: {spec.name} has shape {list(entry.global_shape)}; a model of its settings has "
+                f"{list(spec.global_shape)}"
+            )
+        if TORCH_DTYPES[entry.dtype] != parameter.dtype and self._checkpoint.has(main):
+            key = main
+        self._checkpoint.read_into(parameter.data, key, spec.slice)
+
+    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
+        """See `Source`."""
+        return checkpoint_tokenizer(self._checkpoint, choice)
+
+    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
+        """See `Source`."""
+        return frozenset(() if tokenizer is None else (tokenizer.eod,))
+
+
+class _FromFolder:
+    """A Hugging Face folder. Each rank reads whole tensors, one at a time, and keeps its slices."""
+
+    def __init__(self, weights: HuggingFaceWeights) -> None:
+        self._weights = weights
+        self.path, self.model, self.seq_length = weights.path, weights.model, weights.seq_length
+        self.dtype = weights.dtype("embedding.word.weight")
+
+    def fill(self, parameter: ShardedParameter) -> None:
+        """See `Source`."""
+        spec = parameter.info.spec
+        whole = self._weights.read(spec.name)
+        parameter.data.copy_(whole[tuple(slice(*bounds) for bounds in spec.slice)])
+
+    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
+        """See `Source`."""
+        return folder_tokenizer(self._weights, choice)
+
+    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
+        """See `Source`."""
+        return folder_end_ids(self._weights, tokenizer)
+
+
+def open_source(folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]) -> Source:
+    """Find the weights in `folder`, and check what can be checked before they are read.
+
+    Args:
+        folder: of checkpoints (the newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face
+            model.
+        log: as in `find_checkpoint`.
+
+    Raises:
+        ConfigError: it is neither, or not a sound one; the same on every rank.
+
+    Collectives: gathers over the world.
+    """
+    source: _FromFolder | None = None
+    error: Exception | None = None
+    try:
+        # Of a folder that is not there the checkpoints' reader says what is there instead.
+        kind = detect_format(folder) if folder.is_dir() else "native"
+        if kind == "megatron":
+            raise ConversionError(
+                f"{folder} is of Megatron-LM; megalite convert {folder} NEW --to native makes a checkpoint that can be loaded"
+            )
+        if kind == "huggingface":
+            if step is not None:
+                raise ConversionError(
+                    f"--ckpt-step {step} has no effect on {folder}: a Hugging Face folder holds one model; leave it out"
+                )
+            source = _FromFolder(HuggingFaceWeights(folder))
+    except (ConfigError, OSError) as found:
+        error = found if isinstance(found, ConfigError) else ConversionError(f"cannot read {folder}: {found}")
+    topology.world.agree(error, topology.device)
+    if source is not None:
+        return source
+    own = step_of(folder.absolute().name)
+    if own is not None and (folder / MANIFEST_NAME).exists():
+        if step not in (None, own):
+            raise ConversionError(
+                f"--ckpt-step {step} contradicts {folder}, which is the checkpoint of step {own}; leave it out"
+            )
+        folder, step = folder.absolute().parent, own
+    found_one = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
+    return _FromCheckpoint(found_one)
+
+
+def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
+    """tp must divide what it splits, and every pipeline stage needs a layer.
+
+    Raises:
+        ConfigError: naming sizes that work.
+    """
+    widths = {"num_query_groups": model.query_groups, "the padded vocabulary": model.padded_vocab_size}
+    layers = [model.is_moe_layer(index) for index in range(model.num_layers)]
+    if not all(layers):
+        widths["ffn_hidden_size"] = model.ffn_size
+    if any(layers):
+        widths["the width of an expert"] = model.expert_ffn_size
+        if model.moe_shared_expert_intermediate_size is not None:
+            widths["the width of the shared expert"] = model.moe_shared_expert_intermediate_size
+    for name, size in widths.items():
+        if size % tp:
+            gcd = math.gcd(*widths.values())
+            raise ConfigError(f"{name} {size} is not divisible by tp {tp}; use tp {divisors(gcd)}")
+    if pp > model.num_layers:
+        raise ConfigError(
+            f"pp {pp} is more than the model's {model.num_layers} layers, and each stage needs one; use --pp up to "
+            f"{model.num_layers}"
+        )
+
+
+def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTStage:
+    """The layers of this rank, cut as training cuts them, without values."""
+    config = RunConfig(model=source.model, training=TrainingConfig(seq_length=source.seq_length))
+    part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
+    make = ParameterFactory(
+        tp=topology.tp,
+        tp_cp=topology.tp_cp,
+        ep=topology.ep,
+        expert_tp=topology.expert_tp,
+        seed=0,
+        dtype=dtype,
+        device=topology.device,
+        blank=True,
+    )
+    return GPTStage(
+        source.model,
+        first_layer=part.first_layer,
+        last_layer=part.last_layer,
+        has_embedding=part.has_embedding,
+        has_head=part.has_head,
+        make=make,
+        seq_length=source.seq_length,
+    )
+
+
+def load_model(
+    folder: Path,
+    topology: Topology,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: TokenizerChoice | None = None,
+    needs_tokenizer: bool = True,
+    log: Callable[[str], None],
+) -> InferenceModel:
+    """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds.
+
+    Args:
+        folder, step, log: see `open_source`.
+        dtype: of parameters and activations; None: the type that the weights are stored in.
+        tokenizer: another than its own.
+        needs_tokenizer: False: leave the tokenizer alone; nothing ends a text then.
+
+    Raises:
+        ConfigError: see `open_source` and `check_layout`; no tokenizer, or one that does not fit. The same on every rank.
+
+    Collectives: gathers over the world.
+    """
+    layout = topology.layout
+    assert (layout.cp, layout.ep) == (1, 1), layout
+    source = open_source(folder, step=step, topology=topology, log=log)
+    check_layout(source.model, tp=layout.tp, pp=layout.pp)
+    found, stage, error = None, None, None
+    end_ids: frozenset[int] = frozenset()
+    try:
+        if needs_tokenizer:
+            found = source.tokenizer(tokenizer or TokenizerChoice())
+            _check_tokenizer(source, found)
+            end_ids = source.end_ids(found)
+        stage = build_stage(source, topology, dtype or source.dtype)
+        for parameter in _parameters(stage):
+            source.fill(parameter)
+    except (ConfigError, OSError) as fault:
+        error = fault if isinstance(fault, ConfigError) else ConversionError(f"cannot read {folder}: {fault}")
+    topology.world.agree(error, topology.device)
+    assert stage is not None
+    return InferenceModel(
+        path=source.path,
+        model=source.model,
+        seq_length=source.seq_length,
+        stage=stage.eval(),
+        tokenizer=found,
+        end_ids=end_ids,
+        is_huggingface=isinstance(source, _FromFolder),
+    )
+
+
+def _parameters(stage: GPTStage) -> Iterator[ShardedParameter]:
+    for parameter in stage.requires_grad_(False).parameters():
+        assert isinstance(parameter, ShardedParameter)
+        yield parameter
+
+
+def _check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        raise ConfigError(f"{source.path} has no tokenizer; give one with --tokenizer-model")
+    size = source.model.vocab_size
+    assert size is not None
+    if tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab_size} ids, but the vocab_size of {source.path} is {size}; "
+            "give the model's own with --tokenizer-model"
+        )

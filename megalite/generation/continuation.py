@@ -1,0 +1,185 @@
+"""Prompts on their way to texts, and the batches that they travel in."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
+from megalite.generation.sample import NOT_A_NUMBER, Draws, Sampling
+from megalite.generation.text import GrowingText
+from megalite.models.cache import KeyValueCache
+
+MakeText = Callable[[Sequence[int]], GrowingText]
+"""From a prompt's tokens to its text."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Continuation:
+    """One prompt and what has come after it so far. Every rank keeps the same account of it."""
+
+    index: int
+    """Place of the prompt among those given."""
+    prompt: tuple[int, ...]
+    draws: Draws
+    text: GrowingText | None
+    new: list[int] = field(default_factory=list)
+    """Tokens after the prompt, without the end of document."""
+    finish: str | None = None
+    """Why it has ended: `eod`, a `stop` string, or its `length`; None: it has not."""
+
+    @property
+    def last(self) -> int:
+        """The last token there is."""
+        return self.new[-1] if self.new else self.prompt[-1]
+
+    def take(self, token: int, *, end_ids: frozenset[int], max_new_tokens: int) -> None:
+        """One more token has been chosen.
+
+        Raises:
+            ConfigError: there was nothing to choose from; the same on every rank.
+        """
+        if token == NOT_A_NUMBER:
+            raise ConfigError(
+                f"prompt {self.index + 1}: the logits of new token {len(self.new) + 1} are not numbers (NaN): the weights are "
+                "damaged, or too large for the type they are computed in; try --dtype fp32"
+            )
+        if token in end_ids:
+            self.finish = "eod"
+        else:
+            self.new.append(token)
+            if self.text is not None:
+                self.text.push(token)
+            if self.text is not None and self.text.stopped:
+                self.finish = "stop"
+            elif len(self.new) == max_new_tokens:
+                self.finish = "length"
+        if self.finish is not None and self.text is not None:
+            self.text.finish()
+
+
+def continuations_of(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, make_text: MakeText | None
+) -> list[Continuation]:
+    """One for each prompt, in their order."""
+    met: dict[tuple[int, ...], int] = {}
+    found = []
+    for index, tokens in enumerate(prompts):
+        prompt = tuple(tokens)
+        copy = met.get(prompt, 0)
+        met[prompt] = copy + 1
+        text = None if make_text is None else make_text(prompt)
+        draws = Draws(sampling.seed, prompt, copy)
+        found.append(Continuation(index=index, prompt=prompt, draws=draws, text=text))
+    return found
+
+
+def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Every prompt has tokens, which the model knows, and leaves room for the new ones.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    limit, vocab_size = model.max_position_embeddings, model.vocab_size
+    assert vocab_size is not None
+    if not prompts:
+        raise ConfigError("there is no prompt; give one with --prompt, or a file of them with --prompts")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise ConfigError(f"prompt {number} has no tokens; give at least one character of text")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ConfigError(
+                f"prompt {number} has token {bad}, but the model's vocab_size is {vocab_size}; use the tokenizer that it "
+                "was trained with"
+            )
+        if model.position_embedding_type != "learned_absolute" or limit is None:
+            continue
+        room = limit - len(prompt)
+        if sampling.max_new_tokens > room:
+            raise ConfigError(
+                f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}, but the model "
+                f"has {limit} positions; "
+                + (f"--max-new-tokens {room} works" if room > 0 else "give a shorter prompt")
+            )
+
+
+class Lane:
+    """Continuations that go through the model together: one step gives each of them one token.
+
+    The first step takes their prompts, padded at the end to the longest: no token sees what comes behind it, so nothing
+    needs a mask. Later ones take one token a row, each at its own position. Those that have ended leave the batch.
+
+    Args:
+        rows: at least one.
+        max_new_tokens: of each.
+    """
+
+    def __init__(self, rows: Sequence[Continuation], max_new_tokens: int) -> None:
+        self.rows = list(rows)
+        self.lengths = [0 for _ in rows]
+        """Tokens of each row that are in the cache."""
+        self.cache = KeyValueCache(max(len(row.prompt) for row in rows) + max_new_tokens)
+        self.chosen: torch.Tensor | None = None
+        """On the last stage: int64 [b], the tokens of the last step."""
+        self.seen: torch.Tensor | None = None
+        """On the last stage, for a repetition penalty: boolean [b, vocab_size]."""
+
+    @property
+    def is_new(self) -> bool:
+        """The next step takes the prompts."""
+        return self.lengths[0] == 0
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row in the next step."""
+        return max(len(row.prompt) for row in self.rows) if self.is_new else 1
+
+    def tokens(self, device: torch.device) -> torch.Tensor:
+        """What the next step takes in, int64 [b, width]."""
+        width = self.width
+        rows = (row.prompt if self.is_new else (row.last,) for row in self.rows)
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=device)
+
+    def advance(self) -> None:
+        """The step has been taken."""
+        if self.is_new:
+            self.lengths = [len(row.prompt) for row in self.rows]
+        else:
+            self.lengths = [length + 1 for length in self.lengths]
+
+    def take(
+        self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int
+    ) -> Iterator[Continuation]:
+        """Hand out the tokens of a step; gives each row as it is with its own, and then lets those that ended go.
+
+        Raises:
+            ConfigError: as `Continuation.take`.
+        """
+        for row, token in zip(self.rows, tokens, strict=True):
+            row.take(token, end_ids=end_ids, max_new_tokens=max_new_tokens)
+            yield row
+        going_on = [place for place, row in enumerate(self.rows) if row.finish is None]
+        if len(going_on) == len(self.rows):
+            return
+        self.rows = [self.rows[place] for place in going_on]
+        self.lengths = [self.lengths[place] for place in going_on]
+        if going_on:
+            self.cache.keep(going_on)
+            self.seen = None if self.seen is None else self.seen[going_on]
+
+
+def lanes_of(
+    continuations: Sequence[Continuation], *, batch_size: int, in_flight: int, max_new_tokens: int
+) -> list[Lane]:
+    """Batches of at most `batch_size`, about equal, prompts of like length together; at least `in_flight` of them
+    where there are that many prompts, so that no pipeline stage is without one.
+    """
+    by_length = sorted(continuations, key=lambda one: len(one.prompt))
+    total = len(by_length)
+    count = max(-(-total // batch_size), min(in_flight, total))
+    cuts = [total * number // count for number in range(count + 1)]
+    return [Lane(by_length[first:stop], max_new_tokens) for first, stop in pairwise(cuts)]

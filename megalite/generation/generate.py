@@ -1,0 +1,157 @@
+"""Text token by token, with a key/value cache, over tensor and pipeline parallel ranks."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.generation.chain import Chain
+from megalite.generation.continuation import (
+    Continuation,
+    Lane,
+    MakeText,
+    check_prompts,
+    continuations_of,
+    lanes_of,
+)
+from megalite.generation.sample import Sampling, choose
+from megalite.models.gpt import GPTStage
+
+BATCH_SIZE = 16
+"""Prompts that are in a batch at most, unless told otherwise."""
+
+
+def generate(model: GPTStage, prompt: Sequence[int], sampling: Sampling, *, eod: int | None) -> Iterator[int]:
+    """New tokens after one prompt, one by one, until `eod` or `max_new_tokens`.
+
+    Args:
+        model: the whole network in one stage; over tp each rank calls this and gets the same tokens.
+
+    Collectives, Raises: as `generate_batch`.
+    """
+    end_ids = frozenset(() if eod is None else (eod,))
+    for text in generate_batch(Chain.whole(model), [prompt], sampling, end_ids=end_ids):
+        if text.finish != "eod":
+            yield text.last
+
+
+def generate_batch(
+    chain: Chain,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    end_ids: frozenset[int],
+    batch_size: int = BATCH_SIZE,
+    make_text: MakeText | None = None,
+) -> Iterator[Continuation]:
+    """Continue all prompts; gives a continuation each time that it has one more token or has ended.
+
+    Every rank runs this to its end with equal arguments and gets the same tokens. A text depends on its own prompt and the
+    seed: other prompts, the batch size and the layout change logits by rounding alone.
+
+    Over pp as many batches are in flight as there are stages. The stages agree on nothing: each hears all tokens, and what
+    follows from them (who has ended, which batch is next) is the same arithmetic everywhere.
+
+    Args:
+        end_ids: tokens that end a text.
+        make_text: where texts are wanted as such, and for stop strings.
+
+    Raises:
+        ConfigError: a prompt is empty, has unknown tokens or too many for learned positions; logits that are not
+            numbers. The same on every rank.
+
+    Collectives: those of the forward; for each batch and token on the last stage one all-gather of the logits and one
+    broadcast of the tokens over tp; over pp one message of activations, and one of tokens, an edge.
+    """
+    check_prompts(chain.stage.config, prompts, sampling)
+    chain.stage.eval()
+    continuations = continuations_of(prompts, sampling, make_text)
+    most = sampling.max_new_tokens
+    waiting = deque(lanes_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most))
+    flying: deque[Lane] = deque()
+    try:
+        while waiting or flying:
+            if waiting and len(flying) < chain.size:
+                lane = waiting.popleft()
+            else:
+                lane = flying.popleft()
+                yield from lane.take(_tokens(chain, lane), end_ids=end_ids, max_new_tokens=most)
+                if not lane.rows:
+                    continue
+            _step(chain, lane, sampling)
+            flying.append(lane)
+    except ConfigError:
+        # Every rank has come here at the same token: what is under way arrives before the connections are let go.
+        for lane in flying:
+            _tokens(chain, lane)
+        chain.drain()
+        raise
+    chain.drain()
+
+
+def _tokens(chain: Chain, lane: Lane) -> list[int]:
+    """What the lane's last step has chosen."""
+    if not chain.is_last:
+        return chain.hear(len(lane.rows))
+    assert lane.chosen is not None
+    chosen: list[int] = lane.chosen.tolist()
+    return chosen
+
+
+@torch.no_grad()
+def _step(chain: Chain, lane: Lane, sampling: Sampling) -> None:
+    """This stage's part of one step of a lane."""
+    stage, width = chain.stage, lane.width
+    if chain.is_first:
+        x = lane.tokens(stage.device)
+    else:
+        x = chain.activations(width, len(lane.rows))
+    wanted = None
+    if lane.is_new:
+        context = stage.generation_context(width)
+        wanted = torch.tensor([len(row.prompt) - 1 for row in lane.rows], device=stage.device)
+    else:
+        context = stage.next_token_context(lane.lengths)
+    x = stage(x, context, cache=lane.cache, wanted=wanted)
+    if chain.is_last:
+        lane.chosen = _chosen(stage, lane, x[0], sampling)
+        chain.announce(lane.chosen)
+    else:
+        chain.pass_on(x)
+    lane.advance()
+
+
+def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The next token of each row, int64 [b]: one rank chooses for its tp group."""
+    whole = whole_vocabulary(stage, logits)
+    if sampling.repetition_penalty != 1.0:
+        _mark_seen(lane, whole)
+    chosen = torch.empty(len(lane.rows), dtype=torch.int64, device=stage.device)
+    if stage.tp.rank == 0:
+        draws = [row.draws(len(row.new)) for row in lane.rows] if sampling.temperature else []
+        chosen.copy_(choose(whole, sampling, draws, seen=lane.seen))
+    stage.tp.broadcast(chosen)
+    return chosen
+
+
+def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
+    """[b, V/tp] -> [b, vocab_size], without the padding.
+
+    Collectives: an all-gather over tp.
+    """
+    parts = logits.new_empty(stage.tp.size * logits.shape[0], logits.shape[1])
+    stage.tp.all_gather(parts, logits.contiguous())
+    whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)
+    return whole[:, : stage.config.vocab_size]
+
+
+def _mark_seen(lane: Lane, logits: torch.Tensor) -> None:
+    """Keep up which tokens each row has: at first those of its prompt, then the last one."""
+    if lane.seen is None:
+        lane.seen = torch.zeros_like(logits, dtype=torch.bool)
+        for mark, row in zip(lane.seen, lane.rows, strict=True):
+            mark[list(row.prompt)] = True
+    else:
+        last = torch.tensor([row.last for row in lane.rows], device=logits.device)
+        lane.seen.scatter_(1, last.unsqueeze(1), True)

@@ -1,0 +1,150 @@
+"""How likely a model finds a sequence of tokens: the mean cross-entropy of each token given those before it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
+from megalite.generation.chain import Chain
+from megalite.generation.token_stream import TokenStream
+from megalite.topology.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How a sequence of `tokens` tokens is cut into inputs of at most `length`, each `stride` behind the one before.
+
+    Every token but the first is predicted, and counted once: in the first window that has it as a label. Windows that
+    do not overlap (stride = length) take one pass over the tokens, and a token sees from none to length - 1 others before
+    the one that predicts it; with a smaller stride each but the first few sees length - stride at least, for length/stride
+    times the work.
+
+    Raises:
+        ConfigError: sizes that cannot be.
+    """
+
+    tokens: int
+    length: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise ConfigError(f"there are {self.tokens} tokens; two are needed, to predict the second")
+        if self.length < 1:
+            raise ConfigError(f"seq_length is {self.length}; it must be at least 1")
+        if not 1 <= self.stride <= self.length:
+            raise ConfigError(
+                f"stride is {self.stride} with seq_length {self.length}; it must be from 1 to {self.length} (windows that do "
+                "not overlap)"
+            )
+
+    def __len__(self) -> int:
+        return 1 + -(-max(0, self.tokens - 1 - self.length) // self.stride)
+
+    def span(self, window: int) -> tuple[int, int, int]:
+        """(first input, first input whose prediction counts, end of inputs): places among the tokens."""
+        start = window * self.stride
+        counted = start if window == 0 else start - self.stride + self.length
+        return start, counted, min(start + self.length, self.tokens - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """What a model makes of some tokens."""
+
+    loss: float
+    """Mean cross-entropy of a predicted token, in nats."""
+    tokens: int
+    """Predicted tokens."""
+    windows: int
+    text_bytes: int | None
+    """Bytes of the text that the tokens stand for, if that is known."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Cross-entropy of the whole text in bits over its bytes: models with different tokenizers can be compared by it."""
+        if self.text_bytes is None:
+            return None
+        return self.loss * self.tokens / math.log(2) / self.text_bytes
+
+
+def check_windows(model: ModelConfig, windows: Windows) -> None:
+    """Learned positions must reach as far as a window.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    limit = model.max_position_embeddings
+    if model.position_embedding_type == "learned_absolute" and limit is not None and windows.length > limit:
+        raise ConfigError(
+            f"seq_length is {windows.length}, but the model has {limit} positions; --seq-length {limit} works"
+        )
+
+
+def measure(
+    chain: Chain, stream: TokenStream, windows: Windows, topology: Topology, *, batch_size: int
+) -> Perplexity:
+    """The perplexity of a stream, the same on every rank and, up to the rounding of the losses themselves, in every layout.
+
+    Batches of windows go over dp in turn, and through the stages one after the other. The losses of windows are added up
+    exactly, so that neither dp nor the batch size changes a bit of their sum.
+
+    Args:
+        windows: of this stream, and of lengths that the model takes.
+        batch_size: windows that go through the model together.
+
+    Raises:
+        ConfigError: a loss is not a number; the same on every rank.
+
+    Collectives: those of the forward; over the world one all-reduce of a number for each window.
+    """
+    check_windows(chain.stage.config, windows)
+    losses = torch.zeros(len(windows), dtype=torch.float64)
+    batches = [
+        range(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)
+    ]
+    for batch in batches[topology.dp.rank :: topology.dp.size]:
+        found = _losses(chain, stream, windows, batch)
+        if found is not None and topology.tp.rank == 0:
+            losses[batch.start : batch.stop] = found.cpu()
+    chain.drain()
+    losses = losses.to(topology.device)
+    topology.world.all_reduce(losses)  # one rank has a window's, the others 0: nothing is rounded
+    predicted = windows.tokens - 1
+    loss = math.fsum(losses.tolist()) / predicted
+    if not math.isfinite(loss):
+        raise ConfigError(
+            f"the loss is {loss}: the weights are damaged, or too large for the type they are computed in; try --dtype fp32"
+        )
+    return Perplexity(loss=loss, tokens=predicted, windows=len(windows), text_bytes=stream.text_bytes)
+
+
+@torch.no_grad()
+def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: range) -> torch.Tensor | None:
+    """This stage's part of the forward of some windows; on the last the sum of what counts in each, float64 [b]."""
+    stage, width = chain.stage, min(windows.length, windows.tokens - 1)
+    # A window at the end may be shorter: nothing sees what is behind its end, and nothing of that counts.
+    tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
+    counts = torch.zeros(len(batch), width, dtype=torch.bool)
+    if chain.is_first or chain.is_last:
+        for row, window in enumerate(batch):
+            start, counted, stop = windows.span(window)
+            tokens[row, : stop + 1 - start] = torch.from_numpy(stream.read(start, stop + 1))
+            counts[row, counted - start : stop - start] = True
+    context = stage.generation_context(width)
+    if chain.is_first:
+        x = tokens[:, :-1].to(stage.device)
+    else:
+        x = chain.activations(width, len(batch))
+    if not chain.is_last:
+        chain.pass_on(stage(x, context))
+        return None
+    losses: torch.Tensor = stage(x, context, labels=tokens[:, 1:].to(stage.device))
+    return losses.double().masked_fill(~counts.to(stage.device), 0.0).sum(dim=1)

@@ -1,0 +1,115 @@
+"""`megalite evaluate` on one rank: what it prints, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli.evaluate import main
+from megalite.conversion.native import write_native
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.data.token_files import write_by_layout
+
+Captured = pytest.CaptureFixture[str]
+TEXT = "def main():\n    return 'é'\n" * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 24 positions and a tokenizer of bytes, and the same text as text, jsonl and token file."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    weights = MadeUp(folder, GPT, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
+    write_native(weights, folder / "model", dtype=None, max_file_bytes=1 << 30, advance=ignore)
+    (folder / "a.txt").write_text(TEXT)
+    (folder / "a.jsonl").write_text(json.dumps({"content": TEXT}) + "\n")
+    symbols = json.loads((folder / "vocabulary" / "vocab.json").read_text())
+    order = {index: number for number, index in enumerate(_bytes_in_order())}
+    ids = [order[byte] for byte in TEXT.encode()]
+    write_by_layout(folder / "a", [[*ids, symbols["<|endoftext|>"]]])
+    return folder
+
+
+def _bytes_in_order() -> list[int]:
+    """As `byte_tokenizer` numbers them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [*printable, *(byte for byte in range(256) if byte not in printable)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def evaluate(folder: Path, *words: str | Path) -> int:
+    return main(["--load", str(folder / "model"), "--device", "cpu", *map(str, words)])
+
+
+def test_text_json_and_token_files_are_one(folder: Path, capsys: Captured) -> None:
+    reports = []
+    for words in (
+        ("--input", folder / "a.txt"),
+        ("--input", folder / "a.jsonl", "--json-key", "content"),
+        ("--data-path", folder / "a"),
+    ):
+        assert evaluate(folder, *words, "--json") == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert len({report["loss"] for report in reports}) == 1
+    first = reports[0]
+    assert first["tokens"] == first["bytes"] == len(TEXT.encode())
+    assert (first["seq_length"], first["stride"], first["windows"]) == (24, 24, -(-first["tokens"] // 24))
+    assert first["perplexity"] == math.exp(first["loss"])
+    assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2))
+    assert reports[2]["bits_per_byte"] is None and reports[2]["bytes"] is None
+
+
+def test_what_people_read(folder: Path, capsys: Captured) -> None:
+    words = (
+        "--input",
+        folder / "a.txt",
+        "--seq-length",
+        "12",
+        "--stride",
+        "5",
+        "--batch-size",
+        "4",
+        "--dtype",
+        "fp64",
+    )
+    assert evaluate(folder, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "model",
+        "tokens",
+        "loss",
+        "perplexity",
+        "bits per byte",
+    ]
+    assert "windows of 12, stride 5" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data-path and --input are both missing"),
+        (["--data-path", "a", "--input", "b"], "--data-path and --input are given at once"),
+        (["--data-path", "a", "--json-key", "b"], "--json-key b has no effect on --data-path"),
+        (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model b has no effect on --data-path"),
+        (["--data-path", "nowhere/a"], "the folder nowhere does not exist"),
+        (["--input", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--input", "{}/a.jsonl"], "a.jsonl:1: no key 'text'"),
+        (["--input", "{}/a.txt", "--seq-length", "25"], "seq_length is 25, but the model has 24 positions"),
+        (["--input", "{}/a.txt", "--stride", "30"], "stride is 30 with seq_length 24"),
+        (["--input", "{}/a.txt", "--stride", "0"], "--stride is 0; it must be at least 1"),
+        (["--input", "{}/a.txt", "--tp", "3"], "tp 3 x pp 1 = 3 does not fit the 1 rank"),
+        (["--input", "{}/a.txt", "--tokenizer-model", "none"], "none"),
+    ],
+)
+def test_what_is_refused(folder: Path, words: list[str], message: str, capsys: Captured) -> None:
+    assert evaluate(folder, *(word.format(folder) for word in words)) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.out == ""

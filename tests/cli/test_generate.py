@@ -1,0 +1,154 @@
+"""`megalite generate` on one rank: prompts in, texts out, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli.generate import main
+from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.native import write_native
+from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`ours` and `theirs`: one model in two formats, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("models")
+    weights = MadeUp(
+        folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=byte_tokenizer(folder / "vocabulary")
+    )
+    write_native(weights, folder / "ours", dtype=None, max_file_bytes=1 << 30, advance=ignore)
+    write_huggingface(
+        weights, folder / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=ignore
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def generate(*words: str | Path) -> int:
+    return main(["--device", "cpu", "--max-new-tokens", "8", *map(str, words)])
+
+
+def test_a_checkpoint_and_a_folder_give_the_same_text(models: Path, capsys: Captured) -> None:
+    said = []
+    for name in ("ours", "theirs"):
+        assert generate("--load", models / name, "--prompt", "def main", "--top-k", "9") == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out
+    assert said[0].out.startswith("def main") and len(said[0].out) > len("def main\n") + 1
+    assert " tokens/s\n" in said[0].err
+    assert sorted(path.name for path in models.iterdir()) == ["ours", "theirs", "vocabulary"]
+
+
+def test_files_in_and_out(models: Path, tmp_path: Path, capsys: Captured) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    texts = ["def main", "é", "import os\n", "def main"]
+    prompts.write_text("".join(json.dumps({"q": text}) + "\n" for text in texts))
+    words = ("--load", models / "ours", "--prompts", prompts, "--prompt-key", "q", "--batch-size", "3")
+    assert generate(*words, "--output", output) == 0
+    assert capsys.readouterr().out == ""
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == texts
+    assert records[0]["text"] != records[3]["text"], "equal prompts have texts of their own"
+    for record in records:
+        assert record["finish"] in ("length", "eod")
+        assert record["tokens"] == 8 or record["finish"] == "eod"
+    assert generate(*words) == 0
+    shown = capsys.readouterr().out
+    for number, record in enumerate(records, start=1):
+        assert f"--- {number} of 4\n{record['prompt']}{record['text']}\n" in shown
+    assert generate(*words, "--output", output) == 2
+    assert "texts.jsonl is there already; remove it" in capsys.readouterr().err
+
+
+def test_stop_and_seed(models: Path, capsys: Captured) -> None:
+    words = ("--load", models / "ours", "--prompt", "x", "--temperature", "1.5")
+    said = []
+    for more in ((), ("--seed", "0"), ("--seed", "1")):
+        assert generate(*words, *more) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+    text = said[0].removeprefix("x").removesuffix("\n")
+    stop = text[2:4]
+    assert generate(*words, "--stop", stop) == 0
+    assert capsys.readouterr().out == "x" + text[: text.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is no prompt; give one with --prompt"),
+        (["--prompt", ""], "prompt 1 has no tokens"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts b are given at once"),
+        (["--prompt", "a", "--prompt-key", "b"], "--prompt-key b has no effect without --prompts"),
+        (
+            ["--prompt", "a", "--temperature", "0", "--top-k", "3"],
+            "--top-k 3 has no effect with --temperature 0",
+        ),
+        (
+            ["--prompt", "a", "--temperature", "0", "--seed", "0"],
+            "--seed 0 has no effect with --temperature 0",
+        ),
+        (["--prompt", "a", "--batch-size", "0"], "--batch-size is 0"),
+        (["--prompt", "a", "--stop", ""], "--stop is empty"),
+        (
+            ["--prompt", "a", "--tp", "2"],
+            "tp 2 x pp 1 = 2 does not fit the 1 rank that were started; use --tp 1",
+        ),
+        (["--prompt", "a", "--pp", "0"], "--pp is 0"),
+        (["--prompt", "a", "--cp", "2"], "there is no cp here (a sequence is not split)"),
+        (["--prompt", "a", "--ep", "2"], "there is no ep here (experts are split by --tp)"),
+        (["--prompt", "a", "--add-bos"], "--add-bos has no effect on"),
+        (["--prompt", "a", "--output", "nowhere/a.jsonl"], "the folder nowhere does not exist"),
+        (["--prompt", "a", "--tiktoken-pattern", "gpt2"], "no effect without --tokenizer-model"),
+        (["--prompt", "a", "--length", "2"], "--length 2"),
+        (["--prompts", "missing.txt"], "missing.txt cannot be read"),
+        (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
+    ],
+)
+def test_what_is_refused(models: Path, words: list[str], message: str, capsys: Captured) -> None:
+    assert generate("--load", models / "ours", *words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, capsys: Captured) -> None:
+    """As transformers begins a prompt; of Hugging Face folders by default."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    for path in (models / "theirs").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    values = json.loads((folder / "tokenizer.json").read_text())
+    special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
+    first, text = (
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    pair = {"Sequence": {"id": "B", "type_id": 1}}
+    values["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, pair],
+        "special_tokens": special,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    assert AutoTokenizer.from_pretrained(folder, local_files_only=True)("a")["input_ids"] == [256, 64]
+    words = ("--prompt", "def main", "--temperature", "0")
+    said = []
+    for more in (("--load", folder), ("--load", folder, "--no-add-bos"), ("--load", models / "theirs")):
+        assert generate(*words, *more) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] != said[1] == said[2]

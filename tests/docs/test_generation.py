@@ -1,0 +1,55 @@
+"""docs/generation.md: the commands that need no torchrun, run one after the other, and every flag is on the page."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli import evaluate, generate
+from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.native import write_native
+from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
+from tests.data.token_files import write_by_layout
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "generation.md").read_text(encoding="utf-8")
+COMMANDS = [command.words for command in commands_in(PAGE, "docs/generation.md")]
+
+
+def test_the_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    files = byte_tokenizer(tmp_path / "data")
+    weights = MadeUp(tmp_path, {**LLAMA, "seq_length": 64, "vocab_size": 257}, tokenizer_files=files)
+    write_native(weights, Path("runs/1/checkpoints"), dtype=None, max_file_bytes=10**9, advance=ignore)
+    write_huggingface(
+        weights, Path("model-hf"), dtype=None, family=None, max_file_bytes=10**9, advance=ignore
+    )
+    Path("prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+    Path("valid.jsonl").write_text(json.dumps({"text": "def main():\n" * 9}) + "\n")
+    write_by_layout(Path("valid_text_document"), [list(range(200))])
+    ran = [words for words in COMMANDS if words[0] == "megalite"]
+    assert [words[1] for words in ran] == ["generate"] * 3 + ["evaluate"] * 2
+    for _, name, *words in ran:
+        module = {"generate": generate, "evaluate": evaluate}[name]
+        assert module.main([*words, "--device", "cpu"]) == 0, words
+    records = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
+    assert [sorted(record) for record in records] == [["finish", "prompt", "text", "tokens"]] * 2
+    said = capsys.readouterr().out
+    assert said.startswith("def main(")
+    assert json.loads(said[said.rindex("{") :])["stride"] == 32
+
+
+@pytest.mark.parametrize("module", [generate, evaluate], ids=["generate", "evaluate"])
+def test_every_flag_is_on_the_page(module: object) -> None:
+    parser = module._parser()  # type: ignore[attr-defined]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = {option for action in shown for option in action.option_strings} - {"-h", "--help"}
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in PAGE] == []

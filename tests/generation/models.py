@@ -1,0 +1,84 @@
+"""Tiny models of every kind, whole or cut over the ranks of a topology, with the same weights in every layout."""
+
+from typing import Any
+
+import torch
+
+from megalite.generation.chain import Chain
+from megalite.generation.continuation import MakeText
+from megalite.generation.generate import generate_batch
+from megalite.generation.sample import Sampling
+from megalite.models.gpt import GPTStage
+from megalite.planner.stages import cut_stages
+from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.topology import Topology
+from tests.support.tiny import LLAMA, tiny_config
+
+PROMPT = [5, 17, 60, 3]
+PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]
+"""Of unequal lengths, one of them twice."""
+VOCAB = 93
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": LLAMA,
+    "gpt-dropout": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "mistral": {**LLAMA, "sliding_window": 3},
+    "qwen3": {**LLAMA, "qk_norm": True},
+    "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},
+    "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
+    "deepseek": {
+        **LLAMA,
+        "num_experts": 4,
+        "moe_first_dense_layers": 1,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}
+
+
+def stage_of(settings: dict[str, Any], topology: Topology | None = None) -> GPTStage:
+    """The stage of one rank, in float64."""
+    topology = topology or Topology.solo()
+    config = tiny_config(1, **{"init_method_std": 0.3, **settings})
+    part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
+    make = ParameterFactory(
+        tp=topology.tp,
+        tp_cp=topology.tp_cp,
+        ep=topology.ep,
+        expert_tp=topology.expert_tp,
+        seed=3,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    return GPTStage(
+        config.model,
+        first_layer=part.first_layer,
+        last_layer=part.last_layer,
+        has_embedding=part.has_embedding,
+        has_head=part.has_head,
+        make=make,
+        seq_length=16,
+    ).eval()
+
+
+def chain_of(settings: dict[str, Any], topology: Topology | None = None) -> Chain:
+    """The pipeline of one rank."""
+    topology = topology or Topology.solo()
+    return Chain.of(stage_of(settings, topology), topology)
+
+
+def texts(
+    chain: Chain,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    end_ids: frozenset[int] = frozenset(),
+    batch_size: int = 16,
+    make_text: MakeText | None = None,
+) -> list[tuple[list[int], str | None]]:
+    """New tokens of each prompt, and why they end."""
+    made = generate_batch(
+        chain, prompts, sampling, end_ids=end_ids, batch_size=batch_size, make_text=make_text
+    )
+    done = {one.index: (one.new, one.finish) for one in made if one.finish is not None}
+    return [done[index] for index in range(len(prompts))]
