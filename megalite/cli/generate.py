@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
+from megalite.cli.failures import command
+from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
@@ -28,10 +31,10 @@ from megalite.training.precision import Precision
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megalite generate",
-        description="Continue a prompt with a trained model. Under torchrun all ranks form one tp group.",
-        allow_abbrev=False,
+    parser = Parser(
+        "megalite generate",
+        "Continue a prompt with a trained model. Under torchrun all ranks form one tp group.",
+        examples=("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
     )
     parser.add_argument(
         "--load", required=True, help="folder of checkpoints; the newest that verifies is used"
@@ -51,20 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite generate")
+def main(argv: Sequence[str]) -> int:
     """Print the prompt and its continuation; returns the exit status."""
     arguments = _parser().parse_args(argv)
     launch = Launch.from_environment()
     try:
         text = _run(arguments, launch)
-    except ConfigError as error:
-        if launch.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         stop_distributed()
     if launch.rank == 0:
-        print(text)
+        show(text)
     return 0
 
 

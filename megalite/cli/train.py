@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import megalite
 from megalite.cli.dry_run import dry_run
+from megalite.cli.failures import command, show_traceback
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.flags import Invocation, parse_arguments
@@ -29,10 +30,11 @@ _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """A variable that torchrun sets."""
 
 
-def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
+@command("megalite train", lasting=True)
+def main(argv: Sequence[str], *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
     try:
-        invocation = parse_arguments(list(sys.argv[1:] if argv is None else argv))
+        invocation = parse_arguments(list(argv))
         if invocation.help is not None:
             show(basic_help(program) if invocation.help == "basic" else full_help(program))
         elif invocation.version:
@@ -82,6 +84,7 @@ def _train(invocation: Invocation) -> int:
 
 def _refuse(error: Exception, status: int) -> int:
     _report(f"error: {error}", alone=isinstance(error, RankError))
+    show_traceback(error)
     return status
 
 
