@@ -47,6 +47,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
+        "doctor": (
+            "megalite.cli.doctor",
+            "look at this machine: versions, devices, network, disk; test collectives and products; what to mend",
+        ),
         "kernels": (
             "megalite.cli.kernels",
             "operations, their kernels, what can run here or why not, and what would be chosen",
