@@ -70,9 +70,9 @@ class Parser(argparse.ArgumentParser):
         """The words with dashes in the names of flags.
 
         Raises:
-            ConfigError: a flag that there is not, or one that is given twice.
+            ConfigError: a flag that there is not.
         """
-        known, given = self._option_string_actions, set()
+        known = self._option_string_actions
         found: list[str] = []
         for index, word in enumerate(words):
             # What stands behind a subcommand is the subcommand's.
@@ -89,10 +89,6 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; if it is the value of {before} write {before}={word}" if before in known else ""
                 meant = nearest(flag, shown) if flag.startswith("--") else ""
                 self.error(f"unknown flag {flag}{meant}{hint}")
-            action = known[flag]
-            if action.dest in given and not isinstance(action, argparse._AppendAction):
-                self.error(f"{flag} is given twice; keep one of them")
-            given.add(action.dest)
             found.append(f"{flag}{equals}{value}")
         return found
 

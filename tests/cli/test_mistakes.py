@@ -188,7 +188,6 @@ def test_a_word_that_is_none(name: str, capsys: Captured) -> None:
         ("convert a b --to nativ", "--to: there is no nativ: did you mean native? (one of "),
         ("convert '' b --to native", "SOURCE: is empty; give a path"),
         ("convert a b --to native --tokenizer-model c --without-tokenizer", "--tokenizer-model and --without-tokenizer contradict"),
-        ("convert a b --to native --to native", "--to is given twice"),
         ("data split --input x --output-prefix y", "give one of --parts --documents --split"),
         ("data merge --input --output-prefix y", "--input needs one or more values"),
         ("profile --output x.yaml --seconds nan", "--seconds: takes a number such as 0.5, got 'nan'"),
