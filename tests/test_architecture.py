@@ -233,6 +233,7 @@ NEEDS_TORCH = (
     "megalite.cli.parity",
     "megalite.cli.convert",
     "megalite.cli.convert_report",
+    "megalite.cli.doctor",
     "megalite.cli.inspect_tensors",
     "megalite.cli.kernels",
     "megalite.cli.profile",

@@ -1,11 +1,11 @@
 """`megalite config`: a resolved config with where each value comes from, or the table of all settings."""
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from megalite.cli.dry_run import world_size_of
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
@@ -16,7 +16,7 @@ from megalite.config.presets import preset_names
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 
-_USAGE = """usage: megalite config --show [SETTINGS ...]     the resolved config as YAML (any flags of `megalite train`)
+_USAGE = """usage: megalite config --show [SETTINGS ...]     the resolved config as YAML (any flags of megalite train)
        megalite config --explain [SETTINGS ...]  each setting that is not at its default, and what set it
        megalite config --presets                 names of the presets
        megalite config --markdown                docs/config.md
@@ -24,15 +24,11 @@ _USAGE = """usage: megalite config --show [SETTINGS ...]     the resolved config
 megalite config --help-all lists all settings."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite config")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    mode, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    try:
-        show(_answer(mode, rest).removesuffix("\n"))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    mode, rest = (argv[0], list(argv[1:])) if argv else ("--help", [])
+    show(_answer(mode, rest).removesuffix("\n"))
     return 0
 
 

@@ -18,7 +18,9 @@ from megalite.cli.convert_report import (
     system_error,
     tokenizer_line,
 )
+from megalite.cli.failures import command
 from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.families import family_named
@@ -52,17 +54,16 @@ _ONLY_FOR = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite convert")
+def main(argv: Sequence[str]) -> int:
     """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BrokenPipeError:
+        raise  # the reader of stdout
     except OSError as error:
-        print(f"error: {system_error(error, arguments.source, arguments.target)}", file=sys.stderr)
-        return 2
+        raise ConfigError(system_error(error, arguments.source, arguments.target)) from error
     except KeyboardInterrupt:
         kept = kept_line(arguments.target) or "nothing was written"
         print(f"\ninterrupted; {kept}", file=sys.stderr)
@@ -70,11 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megalite convert",
-        description="Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's "
-        "checkpoints. On the CPU, a tensor at a time; interrupted, the same command goes on.",
-        allow_abbrev=False,
+    parser = Parser(
+        "megalite convert",
+        "Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints. On the "
+        "CPU, a tensor at a time; interrupted, the same command goes on.",
+        examples=(
+            "megalite convert models/llama checkpoints --to native",
+            "megalite convert runs/first/checkpoints out --to huggingface --dtype bf16",
+        ),
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write; must not exist yet")

@@ -14,9 +14,9 @@ from megalite.cli import data_index
 from megalite.cli.byte_progress import ByteProgress
 from megalite.cli.data_flags import SHOWN_TOKENS, parser
 from megalite.cli.data_text import format_document, format_facts, format_verified, format_written
-from megalite.cli.inspect_text import visible
-from megalite.cli.output import show
-from megalite.cli.stopping import Stopped, first_signal_raises
+from megalite.cli.failures import command, explained
+from megalite.cli.output import show, tell, visible
+from megalite.cli.stopping import first_signal_raises
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.split import SPLITS
@@ -38,30 +38,26 @@ OK, DAMAGED, BAD_INPUT = 0, 1, 2
 _BAR_SECONDS = 0.1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite data")
+def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
         0 if all went well; 1 if `verify` found damage; 2 after bad input or an error of the file system; 130 or 143
         after Ctrl-C or SIGTERM.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        with first_signal_raises():
-            if words[:1] == ["index"]:
-                return data_index.main(words[1:])
-            arguments = parser().parse_args(words)
-            return _COMMANDS[arguments.command](arguments)
-    except (ConfigError, OSError) as error:
-        return _fail(error)
-    except Stopped as stopped:
-        print(stopped.how, file=sys.stderr)
-        return stopped.status
+    with first_signal_raises():
+        if argv[:1] == ["index"]:
+            return data_index.main(argv[1:])
+        arguments = parser().parse_args(argv)
+        return _COMMANDS[arguments.command](arguments)
 
 
-def _fail(error: Exception | str) -> int:
-    print(f"error: {visible(str(error))}", file=sys.stderr)
-    return BAD_INPUT
+def _fail(error: Exception) -> str:
+    """Name one of several datasets that cannot be looked at; the others still are."""
+    _, text = explained(error, "megalite data")
+    tell(f"error: {visible(text)}")
+    return text
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -81,15 +77,16 @@ def _verify(arguments: argparse.Namespace) -> int:
                     prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes
                 )
         except (ConfigError, OSError) as error:
-            status = _fail(error)
-            results.append({"prefix": prefix, "error": str(error)})
+            results.append({"prefix": prefix, "error": _fail(error)})
+            status = BAD_INPUT
             continue
         status = max(status, OK if result.fault is None else DAMAGED)
         results.append(asdict(result))
         if not arguments.json:
             show(visible(format_verified(result)))
         if result.bad_side_file is not None:
-            status = _fail(result.bad_side_file)
+            tell(f"error: {visible(result.bad_side_file)}")
+            status = BAD_INPUT
     if arguments.json:
         show(json.dumps(results, indent=2))
     return status
@@ -112,8 +109,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
             _note_unused_side_file(prefix)
             facts = _facts(prefix, arguments, tokenizer)
         except (ConfigError, OSError) as error:
-            status = _fail(error)
-            results.append({"prefix": prefix, "error": str(error)})
+            results.append({"prefix": prefix, "error": _fail(error)})
+            status = BAD_INPUT
             continue
         results.append(facts)
         if not arguments.json:

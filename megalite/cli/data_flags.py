@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import fields
 
+from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.data.indexed_dataset import TOKEN_DTYPES
 from megalite.data.tokenizers.tiktoken_known import PATTERNS
@@ -15,10 +16,10 @@ _PATTERN_HELP = f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a r
 
 def parser() -> argparse.ArgumentParser:
     """Of all commands but `index`, which reads its own."""
-    main = argparse.ArgumentParser(
-        prog="megalite data",
-        description="Look into token files, verify, merge and split them.",
-        allow_abbrev=False,
+    main = Parser(
+        "megalite data",
+        "Look into token files, verify, merge and split them. megalite data COMMAND --help tells more.",
+        examples=("megalite data inspect corpus_text_document --documents 0:3",),
     )
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -26,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
         "verify",
         help="read every byte and name the first that is wrong",
         description="Check index, tokens and hashes of datasets.",
+        examples=("megalite data verify corpus_text_document --tokenizer-model tokenizer.model",),
         epilog="Exit status: 0 all are sound, 1 one is damaged, 2 one could not be checked or its side file not be read. "
         + _STOPPED,
-        allow_abbrev=False,
     )
     _add_datasets(verifying)
     _add_tokenizer(verifying, "ids must be below it, and below the side file's")
@@ -41,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
         "inspect",
         help="show counts, lengths and documents",
         description="Show what datasets hold.",
+        examples=("megalite data inspect corpus_text_document --documents 0:3",),
         epilog="Exit status: 0 all were shown, 2 one could not be. " + _STOPPED,
-        allow_abbrev=False,
     )
     _add_datasets(looking)
     looking.add_argument("--documents", metavar="A:B", help="show the tokens of these documents, as in 0:3")
@@ -64,13 +65,13 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
-def _add_merge(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_merge(commands: "argparse._SubParsersAction[Parser]") -> None:
     merging = commands.add_parser(
         "merge",
         help="lay datasets end to end",
         description="Write several datasets as one.",
+        examples=("megalite data merge --input first second --output-prefix both",),
         epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. " + _STOPPED,
-        allow_abbrev=False,
     )
     merging.add_argument(
         "--input",
@@ -87,13 +88,13 @@ def _add_merge(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
 
 
-def _add_split(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_split(commands: "argparse._SubParsersAction[Parser]") -> None:
     splitting = commands.add_parser(
         "split",
         help="cut a dataset between documents",
         description="Write parts of a dataset as datasets of their own: whole documents, in order.",
+        examples=("megalite data split --input both --output-prefix part --parts 4",),
         epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. " + _STOPPED,
-        allow_abbrev=False,
     )
     splitting.add_argument("--input", required=True, metavar="PREFIX", help="the dataset")
     _add_output(

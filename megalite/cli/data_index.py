@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from megalite.cli.byte_progress import decimal_bytes
 from megalite.cli.dry_run import world_size_of
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
@@ -24,19 +25,19 @@ from megalite.data.sample_source import SampleSource
 from megalite.data.tokenizers.base import Tokenizer
 from megalite.data.tokenizers.build import build_tokenizer
 
-_USAGE = """usage: megalite data index [SETTINGS ...]   (any flags of `megalite train`; --world-size N, --json)
+_USAGE = """usage: megalite data index [SETTINGS ...]   (any flags of megalite train; --world-size N, --json)
 
 Makes the indices that a run with these settings will need and that are large enough to be kept on disk, so that no
 rank waits for them: documents and samples in the order of each epoch. Small ones are made by the run itself, in
-memory. The folder is --data-cache-path, or `cache` beside each token file.
+memory. The folder is --data-cache-path, or "cache" beside each token file.
+
+example: megalite data index --config run.yaml --world-size 64
 
 --help-all lists all settings."""
 
 _NO_INDEX_PACKED = (
     "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
 )
-
-_BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
@@ -62,30 +63,23 @@ class IndexReport:
     samples_per_epoch: int | None = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite data index")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError or where an index could not be kept."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("--help", "-h", "--help-all"):
-        show(full_help("megalite data index") if words[:1] == ["--help-all"] else _USAGE)
+    if not argv or {"--help", "-h", "--help-all"} & set(argv):
+        show(full_help("megalite data index") if "--help-all" in argv else _USAGE)
         return 0
-    try:
-        invocation = parse_arguments(["--dry-run", *words])
-        reports = []
-        for report in index(invocation):
-            reports.append(asdict(report))
-            if not invocation.json:
-                show(_text(report))
-        if invocation.json:
-            show(json.dumps(reports, indent=2))
-        elif not reports:
-            packs = invocation.config.data.packing == "best-fit"
-            show(_NO_INDEX_PACKED if packs else "mock data needs no index")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    invocation = parse_arguments(["--dry-run", *argv])
+    reports = []
+    for report in index(invocation):
+        reports.append(asdict(report))
+        if not invocation.json:
+            show(_text(report))
+    if invocation.json:
+        show(json.dumps(reports, indent=2))
+    elif not reports:
+        packs = invocation.config.data.packing == "best-fit"
+        show(_NO_INDEX_PACKED if packs else "mock data needs no index")
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megalite.cli.failures import command
 from megalite.cli.model_flags import Ranks, add_model_flags, open_model, run_on_ranks
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
@@ -27,6 +28,7 @@ def _parser() -> Parser:
     parser = Parser(
         "megalite evaluate",
         "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
+        examples=("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
     )
     add_model_flags(parser, tp_default="1")
     parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
@@ -53,7 +55,8 @@ def _parser() -> Parser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite evaluate")
+def main(argv: Sequence[str]) -> int:
     """Print what was measured; returns the exit status."""
     return run_on_ranks(_parser(), argv, _check, _run, data_parallel=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megalite.cli.failures import command
 from megalite.cli.model_flags import Ranks, add_model_flags, open_model, run_on_ranks
 from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
@@ -28,6 +29,7 @@ def _parser() -> Parser:
     parser = Parser(
         "megalite generate",
         "Continue prompts with a trained model. Under torchrun the ranks are tp x pp, by default one tp group.",
+        examples=("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
     )
     add_model_flags(parser, tp_default="all that --pp leaves")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
@@ -84,7 +86,8 @@ def _parser() -> Parser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite generate")
+def main(argv: Sequence[str]) -> int:
     """Print the prompts and their continuations; returns the exit status."""
     return run_on_ranks(_parser(), argv, _check, _run, data_parallel=False)
 

@@ -13,6 +13,7 @@ import yaml
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, verify
 from megalite.cli.dry_run_text import size
+from megalite.cli.failures import BAD_INPUT, command
 from megalite.cli.inspect_config import for_another_run, head_comment
 from megalite.cli.inspect_text import (
     format_checkpoint,
@@ -21,24 +22,27 @@ from megalite.cli.inspect_text import (
     format_statistics,
     format_table,
     in_order,
-    visible,
 )
-from megalite.cli.output import show
+from megalite.cli.output import show, tell, visible
+from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
 
-OK, DAMAGED, DIFFERENT, BAD_INPUT = 0, 1, 1, 2
+OK, DAMAGED, DIFFERENT = 0, 1, 1
 ATTEMPTS = 5
 """Looks at a folder while a run removes what is being looked at."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megalite inspect",
+    parser = Parser(
+        "megalite inspect",
         usage="megalite inspect CKPT [--step N] [--tensors PATTERN] [--config] [--json] [--no-verify]\n"
         "       megalite inspect --diff A B [--step N] [--tensors PATTERN] [--json] [--no-verify]",
         description="Show what is in a checkpoint and whether every file is what was written, or how two differ. Exit "
         "status: 0 sound (or equal), 1 damaged (or different), 2 bad input.",
-        allow_abbrev=False,
+        examples=(
+            "megalite inspect runs/first/checkpoints --tensors 'layers.0.*'",
+            "megalite inspect --diff runs/first/checkpoints runs/second/checkpoints --step 100",
+        ),
     )
     parser.add_argument(
         "checkpoint", metavar="CKPT", nargs="?", type=Path, help="a folder of checkpoints, or one of them"
@@ -65,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite inspect")
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
     try:
@@ -73,15 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.diff is not None:
             return _again_if_removed(_diff, arguments)
         return _again_if_removed(_config if arguments.config else _inspect, arguments)
-    except ConfigError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        return BAD_INPUT
     except RecursionError:
-        print("error: lists nested too deeply in the manifest's config, counters or layout", file=sys.stderr)
+        tell("error: lists nested too deeply in the manifest's config, counters or layout")
         return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -21,11 +21,6 @@ _MAX_FILES = 16
 """Files listed one by one."""
 
 
-def visible(text: str) -> str:
-    """The text without control characters, which a checkpoint of unknown origin could use to write on the screen."""
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
-
-
 def format_table(surveyed: Sequence[Surveyed]) -> str:
     """Each checkpoint in a line, newest first."""
     rows = [["checkpoint", "files", "size", "state"]]

@@ -2,22 +2,19 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 import torch
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.config.compute import OPERATIONS
 from megalite.config.errors import ConfigError
 from megalite.kernels.implementations import IMPLEMENTATIONS, Use
 from megalite.kernels.registry import Kernels, backends_of, why_not, why_not_backend
-
-BAD_INPUT = 2
-"""Exit status."""
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {
@@ -61,16 +58,13 @@ class Chosen:
     why: str
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite kernels")
+def main(argv: Sequence[str]) -> int:
     """Print the tables; 0, or 2 on bad input."""
-    try:
-        arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-        device = _device(arguments.device)
-        rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
-        chosen = [choice for operation in OPERATIONS for choice in _chosen(operation, device)]
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    arguments = _parser().parse_args(argv)
+    device = _device(arguments.device)
+    rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
+    chosen = chosen_kernels(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if arguments.json:
         lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
@@ -85,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "megalite kernels",
         "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model "
         "of hidden size 4096.\nBy hand: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
+        examples=("megalite kernels --device cpu --json",),
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="the device asked about (cuda where there is one)"
@@ -114,6 +109,11 @@ def _rows(operation: str, device: str) -> list[Row]:
             refused = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
         rows.append(Row(operation, backend, here, refused))
     return rows
+
+
+def chosen_kernels(device: torch.device) -> list[Chosen]:
+    """What would serve each operation of a model of hidden size 4096."""
+    return [choice for operation in OPERATIONS for choice in _chosen(operation, device)]
 
 
 def _chosen(operation: str, device: torch.device) -> list[Chosen]:

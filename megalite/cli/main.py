@@ -1,12 +1,13 @@
 """`megalite COMMAND ...`: finds the command's module and hands over."""
 
 import importlib
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import megalite
+from megalite.cli.failures import BAD_INPUT, DEBUG_FLAG, command, guarded
+from megalite.cli.output import show, tell
 from megalite.config.values import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -47,6 +48,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
+        "doctor": (
+            "megalite.cli.doctor",
+            "look at this machine: versions, devices, network, disk; test collectives and products; what to mend",
+        ),
         "kernels": (
             "megalite.cli.kernels",
             "operations, their kernels, what can run here or why not, and what would be chosen",
@@ -58,34 +63,43 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Command -> (module with `main(argv) -> int | None`, what it does). Imported only when called: most need no torch."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+LASTING = frozenset({"train"})
+"""Commands whose bugs keep their tracebacks: see `guarded`."""
+
+
+@command("megalite", lasting=True)
+def main(argv: Sequence[str]) -> int:
     """Run a command; returns its exit status: 2 if there is no such command, 130 after Ctrl-C."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("--help", "-h"):
-        print(usage())
-        return 0 if arguments else 2
+    arguments = list(argv)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        show(usage())
+        return 0 if arguments else BAD_INPUT
     if arguments[0] == "--version":
-        print(f"megalite {megalite.__version__}")
+        show(f"megalite {megalite.__version__}")
         return 0
-    command, *rest = arguments
-    if command not in COMMANDS:
+    name, *rest = arguments
+    if name not in COMMANDS:
+        what = "flag" if name.startswith("-") else "command"
         known = ", ".join(COMMANDS)
-        print(
-            f"error: unknown command {command}{nearest(command, COMMANDS)} (one of {known})", file=sys.stderr
-        )
-        return 2
-    try:
-        module = importlib.import_module(COMMANDS[command][0])
-        return module.main(rest) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        tell(f"error: unknown {what} {name}{nearest(name, COMMANDS)} (one of {known})")
+        return BAD_INPUT
+    # Most commands guard themselves, for tools/ and `python -m`; here also their import is.
+    return guarded(lambda: _run(name, rest), f"megalite {name}", lasting=name in LASTING)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    status: int | None = importlib.import_module(COMMANDS[name][0]).main(words)
+    return status or 0
 
 
 def usage() -> str:
     """The commands and what they do."""
     lines = ["usage: megalite COMMAND ...  (megalite COMMAND --help tells more)", ""]
-    lines += [f"  {command:<16} {text}" for command, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:<16} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [
+        "",
+        f"{DEBUG_FLAG} with any of them shows where an error came from; megalite --version the version",
+    ]
     return "\n".join(lines)
 
 

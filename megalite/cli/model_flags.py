@@ -1,7 +1,6 @@
 """What `generate` and `evaluate` have in common: flags that name a model and its layout, and the model itself."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,19 +102,22 @@ class Ranks(NamedTuple):
 
 def run_on_ranks(
     parser: Parser,
-    argv: Sequence[str] | None,
+    argv: Sequence[str],
     check: Callable[[argparse.Namespace], object],
     run: Callable[[Ranks], None],
     *,
     data_parallel: bool,
 ) -> int:
-    """Read the flags, join the other ranks and run; returns the exit status, 2 on bad input.
+    """Read the flags, join the other ranks and run; returns the exit status.
 
     Args:
         check: of the flags alone, before anything is started.
         data_parallel: see `layout_of`.
+
+    Raises:
+        ConfigError: bad input.
     """
-    launch, agreed = Launch(rank=0, world_size=1, local_rank=0), True
+    agreed = False
     try:
         launch = Launch.from_environment()
         flags = parser.parse_args(argv)
@@ -125,14 +127,10 @@ def run_on_ranks(
         device = launch.device(flags.device)
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
         run(Ranks(flags, Topology.create(layout, rank=launch.rank, device=device)))
-    except BrokenPipeError:  # the reader has read enough
-        agreed = False
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ConfigError, OSError) as error:
-        agreed = not isinstance(error, RankError | OSError)
-        if launch.rank == 0 or not agreed:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        agreed = True
+    except ConfigError as error:
+        agreed = not isinstance(error, RankError)
+        raise
     finally:
         stop_distributed(agreed=agreed)
     return 0

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -18,7 +19,7 @@ USAGE = """usage: megalite parity [--preset NAME] [--config FILE ...] [--SETTING
        megalite parity --fuzz SECONDS [--seed N] [--steps N]
 
 Shrinks the model to laptop size, trains it on one rank and in the layout (gloo on this CPU, float64) and compares every
-loss, gradient and weight. Takes the flags of `megalite train`, but for strategies, compression and optimizers that are
+loss, gradient and weight. Takes the flags of megalite train, but for strategies, compression and optimizers that are
 not meant to give the numbers of one rank. Exit status: 0 the same, 1 different, 2 bad input.
 
   --steps N          steps to train (default 3)
@@ -28,9 +29,12 @@ not meant to give the numbers of one rank. Exit status: 0 the same, 1 different,
   --no-eod-mask-loss all tokens count (default: uneven masks)
   --json             print the comparison as JSON
   --fuzz SECONDS     draw random layouts and models for so long; prints a line that repeats each failure
+example: megalite parity --preset gpt2-124m --tp 2 --pp 2
 docs/parity.md says how to read the table."""
 
-SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
+SAME, DIFFERENT = 0, 1
+OWN = ("--steps", "--tolerance", "--fuzz")
+"""Flags that are not of `megalite train`."""
 
 
 @dataclass
@@ -43,21 +47,14 @@ class _Options:
     rest: list[str] = field(default_factory=list)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite parity")
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if not arguments or {"--help", "-h"} & set(arguments):
-            show(USAGE)
-            return SAME
-        options = _options(arguments)
-        return _one(options) if options.fuzz is None else _fuzz(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    if not argv or {"--help", "-h"} & set(argv):
+        show(USAGE)
+        return SAME
+    options = _options(list(argv))
+    return _one(options) if options.fuzz is None else _fuzz(options)
 
 
 def _one(options: _Options) -> int:
@@ -66,7 +63,7 @@ def _one(options: _Options) -> int:
             "--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it"
         )
     # --world-size and --json belong to dry runs, and nothing else may know what to do with them.
-    invocation = parse_arguments(["--dry-run", *options.rest])
+    invocation = parse_arguments(["--dry-run", *options.rest], others=OWN)
     keep = {
         name
         for name in ("precision", "eod_mask_loss")
@@ -108,7 +105,7 @@ def _options(arguments: list[str]) -> _Options:
     words = [part for argument in arguments for part in _parts(argument)]
     while words:
         word = words.pop(0)
-        if word not in ("--steps", "--tolerance", "--fuzz"):
+        if word not in OWN:
             options.rest.append(word)
             continue
         if not words or words[0].startswith("--"):
@@ -129,7 +126,7 @@ def _options(arguments: list[str]) -> _Options:
 def _parts(argument: str) -> list[str]:
     """`--steps=3` as two words; other flags as they are."""
     name, equals, value = argument.partition("=")
-    return [name, value] if equals and name in ("--steps", "--tolerance", "--fuzz") else [argument]
+    return [name, value] if equals and name in OWN else [argument]
 
 
 def _number(flag: str, word: str) -> float:

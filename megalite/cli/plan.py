@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.plan_flags import FLAGS, Asked, parse_plan
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.report.data import plan_data
 from megalite.planner.report.files import launch_lines, write_files, write_text
@@ -19,24 +19,18 @@ from megalite.planner.search.search import Plan, find
 
 _WIDTH = 160
 """Of a timeline where there is no terminal."""
+_EXAMPLE = "megalite plan --preset llama2-7b --cluster dgx-a100 --gpus 64 --global-batch-size 1024"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite plan")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or "--help" in arguments or "-h" in arguments:
+    if not argv or "--help" in argv or "-h" in argv:
         show(usage())
-        return 0 if arguments else 2
-    try:
-        asked = parse_plan(arguments)
-        plan = find(asked.request, asked.cluster, asked.stack, top=asked.top)
-        show(_answer(asked, plan))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return 0 if argv else 2
+    asked = parse_plan(argv)
+    plan = find(asked.request, asked.cluster, asked.stack, top=asked.top)
+    show(_answer(asked, plan))
     return 0
 
 
@@ -52,6 +46,7 @@ def usage() -> str:
     for flag, (value, text) in FLAGS.items():
         words = f"{flag} {value}".strip()
         lines.append(f"  {words:<22} {text}")
+    lines += ["", f"example: {_EXAMPLE}"]
     return "\n".join(lines)
 
 

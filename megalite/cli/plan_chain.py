@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.cli.plan_chain_text import as_data, drawing, format_plan
@@ -21,21 +22,19 @@ chain of measured layers. PipeDream's plan, pure data parallelism and a straight
 simulator. docs/planner_chain.md explains all of it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite plan-chain")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError."""
-    try:
-        show(_answer(_parser().parse_args(argv)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    show(_answer(_parser().parse_args(argv)))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("megalite plan-chain", _DESCRIPTION)
+    parser = Parser(
+        "megalite plan-chain",
+        _DESCRIPTION,
+        examples=("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
+    )
     parser.add_argument(
         "profile", metavar="PROFILE", help=f"YAML: the layers; or a synthetic one: {', '.join(TWINS)}"
     )

@@ -55,6 +55,7 @@ def parse_plan(argv: Sequence[str]) -> Asked:
         ConfigError: a flag or value that cannot be, or a setting that the search has no place for.
     """
     own, rest = _split(argv)
+    invocation = parse_arguments(rest, others=FLAGS)
     for needed, example in (("--cluster", "dgx-a100"), ("--gpus", "512")):
         if needed not in own:
             raise ConfigError(
@@ -62,7 +63,6 @@ def parse_plan(argv: Sequence[str]) -> Asked:
             )
     cluster = load_cluster(own["--cluster"][0])
     stack = load_stack(own.get("--stack", ["fused"])[0])
-    invocation = parse_arguments(rest)
     if invocation.dry_run:
         raise ConfigError("--dry-run has no effect: a plan starts nothing; remove it")
     limit = cluster.accelerator.memory_bytes * USUAL_MEMORY

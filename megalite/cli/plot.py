@@ -1,11 +1,13 @@
 """`megalite plot`: draw the loss curve of a run from its metrics.jsonl."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.cli.failures import command
+from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
 from megalite.training.sinks import parse_record
 
@@ -13,23 +15,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite plot")
+def main(argv: Sequence[str]) -> int:
     """Write the picture; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="megalite plot",
-        description="Draw training and validation loss over steps from the metrics.jsonl of a run.",
-        allow_abbrev=False,
+    parser = Parser(
+        "megalite plot",
+        "Draw training and validation loss over steps from the metrics.jsonl of a run.",
+        examples=("megalite plot runs/first --output loss.svg",),
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run (--run-dir)")
     parser.add_argument("--output", type=Path, help="default RUN_DIR/loss.png; the ending tells the format")
     arguments = parser.parse_args(argv)
     output = arguments.output or arguments.run_dir / "loss.png"
-    try:
-        plot(read_metrics(arguments.run_dir), output)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(output)
+    plot(read_metrics(arguments.run_dir), output)
+    show(str(output))
     return 0
 
 

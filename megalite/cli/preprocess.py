@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 
 from megalite.cli.byte_progress import decimal_bytes
-from megalite.cli.output import show
+from megalite.cli.closed_streams import occupy_closed_streams
+from megalite.cli.failures import command
+from megalite.cli.output import show, tell
 from megalite.cli.preprocess_flags import parse
-from megalite.cli.preprocess_messages import occupy_closed_streams, tell
 from megalite.cli.preprocess_progress import ProgressLine, summary
 from megalite.cli.stopping import Stopped, first_signal_raises
-from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.preprocess.job import PreprocessJob, Progress
 from megalite.data.preprocess.plan import plan
@@ -18,7 +18,8 @@ from megalite.data.preprocess.run import preprocess
 _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite preprocess")
+def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
@@ -43,17 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             _report(result, line.seconds, flags.show_bad)
     except Stopped as stopped:
         line.end()
-        tell("; ".join([stopped.how, *_notes(stopped)]))
+        tell("; ".join([stopped.how, *getattr(stopped, "__notes__", [])]))
         return stopped.status
-    except (ConfigError, OSError) as error:
+    except Exception:
         line.end()
-        tell("error: " + "; ".join([str(error), *_notes(error)]))
-        return 2
+        raise
     return 0
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", []))
 
 
 def _report(result: Progress, seconds: float, show_bad: int) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
+from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
@@ -140,12 +141,15 @@ def _check_foreign(given: argparse.Namespace) -> str:
 
 
 def _parser(foreign: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "megalite preprocess",
+        "Turn jsonl, text or parquet files into token files. A run that was stopped goes on where it was when the same "
+        "command is given again.",
+        examples=(
+            "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
+            "--append-eod",
+        ),
         parents=[foreign],
-        prog="megalite preprocess",
-        description="Turn jsonl, text or parquet files into token files. A run that was stopped goes on where it was "
-        "when the same command is given again.",
-        allow_abbrev=False,
     )
     _add_data(parser)
     _add_tokenizer(parser)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from megalite.cli.byte_progress import decimal_bytes
-from megalite.cli.preprocess_messages import tell
+from megalite.cli.output import tell
 from megalite.data.preprocess.job import Progress
 
 _TTY_SECONDS = 0.2

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import datetime
-import os
 import shlex
 import sys
 import tempfile
@@ -13,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.cli.profile_text import format_profile
-from megalite.config.errors import ConfigError, RankError
+from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 from megalite.planner.hardware.cluster import Cluster, save_cluster
 from megalite.planner.hardware.stack import SoftwareStack, load_stack, save_stack
@@ -35,37 +36,27 @@ from megalite.topology.topology import (
     stop_distributed,
 )
 
-BAD_INPUT, INTERRUPTED = 2, 130
-"""Exit statuses."""
-
 LEAST_SECONDS = 1.0
 
 _BASE_STACK = "fused"
 """What megalite itself runs: flash attention, gradients summed during the last backward."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite profile")
+def main(argv: Sequence[str]) -> int:
     """Measure and write; 0 if all went well, 2 on bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
-    try:
-        return profile(arguments, command=shlex.join(["megalite", "profile", *words]))
-    except ConfigError as error:
-        _refuse(error)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        if _is_first_rank():
-            print("interrupted; nothing was written", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    return profile(_parser().parse_args(argv), command=shlex.join(["megalite", "profile", *argv]))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megalite profile",
-        description="Measure matrix products, attention, memory and small operations of this machine, and under torchrun "
-        "what moves between its ranks, and write a cluster file: megalite plan --cluster FILE.",
-        epilog="Between ranks: torchrun --nproc-per-node 4 -m megalite.cli.profile --output FILE. docs/profile.md",
-        allow_abbrev=False,
+    parser = Parser(
+        "megalite profile",
+        "Measure matrix products, attention, memory and small operations of this machine, and under torchrun what moves "
+        "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
+        examples=(
+            "megalite profile --output my-cluster.yaml",
+            "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
+        ),
     )
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="cluster file to write (.yaml)"
@@ -243,19 +234,6 @@ def _write(
         save_stack(own, arguments.output_stack)
     show(format_profile(measured, fitted, own, base if nominal else None))
     show(f"wrote {arguments.output}" + (f" and {arguments.output_stack}" if arguments.output_stack else ""))
-
-
-def _refuse(error: ConfigError) -> None:
-    """Print an error once that all ranks have; or on the one rank that has it."""
-    if isinstance(error, RankError) or _is_first_rank():
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
-        time.sleep(5.0)
-
-
-def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 if __name__ == "__main__":

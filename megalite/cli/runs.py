@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.checkpoint.files import replace_durably
 from megalite.cli.curves import style_of, thinned
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.cli.run_folders import RunFolder, find_runs
@@ -16,33 +17,31 @@ from megalite.config.errors import ConfigError
 
 _ABOUT = """Lists the runs in and below a folder: how each stands, its last loss, speed and goodput.
 
-  megalite runs runs
-  megalite runs runs --html runs/compare.html
-
 Reads what runs leave in their --run-dir; a run that is under way may be looked at."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite runs")
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = Parser("megalite runs", _ABOUT)
+    parser = Parser(
+        "megalite runs",
+        _ABOUT,
+        examples=("megalite runs runs", "megalite runs runs --html runs/compare.html"),
+    )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with runs in it (their --run-dir)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one page with their curves; it needs nothing else"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw their curves (with matplotlib)")
     parser.add_argument("--json", action="store_true", help="print the list, with the curves, as JSON")
-    try:
-        arguments = parser.parse_args(argv)
-        runs = find_runs(arguments.folder)
-        said = json.dumps([_plain(run) for run in runs], indent=1) if arguments.json else format_runs(runs)
-        title = f"Runs in {arguments.folder}"
-        if arguments.html is not None:
-            _write(arguments.html, runs_page(runs, title).encode(), "--html")
-        if arguments.png is not None:
-            draw(runs, title, arguments.png)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = parser.parse_args(argv)
+    runs = find_runs(arguments.folder)
+    said = json.dumps([_plain(run) for run in runs], indent=1) if arguments.json else format_runs(runs)
+    title = f"Runs in {arguments.folder}"
+    if arguments.html is not None:
+        _write(arguments.html, runs_page(runs, title).encode(), "--html")
+    if arguments.png is not None:
+        draw(runs, title, arguments.png)
     written = [path for path in (arguments.html, arguments.png) if path is not None]
     show(said if arguments.json else "\n".join([said, *(f"wrote {path}" for path in written)]))
     return 0

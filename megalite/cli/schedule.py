@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.cli.schedule_study import (
@@ -51,20 +52,14 @@ _OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")
 """Flags that a comparison has no use for."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite schedule")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError."""
-    try:
-        arguments = _parser().parse_args(argv)
-        _check_flags(arguments)
-        if _builds(arguments) and sys.stderr.isatty():
-            print("building auto: seconds, up to minutes for many ranks and microbatches", file=sys.stderr)
-        show(_answer(arguments))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    arguments = _parser().parse_args(argv)
+    _check_flags(arguments)
+    if _builds(arguments) and sys.stderr.isatty():
+        print("building auto: seconds, up to minutes for many ranks and microbatches", file=sys.stderr)
+    show(_answer(arguments))
     return 0
 
 
@@ -75,7 +70,14 @@ def _builds(arguments: argparse.Namespace) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("megalite schedule", _DESCRIPTION)
+    parser = Parser(
+        "megalite schedule",
+        _DESCRIPTION,
+        examples=(
+            "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
+            "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
+        ),
+    )
     what = parser.add_argument_group("what to look at")
     what.add_argument(
         "--schedule", metavar="NAME", help=f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)"

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.cli.output import show
+from megalite.cli.failures import command
+from megalite.cli.output import show, tell
 from megalite.cli.parser import Parser
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.cli.sweep_table import LiveTable, format_table
@@ -25,7 +26,7 @@ from megalite.sweep.report import REPORT, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store
 from megalite.sweep.spec import SweepSpec, read_spec
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a rank of something else of a run."""
 
@@ -34,26 +35,25 @@ measured and predicted. What is done is not run again: the same command goes on 
 it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite sweep")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if every run has a result, 2 after a ConfigError, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    _check_flags(arguments)
     try:
-        arguments = _parser().parse_args(argv)
-        _check_flags(arguments)
         return _sweep(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
     except Stopped as stopped:
         goes_on = "; the same command goes on from here" if arguments.output is not None else ""
-        print(f"{stopped.how}{goes_on}", file=sys.stderr)
+        tell(f"{stopped.how}{goes_on}")
         return stopped.status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("megalite sweep", _DESCRIPTION)
+    parser = Parser(
+        "megalite sweep",
+        _DESCRIPTION,
+        examples=("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
+    )
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP.yaml", help="which configurations, and for how long"
     )

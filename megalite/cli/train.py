@@ -9,6 +9,7 @@ from pathlib import Path
 
 import megalite
 from megalite.cli.dry_run import dry_run
+from megalite.cli.failures import command, show_traceback
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import BAD_INPUT, INTERRUPTED
@@ -25,10 +26,11 @@ _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """A variable that torchrun sets."""
 
 
-def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
+@command("megalite train", lasting=True)
+def main(argv: Sequence[str], *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
     try:
-        invocation = parse_arguments(list(sys.argv[1:] if argv is None else argv))
+        invocation = parse_arguments(list(argv))
         if invocation.help is not None:
             show(basic_help(program) if invocation.help == "basic" else full_help(program))
         elif invocation.version:
@@ -111,6 +113,7 @@ def _flags(invocation: Invocation) -> frozenset[str]:
 
 def _refuse(error: Exception, status: int) -> int:
     _report(f"error: {error}", alone=isinstance(error, RankError))
+    show_traceback(error)
     return status
 
 

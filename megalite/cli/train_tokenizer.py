@@ -2,11 +2,13 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.byte_progress import ByteProgress, decimal_bytes
+from megalite.cli.failures import command
+from megalite.cli.output import show
+from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.inputs.find import find_inputs
@@ -20,17 +22,14 @@ _VOCAB_SIZE, _MEGABYTES = 2048, 20.0
 _MODEL_TYPES = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("megalite train-tokenizer")
+def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if all went well, 2 after a ConfigError or a disk that is full or read-only."""
     arguments = _parser().parse_args(argv)
-    try:
-        text, path = _train(arguments)
-        tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
-        assert tokenizer is not None
-        _report(text, path, tokenizer)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    text, path = _train(arguments)
+    tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
+    assert tokenizer is not None
+    _report(text, path, tokenizer)
     return 0
 
 
@@ -72,27 +71,29 @@ def _train(arguments: argparse.Namespace) -> tuple[TrainingText, Path]:
 def _report(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
     spread = " (a share that is spread evenly over the inputs; see --max-megabytes)" if text.is_share else ""
     bad = f", {text.bad} bad lines left out" if text.bad else ""
-    print(f"read {decimal_bytes(text.num_bytes)} of text in {text.documents} documents{spread}{bad}")
+    show(f"read {decimal_bytes(text.num_bytes)} of text in {text.documents} documents{spread}{bad}")
     held = text.held_out
     if held:
         num_bytes = sum(len(document.encode("utf-8")) for document in held)
         tokens = sum(len(ids) for ids in tokenizer.encode_batch(held))
-        print(
+        show(
             f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)} in {len(held)} documents "
             "that were held out"
         )
     else:
-        print("too few documents to hold some out: bytes per token are not measured")
-    print(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")
+        show("too few documents to hold some out: bytes per token are not measured")
+    show(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megalite train-tokenizer",
-        description="Train a tokenizer on the corpus that a model will be trained on. Without flags for it: "
+    parser = Parser(
+        "megalite train-tokenizer",
+        "Train a tokenizer on the corpus that a model will be trained on. Without flags for it: "
         f"{_VOCAB_SIZE} pieces, made from at most {_MEGABYTES:.0f} MB of the text. A file that is there is not replaced.",
         epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
-        allow_abbrev=False,
+        examples=(
+            "megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",
+        ),
     )
     parser.add_argument(
         "--input",

@@ -5,7 +5,7 @@ and Megatron-LM's spellings beside ours.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -74,8 +74,11 @@ class _Occurrence:
     words: list[str]
 
 
-def parse_arguments(argv: list[str]) -> Invocation:
+def parse_arguments(argv: list[str], *, others: Iterable[str] = ()) -> Invocation:
     """Read a command line (without the program's name): default < preset < --config files < flags.
+
+    Args:
+        others: flags that the caller has taken out; an unknown one may be meant for one of them.
 
     Raises:
         ConfigError: an unknown flag (the nearest are named), a value of the wrong type, one setting given two values,
@@ -92,7 +95,7 @@ def parse_arguments(argv: list[str]) -> Invocation:
         if occurrence.flag in RUN_OPTIONS:
             _add_run_option(run_options, occurrence)
         else:
-            _add_setting(level, occurrence)
+            _add_setting(level, occurrence, others)
     presets = [read_preset(name) for name in run_options.get("--preset", [])]
     files = [read_level(path) for path in run_options.get("--config", [])]
     merged = merge([*presets, *files, level])
@@ -143,7 +146,7 @@ def _add_run_option(run_options: dict[str, list[str]], occurrence: _Occurrence) 
         raise ConfigError(f"{flag} is given twice: {run_options[flag][0]} and {word}; keep one of them")
 
 
-def _add_setting(level: Level, occurrence: _Occurrence) -> None:
+def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -> None:
     flag = occurrence.flag
     add = _setting_flags().get(flag)
     if add:
@@ -168,7 +171,7 @@ def _add_setting(level: Level, occurrence: _Occurrence) -> None:
     elif flag in NO_EFFECT:
         raise ConfigError(f"{flag} has no effect: {NO_EFFECT[flag]}; remove it")
     else:
-        known = [*_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES]
+        known = [*others, *_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES]
         raise ConfigError(f"unknown flag {flag}{nearest(flag, known)} (--help-all lists all)")
 
 

@@ -15,7 +15,7 @@ _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 def basic_help(program: str) -> str:
     """What most runs need, on one screen."""
-    lines = [_usage_line(program)]
+    lines = [_usage_line(program), _example_line(program)]
     for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
         lines.append(
             _row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1])
@@ -33,6 +33,7 @@ def full_help(program: str) -> str:
     """Every setting with all its spellings, choices and default."""
     lines = [
         _usage_line(program),
+        _example_line(program),
         "Later ones win: default < preset < config files < flags. `none` unsets a setting whose default is none.",
         "",
     ]
@@ -116,6 +117,10 @@ _DATA_FILE_MEANING = {
 
 def _usage_line(program: str) -> str:
     return f"usage: {program} [--preset NAME] [--config FILE ...] [--SETTING VALUE ...]"
+
+
+def _example_line(program: str) -> str:
+    return f"  example: {program} --preset gpt2-124m --tp 2 --dry-run"
 
 
 def _row(section: str, usage: str, text: str) -> str:

@@ -65,7 +65,7 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
 
     Collectives: a gather over the world.
     """
-    name, memory, multiprocessors = _device(device)
+    name, memory, multiprocessors = device_facts(device)
     mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
     rows = world.gather_json(mine, device)
     per_node = _ranks_per_node([row[0] for row in rows])
@@ -107,7 +107,7 @@ def _ranks_per_node(hosts: Sequence[str]) -> int:
     return count
 
 
-def _device(device: torch.device) -> tuple[str, int, int]:
+def device_facts(device: torch.device) -> tuple[str, int, int]:
     """(name, bytes of memory, multiprocessors)."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)

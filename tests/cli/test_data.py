@@ -186,7 +186,10 @@ def test_errors_of_the_disk_are_one_line(
 
     monkeypatch.setattr(data, "merge", fail)
     assert main(["merge", "--input", prefix, "--output-prefix", "x"]) == 2
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'x.bin'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: x.bin: No space left on device; make room, or give another folder\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,8 +289,7 @@ def test_the_side_files_vocabulary_holds_too(prefix: str, capsys: Captured) -> N
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "merge", "split"])
 def test_help_tells_exit_statuses(command: str, capsys: Captured) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
+    assert main([command, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Exit status: 0 " in shown and "143 after SIGTERM" in shown
     if command in ("verify", "inspect"):

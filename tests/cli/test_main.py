@@ -57,8 +57,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
 @pytest.mark.parametrize("command", ["train-tokenizer", "convert", "data", "preprocess"])
 def test_help_is_for_people(command: str, capsys: Captured) -> None:
     """Not the docstring of a module, which has backticks."""
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
+    assert main([command, "--help"]) == 0
     assert "`" not in capsys.readouterr().out
 
 

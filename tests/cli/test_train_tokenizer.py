@@ -76,7 +76,7 @@ def test_bad_lines_and_few_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--vocab-size", "99999999"], "vocab_size 99999999 is not from 260"),
         (["--vocab-size", "100000"], "vocab_size 100000 cannot be trained on"),
         (["--max-megabytes", "0"], "max_megabytes 0.0 is no amount of text; try --max-megabytes 20"),
-        (["--max-megabytes", "nan"], "max_megabytes nan is no amount of text"),
+        (["--max-megabytes", "nan"], "--max-megabytes: takes a number such as 0.5, got 'nan'"),
         (["--pattern", "gpt4"], "sentencepiece-bpe does not read pattern (gpt4); use --type byte-level-bpe"),
         (["--json-keys", "absent"], "lines left out, the first "),
         (["--output-prefix", "folder/"], "output_prefix folder/ has no name"),
@@ -108,8 +108,7 @@ def test_a_tokenizer_that_is_there_is_kept(
 
 
 def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "`" not in shown
     assert "2048 pieces, made from at most 20 MB of the text" in shown and "Exit status: 0 written" in shown

@@ -101,7 +101,10 @@ def test_groups_inside_nodes_and_across() -> None:
         ),
         (["--output", "{tmp}/a.yaml", "--dtype", "bf61"], "--dtype cannot be bf61: did you mean bf16?"),
         (["--output", "{tmp}/a.yaml", "--seconds", "0.1"], "--seconds is 0.1; measuring takes at least 1 s"),
-        (["--output", "{tmp}/a.yaml", "--seconds", "nan"], "--seconds is nan; measuring takes at least 1 s"),
+        (
+            ["--output", "{tmp}/a.yaml", "--seconds", "nan"],
+            "--seconds: takes a number such as 0.5, got 'nan'",
+        ),
         (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),
     ],
 )

@@ -30,7 +30,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("megalite.models",),
     ("megalite.checkpoint", "megalite.generation"),
     ("megalite.training", "megalite.conversion", "megalite.profiling"),
-    ("megalite.parity", "megalite.sweep"),
+    ("megalite.parity", "megalite.sweep", "megalite.doctor"),
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),
 )
@@ -40,6 +40,7 @@ SIBLINGS = {
     ("megalite.data_parallel", "megalite.tensor_parallel.parameter"),
     ("megalite.data_parallel", "megalite.optimizers.base"),
     ("megalite.data_parallel", "megalite.optimizers.flat"),
+    ("megalite.doctor", "megalite.parity.pool"),
 }
 """Imports within a row, from one package into another: buckets are made of the parameters defined there, and a strategy
 steps an optimizer of which it knows the interface."""

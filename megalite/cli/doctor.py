@@ -1,0 +1,204 @@
+"""`megalite doctor`: what is here, whether it works, and what to mend."""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megalite.cli.failures import command
+from megalite.cli.kernels import chosen_kernels
+from megalite.cli.output import show, tell, visible
+from megalite.cli.parser import Parser
+from megalite.config.errors import ConfigError
+from megalite.doctor import devices, disk, host, job, network, products, ranks, versions
+from megalite.doctor.finding import Finding, worst
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+
+HEALTHY, SICK = 0, 1
+"""Exit statuses: no error was found, or one was."""
+
+SECONDS = 5.0
+_SHARE_OF_PRODUCTS = 0.2
+_MOST_RANKS = 4
+"""That are started on a CPU."""
+_JOB_MINUTES = 2.0
+"""Until a collective of a job is given up."""
+
+_DESCRIPTION = """Look at versions, devices, kernels, network and disk, test matrix products and collectives for a few seconds, and say
+what to mend. Under torchrun all ranks of the job test together, and hosts that differ, fail or are slow are named.
+docs/doctor.md explains the findings. Exit status: 0 no error, 1 an error, 2 bad input."""
+
+
+@command("megalite doctor")
+def main(argv: Sequence[str]) -> int:
+    """Look, test and report; 0 if there is no error, 1 if there is one."""
+    arguments = _parser().parse_args(argv)
+    _check(arguments)
+    launch = Launch.from_environment()
+    device = launch.device(arguments.device)
+    agreed = False
+    try:
+        findings = (
+            _together(arguments, launch, device) if launch.world_size > 1 else _alone(arguments, device)
+        )
+        status = _Report(as_json=arguments.json, silent=launch.rank != 0).of(findings)
+        agreed = True
+        return status
+    except job.ExchangeFailed as failure:
+        # Each rank that noticed: the one that did not is the one to look at.
+        tell(f"error: {visible(str(failure))}")
+        return SICK
+    finally:
+        stop_distributed(agreed=agreed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "megalite doctor",
+        _DESCRIPTION,
+        examples=(
+            "megalite doctor --run-dir /scratch/runs",
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
+        ),
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder whose disk is tested; need not be there yet (default .)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device that is tested (default auto: cuda where there is one)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help=f"that products and collectives take together (default {SECONDS:g})",
+    )
+    parser.add_argument("--no-self-test", action="store_true", help="look only: no products, no collectives")
+    parser.add_argument("--json", action="store_true", help="print JSON: every finding with its data")
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.no_self_test and arguments.seconds is not None:
+        raise ConfigError(
+            f"--seconds {arguments.seconds:g} has no effect with --no-self-test; remove one of them"
+        )
+    if arguments.seconds is not None and not 0.5 <= arguments.seconds <= 600:
+        raise ConfigError(
+            f"--seconds is {arguments.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good"
+        )
+
+
+def _alone(arguments: argparse.Namespace, device: torch.device) -> Iterator[Finding]:
+    """Of one process; it starts ranks of its own."""
+    yield from _of_host(arguments, device)
+    if arguments.no_self_test:
+        return
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    count = gpus if gpus > 1 else max(2, min(_MOST_RANKS, len(os.sched_getaffinity(0))))
+    yield from ranks.examine(
+        ranks=count,
+        device_type="cuda" if gpus > 1 else "cpu",
+        host=platform.node(),
+        seconds=(1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or SECONDS),
+    )
+
+
+def _together(arguments: argparse.Namespace, launch: Launch, device: torch.device) -> Iterator[Finding]:
+    """Of one rank of a job."""
+    own: list[Finding] = []
+    if launch.local_rank == 0:
+        for finding in _of_host(arguments, device):
+            own.append(finding)
+            yield finding
+    if arguments.no_self_test:
+        return
+    start_distributed(launch, device, backend="auto", timeout_minutes=_JOB_MINUTES)
+    layout = ParallelLayout(dp=launch.world_size)
+    world = Topology.create(layout, rank=launch.rank, device=device, timeout_minutes=_JOB_MINUTES).world
+    seconds = (1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or SECONDS)
+    yield from job.examine(world, device, own, host=platform.node(), seconds=seconds)
+
+
+def _of_host(arguments: argparse.Namespace, device: torch.device) -> Iterator[Finding]:
+    """What needs no other rank."""
+    yield from versions.examine()
+    yield from host.examine(os.environ, gpus=torch.cuda.device_count())
+    yield from devices.examine()
+    yield from devices.kernel_backends(device)
+    yield _chosen(device)
+    yield from network.examine(os.environ)
+    yield from disk.examine(arguments.run_dir)
+    if not arguments.no_self_test:
+        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or SECONDS))
+
+
+def _chosen(device: torch.device) -> Finding:
+    """`megalite kernels` in a line: backend -> the operations that it would serve."""
+    serves: dict[str, list[str]] = {}
+    for choice in chosen_kernels(device):
+        operations = serves.setdefault(choice.backend, [])
+        if choice.operation not in operations:
+            operations.append(choice.operation)
+    text = "; ".join(f"{backend}: {', '.join(operations)}" for backend, operations in serves.items())
+    return Finding(topic=devices.KERNELS, name="chosen", text=text, data=serves)
+
+
+class _Report:
+    """Prints findings as they come, or all at the end as JSON."""
+
+    def __init__(self, *, as_json: bool, silent: bool) -> None:
+        self._as_json = as_json
+        self._say = _nothing if silent else show
+
+    def of(self, findings: Iterable[Finding]) -> int:
+        """Print all; returns the exit status."""
+        found: list[Finding] = []
+        for finding in findings:
+            if not self._as_json:
+                self._say(visible(_line(finding, under=found[-1].topic if found else None)))
+            found.append(finding)
+        level = worst(found)
+        if self._as_json:
+            rows = [asdict(finding) for finding in found]
+            self._say(json.dumps({"verdict": level, "findings": rows}, indent=2))
+        else:
+            self._say(visible(_summary(found)))
+        return SICK if level == "error" else HEALTHY
+
+
+def _nothing(text: str) -> None:
+    """Ranks other than 0."""
+
+
+def _line(finding: Finding, *, under: str | None) -> str:
+    """One finding, below the name of its topic where that is new."""
+    title = (
+        "" if finding.topic == under else f"{finding.topic}\n" if under is None else f"\n{finding.topic}\n"
+    )
+    return f"{title}  {finding.level:<8} {finding.name:<15} {finding.text}"
+
+
+def _summary(found: Sequence[Finding]) -> str:
+    """What to mend, the worst first."""
+    bad = [finding for level in ("error", "warning") for finding in found if finding.level == level]
+    if not bad:
+        return "\nwhat to mend: nothing"
+    lines = ["", "what to mend"]
+    for finding in bad:
+        lines.append(f"  {finding.level:<8} {finding.topic}, {finding.name}: {finding.text}")
+        lines.append(f"  {'':<8} {finding.remedy}")
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""Processor, memory and limits of this host, as far as this process may use them."""
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalite.config.byte_size import format_bytes
+from megalite.doctor.finding import Finding
+from megalite.profiling.machine import device_facts
+
+TOPIC = "host"
+GIB = 1 << 30
+LEAST_FILES = 4096
+"""Open files: a rank has a socket to each of its peers, in each group, beside data files and logs."""
+LEAST_SHARED = GIB
+"""Bytes of /dev/shm: NCCL keeps some 10 MB of buffers there for each pair of GPUs of a node; containers often have 64 MB."""
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where Linux says things; tests have their own."""
+
+    processor: Path = Path("/proc/cpuinfo")
+    memory: Path = Path("/proc/meminfo")
+    cgroup: Path = Path("/sys/fs/cgroup")
+    shared: Path = Path("/dev/shm")
+    infiniband: Path = Path("/sys/class/infiniband")
+
+
+def examine(environment: Mapping[str, str], *, gpus: int, places: Places | None = None) -> Iterator[Finding]:
+    """Findings on cores and threads, instructions, memory, shared memory and limits.
+
+    Args:
+        environment: of the process.
+        gpus: number of CUDA devices.
+        places: where to look.
+    """
+    places = places or Places()
+    yield _cores(environment, places)
+    yield _instructions(places)
+    yield _memory(places)
+    yield _shared_memory(places, gpus)
+    yield _open_files()
+    yield _locked_memory(places, gpus)
+
+
+def _cores(environment: Mapping[str, str], places: Places) -> Finding:
+    name, _, _ = device_facts(torch.device("cpu"))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share, threads = _share_of_cores(places), torch.get_num_threads()
+    data = {
+        "model": name,
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "cpu_limit": share,
+        "threads": threads,
+    }
+    text = f"{name}, {usable} of {os.cpu_count()} cores usable, torch computes with {threads} threads"
+    if share is not None and share < usable:
+        text += f", and the container gets the time of {share:g} cores"
+    most = min(usable, share or usable)
+    if threads > max(1, most):
+        return Finding(
+            topic=TOPIC,
+            name="processor",
+            level="warning",
+            text=text,
+            remedy=f"threads would wait for each other: export OMP_NUM_THREADS={max(1, int(most))}",
+            data=data,
+        )
+    return Finding(topic=TOPIC, name="processor", text=text, data=data)
+
+
+def _share_of_cores(places: Places) -> float | None:
+    """Cores whose time a container gets, or None without a limit."""
+    quota, _, period = _read(places.cgroup / "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() and period.strip().isdecimal() else None
+
+
+def _instructions(places: Places) -> Finding:
+    flags = set(
+        re.findall(r"^(?:flags|Features)\s*:(.*)$", _read(places.processor), re.MULTILINE)[:1] or [""]
+    )
+    words = set(" ".join(flags).split())
+    found = [name for name in _INSTRUCTIONS if name in words]
+    fast = any(name in found for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    uses = torch.backends.cpu.get_cpu_capability()
+    note = "bf16 products in hardware" if fast else "no bf16 products in hardware: fp32 is faster on this CPU"
+    data = {"instructions": found, "torch_uses": uses, "bf16": fast}
+    return Finding(
+        topic=TOPIC,
+        name="instructions",
+        text=f"{', '.join(found) or 'none known'}; torch uses {uses}; {note}",
+        data=data,
+    )
+
+
+def _memory(places: Places) -> Finding:
+    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(places.memory), re.MULTILINE))
+    total, free = int(rows.get("MemTotal", 0)) << 10, int(rows.get("MemAvailable", 0)) << 10
+    limit = _read(places.cgroup / "memory.max").strip()
+    data: dict[str, int | None] = {"bytes": total, "available": free, "limit": None}
+    text = f"{format_bytes(total)}, {format_bytes(free)} available"
+    if limit.isdecimal() and int(limit) < total:
+        used = _read(places.cgroup / "memory.current").strip()
+        free = min(free, int(limit) - int(used)) if used.isdecimal() else min(free, int(limit))
+        data |= {"limit": int(limit), "available": free}
+        text = f"{format_bytes(int(limit))} for this container, {format_bytes(max(free, 0))} available"
+    if total and free < GIB:
+        remedy = "end other programs, or take a machine with more: a rank starts with about half a GiB"
+        return Finding(topic=TOPIC, name="memory", level="warning", text=text, remedy=remedy, data=data)
+    return Finding(topic=TOPIC, name="memory", text=text, data=data)
+
+
+def _shared_memory(places: Places, gpus: int) -> Finding:
+    name = "shared memory"
+    try:
+        size = shutil.disk_usage(places.shared)
+    except OSError:
+        return Finding(topic=TOPIC, name=name, text=f"there is no {places.shared}", data={"bytes": None})
+    text = f"{places.shared}: {format_bytes(size.total)}, {format_bytes(size.free)} free"
+    data = {"bytes": size.total, "free": size.free}
+    if gpus > 1 and size.free < LEAST_SHARED:
+        remedy = "NCCL needs more between GPUs: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
+        return Finding(topic=TOPIC, name=name, level="warning", text=text, remedy=remedy, data=data)
+    return Finding(topic=TOPIC, name=name, text=text, data=data)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text, data = f"{_limit(soft)} (up to {_limit(hard)})", {"soft": soft, "hard": hard}
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        return Finding(
+            topic=TOPIC,
+            name="open files",
+            level="warning",
+            text=text,
+            remedy=f"many ranks need more: ulimit -n {LEAST_FILES if hard < 0 else min(hard, 1 << 16)}",
+            data=data,
+        )
+    return Finding(topic=TOPIC, name="open files", text=text, data=data)
+
+
+def _locked_memory(places: Places, gpus: int) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text, data = _limit(soft, as_bytes=True), {"soft": soft, "hard": hard}
+    if (
+        gpus
+        and soft != resource.RLIM_INFINITY
+        and places.infiniband.is_dir()
+        and any(places.infiniband.iterdir())
+    ):
+        remedy = "InfiniBand registers memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
+        return Finding(
+            topic=TOPIC, name="locked memory", level="warning", text=text, remedy=remedy, data=data
+        )
+    return Finding(topic=TOPIC, name="locked memory", text=text, data=data)
+
+
+def _limit(value: int, *, as_bytes: bool = False) -> str:
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return format_bytes(value) if as_bytes else str(value)
+
+
+def _read(path: Path) -> str:
+    """A small file of Linux's, empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,101 @@
+"""Matrix products of the device: right numbers, beside fp64 on the CPU, and how fast."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megalite.doctor.finding import Finding
+from megalite.profiling.timing import Timer
+from megalite.topology.group import Group
+
+TOPIC = "products"
+CHECKED = 512
+"""Rows, columns and terms of the product whose numbers are checked."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A type and how far its products may be from fp64's, as a share of their norm."""
+
+    name: str
+    dtype: torch.dtype
+    bound: float
+
+
+# The error is that of rounding the results: 2^-9/√3 for bf16. fp32 as TF32 would be off by 3e-4.
+FP32 = Precision("fp32", torch.float32, 1e-5)
+BF16 = Precision("bf16", torch.bfloat16, 5e-3)
+FP16 = Precision("fp16", torch.float16, 1e-3)
+TF32_BOUND = 2e-3
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def precisions(device: torch.device) -> tuple[Precision, ...]:
+    """Those that runs on the device use."""
+    return (BF16, FP16, FP32) if device.type == "cuda" else (FP32, BF16)
+
+
+def examine(device: torch.device, *, seconds: float) -> Iterator[Finding]:
+    """A finding for each precision: numbers and rate.
+
+    Args:
+        device: what is tested.
+        seconds: for all rates together.
+    """
+    kinds = precisions(device)
+    timer = Timer(device, Group.solo("doctor"))
+    for kind in kinds:
+        try:
+            error, repeats = checked(kind.dtype, device)
+            rate = rate_of(timer, kind.dtype, seconds=seconds / len(kinds))
+        except RuntimeError as found:
+            text = f"{kind.name}: {str(found).partition(chr(10))[0]}"
+            remedy = f"do not train in {kind.name} here, or install a torch that has these products"
+            yield Finding(topic=TOPIC, name=str(device), level="error", text=text, remedy=remedy)
+            continue
+        yield judged(kind, device, error=error, repeats=repeats, rate=rate)
+
+
+def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product = torch.mm) -> tuple[float, bool]:
+    """How far a product is from fp64's, as a share of its norm, and whether a second one has the same bits.
+
+    Args:
+        dtype: of operands and result.
+        device: that multiplies.
+        multiply: what is tested.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(CHECKED, CHECKED, generator=numbers).to(dtype) for _ in range(2))
+    exact = a.double() @ b.double()
+    there = a.to(device), b.to(device)
+    first, second = multiply(*there), multiply(*there)
+    error = (first.cpu().double() - exact).norm() / exact.norm()
+    return float(error), torch.equal(first, second)
+
+
+def rate_of(timer: Timer, dtype: torch.dtype, *, seconds: float) -> float:
+    """FLOP/s of a large product; on several ranks of this one, while the others multiply as well.
+
+    Collectives: barriers over the timer's world.
+    """
+    size = 8192 if timer.device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=timer.device).to(dtype)
+    out = torch.empty_like(a)
+    return 2 * size**3 / timer.each(lambda: torch.mm(a, a, out=out), seconds=seconds).seconds
+
+
+def judged(kind: Precision, device: torch.device, *, error: float, repeats: bool, rate: float) -> Finding:
+    """What the numbers say."""
+    text = f"{kind.name}: {rate / 1e12:.3g} TFLOP/s, off by {error:.1e} of the norm"
+    data = {"precision": kind.name, "flops_per_second": rate, "error": error, "repeats": repeats}
+    if error <= kind.bound and (repeats or device.type == "cpu"):
+        return Finding(topic=TOPIC, name=str(device), text=text, data=data)
+    if kind is FP32 and error <= TF32_BOUND:
+        text += ": rounded to TF32"
+        remedy = "unset NVIDIA_TF32_OVERRIDE: fp32 runs would lose 13 bits of each operand"
+        return Finding(topic=TOPIC, name=str(device), level="warning", text=text, remedy=remedy, data=data)
+    text += f", more than {kind.bound:.0e}: wrong numbers" if error > kind.bound else ": other bits each time"
+    remedy = "do not train on this device: run its maker's diagnostics (dcgmi diag -r 3), or another torch"
+    return Finding(topic=TOPIC, name=str(device), level="error", text=text, remedy=remedy, data=data)

@@ -1,0 +1,108 @@
+"""Python, megalite and the packages it needs or can use: versions, and which extra brings what is missing."""
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import megalite
+from megalite.doctor.finding import Finding
+
+TOPIC = "versions"
+OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, as pyproject.toml names it."""
+
+    name: str
+    least: str = ""
+    """Oldest version that will do, where there is one."""
+    extra: str | None = None
+    """Of megalite, that brings it; None for what is always needed."""
+    use: str = ""
+    """Of an optional one."""
+
+
+PACKAGES = (
+    Package("torch", "2.11"),
+    Package("numpy"),
+    Package("safetensors", "0.5"),
+    Package("pyyaml"),
+    Package("sentencepiece", "0.2.1"),
+    Package("regex"),
+    Package("tokenizers", "0.20", "tokenizers", "Hugging Face tokenizers"),
+    Package("tiktoken", "0.7", "tokenizers", "tiktoken files"),
+    Package("zstandard", "0.19", "data", ".zst input"),
+    Package("pyarrow", "", "data", ".parquet input"),
+    Package("tensorboard", "", "tensorboard", "--tensorboard-dir"),
+    Package("matplotlib", "", "plot", "megalite plot"),
+    Package("triton", "3.6", "dev", "our fused kernels; wheels of torch for CUDA bring it"),
+    Package("transformers", "5", "dev", "comparisons with Hugging Face's models"),
+)
+"""As in pyproject.toml, but for tools of development."""
+
+
+def examine(version_of: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
+    """A finding for Python, for megalite and for each package.
+
+    Args:
+        version_of: installed version of a distribution, or None; default: of this environment.
+    """
+    version_of = version_of or installed_version
+    yield _python()
+    yield Finding(
+        topic=TOPIC, name="megalite", text=megalite.__version__, data={"version": megalite.__version__}
+    )
+    for package in PACKAGES:
+        yield _package(package, version_of(package.name))
+
+
+def installed_version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    version, system = (
+        platform.python_version(),
+        f"{platform.system()} {platform.release()}, {platform.machine()}",
+    )
+    data = {"version": version, "executable": sys.executable, "system": system}
+    return Finding(topic=TOPIC, name="python", text=f"{version} ({sys.executable}) on {system}", data=data)
+
+
+def _package(package: Package, version: str | None) -> Finding:
+    data = {"version": version, "least": package.least or None, "extra": package.extra}
+    install = f"pip install '{package.name}{'>=' + package.least if package.least else ''}'"
+    if package.extra is not None:
+        install = f"pip install 'megalite[{package.extra}]'"
+    if version is None:
+        if package.extra is None:
+            return Finding(
+                topic=TOPIC, name=package.name, level="error", text="not installed", remedy=install, data=data
+            )
+        text = f"not installed; for {package.use}: {install}"
+        return Finding(topic=TOPIC, name=package.name, text=text, data=data)
+    if package.least and _numbers(version) < _numbers(package.least):
+        return Finding(
+            topic=TOPIC,
+            name=package.name,
+            level="error" if package.extra is None else "warning",
+            text=f"{version}, older than {package.least}",
+            remedy=install,
+            data=data,
+        )
+    return Finding(topic=TOPIC, name=package.name, text=version, data=data)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release as numbers: (2, 11, 0) of `2.11.0a0+cu128`."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in release[0].split(".")) if release else ()

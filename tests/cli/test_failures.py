@@ -1,0 +1,226 @@
+"""How commands end: one line for a mistake, one for a bug, no traceback but with --debug."""
+
+import errno
+import importlib
+import inspect
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, command, guarded
+from megalite.cli.main import COMMANDS, main
+from megalite.cli.output import show
+from megalite.cli.stopping import Stopped
+from megalite.config.errors import ConfigError, RankError
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", DEBUG_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def run() -> int:
+        raise error
+
+    return run
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+class DistError(RuntimeError):
+    """As torch names it."""
+
+
+MISTAKES = [
+    (ConfigError("tp 3 does not divide"), "tp 3 does not divide"),
+    (ConfigError("a name\x1b[2J"), "a name\\x1b[2J"),
+    (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), "a/b: No such file or directory; check the path"),
+    (PermissionError(errno.EACCES, "Permission denied", "a"), "a: Permission denied; give a path that you may read and write"),
+    (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), "a: Is a directory; give a file, not a folder"),
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room, or give another folder"),
+    (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a and b: Invalid cross-device link"),
+    (OSError("something"), "something"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "x was given text that is not UTF-8 ('utf-8' codec"),
+    (MemoryError(), "x ran out of memory; give it less to do"),
+    (OutOfMemoryError("CUDA out of memory. Tried\nmore"), "x ran out of memory: CUDA out of memory. Tried; give it less"),
+    (ModuleNotFoundError("No module named 'torch'", name="torch"), "x needs the package torch, which is not installed"),
+    (DistError("no\nmore"), "x lost the other ranks: no; "),
+    (RuntimeError("[gloo/pair.cc:553] Connection closed by peer [::1]:1"), "x lost the other ranks: [gloo/pair.cc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, says", MISTAKES, ids=lambda value: type(value).__name__)
+def test_a_mistake_is_one_line(error: Exception, says: str, capsys: Captured) -> None:
+    assert guarded(raising(error), "x") == BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"error: {says}") and said.err.count("\n") == 1
+
+
+def test_notes_belong_to_it(capsys: Captured) -> None:
+    error = ConfigError("full")
+    error.add_note("20 documents are kept")
+    guarded(raising(error), "x")
+    assert capsys.readouterr().err == "error: full; 20 documents are kept\n"
+
+
+def bug() -> int:
+    return importlib.import_module("megalite.config.byte_size").parse_byte_size(None)
+
+
+def test_a_bug_is_one_line_that_says_where(capsys: Captured) -> None:
+    assert guarded(bug, "megalite plan") == BUG
+    said = capsys.readouterr().err
+    assert said.startswith("error: megalite plan has a bug: TypeError: expected string")
+    assert "in megalite/config/byte_size.py:" in said and "(parse_byte_size)" in said
+    assert "run it again with --debug" in said and said.count("\n") == 1
+    assert guarded(raising(ModuleNotFoundError("megalite.x", name="megalite.x")), "x") == BUG
+
+
+def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
+    with pytest.raises(TypeError):
+        guarded(bug, "x", lasting=True)
+    with pytest.raises(OSError, match="Input/output error"):
+        guarded(raising(OSError(errno.EIO, "Input/output error", "b")), "x", lasting=True)
+    assert guarded(raising(ConfigError("a")), "x", lasting=True) == BAD_INPUT
+    assert guarded(raising(KeyboardInterrupt()), "x", lasting=True) == INTERRUPTED
+    assert capsys.readouterr().err == "error: a\ninterrupted\n"
+    error = IsADirectoryError(errno.EISDIR, "Is a directory", "b")
+    assert guarded(raising(error), "x", lasting=True) == BAD_INPUT
+    assert capsys.readouterr().err == "error: b: Is a directory; give a file, not a folder\n"
+
+
+def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    seen = []
+
+    @command("x")
+    def run(words: list[str]) -> int:
+        seen.append(words)
+        raise ConfigError("mistake")
+
+    assert run(["--a", "--debug", "b"]) == run(["c"]) == BAD_INPUT
+    first, second = capsys.readouterr().err.split("Traceback (most recent call last):\n")
+    assert first == "error: mistake\n" and second.endswith("ConfigError: mistake\nerror: mistake\n")
+    assert seen == [["--a", "b"], ["c"]] and DEBUG_VARIABLE not in os.environ
+    for value, shown in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv(DEBUG_VARIABLE, value)
+        run([])
+        assert ("Traceback" in capsys.readouterr().err) == shown
+    run(["--debug"])
+    assert os.environ[DEBUG_VARIABLE] == "", "as it was"
+
+
+@pytest.mark.parametrize("words", [["--debug", "train", "--tp", "x"], ["train", "--tp", "x", "--debug"]])
+def test_debug_goes_anywhere(words: list[str], capsys: Captured) -> None:
+    assert main(words) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("error: --tp: tp takes a whole number") and "Traceback" in said
+
+
+def test_the_words_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["megalite", "a", "b"])
+    assert command("x")(len)() == 2
+
+
+def test_other_ends(capsys: Captured) -> None:
+    assert guarded(lambda: None, "x") == 0
+    assert guarded(lambda: 3, "x") == 3
+    assert guarded(raising(SystemExit(0)), "x") == guarded(raising(SystemExit()), "x") == 0
+    assert guarded(raising(SystemExit(4)), "x") == 4
+    assert guarded(raising(SystemExit("no")), "x") == BAD_INPUT
+    assert capsys.readouterr().err == ""
+    assert guarded(raising(KeyboardInterrupt()), "x") == 130
+    assert guarded(raising(Stopped(signal.SIGTERM)), "x") == 143
+    assert capsys.readouterr().err == "interrupted\nterminated\n"
+
+
+def test_ranks_say_once_what_all_found(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    for error, told in (
+        (ConfigError("all"), 0),
+        (RankError("mine"), 1),
+        (OSError("disk"), 1),
+        (KeyError("k"), 1),
+    ):
+        guarded(raising(error), "x")
+        assert capsys.readouterr().err.count("error: ") == told, error
+    guarded(raising(KeyboardInterrupt()), "x")
+    assert capsys.readouterr().err == "" and waited == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert guarded(raising(ConfigError("all")), "x") == BAD_INPUT
+    assert waited == [5.0], "rank 0 is to be the first to end"
+    monkeypatch.setenv("RANK", "0")
+    guarded(raising(ConfigError("all")), "x")
+    assert capsys.readouterr().err == "error: all\n" and waited == [5.0]
+    monkeypatch.setenv("RANK", "many")
+    guarded(raising(ConfigError("RANK is no number")), "x")
+    assert capsys.readouterr().err == "error: RANK is no number\n"
+
+
+def closed_pipe() -> int:
+    """A pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("write", [lambda text: print(text), show], ids=["print", "show"])
+def test_a_reader_that_has_gone_is_no_error(
+    write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for text in ("short", "long" * (1 << 16)):
+        with os.fdopen(closed_pipe(), "w") as out, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            assert guarded(lambda text=text: write(text), "x") == 0  # type: ignore[misc]
+    assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_one(capsys: Captured) -> None:
+    assert guarded(raising(BrokenPipeError(errno.EPIPE, "Broken pipe")), "x") == BAD_INPUT
+    assert capsys.readouterr().err == "error: Broken pipe\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("write", [lambda text: print(text), show], ids=["print", "show"])
+def test_an_answer_that_cannot_be_written(
+    write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    with Path("/dev/full").open("w", buffering=1) as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        assert guarded(lambda: write("answer"), "x") == BAD_INPUT
+    assert "No space left on device; make room" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_utf8_can_be_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for encoding in ("utf-8", "ascii"):
+        path = tmp_path / encoding
+        with path.open("w", encoding=encoding) as out, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            assert guarded(lambda: show("a\udcffb · c"), "x") == 0
+        assert path.read_bytes().startswith(b"a\\udcffb ")
+
+
+def test_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert guarded(lambda: None, "x") == 0
+    assert guarded(raising(ConfigError("a")), "x") == BAD_INPUT
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_guarded(name: str) -> None:
+    """tools/ and `python -m` call a command's own main."""
+    run = importlib.import_module(COMMANDS[name][0]).main
+    assert inspect.unwrap(run) is not run, f"decorate main of {COMMANDS[name][0]} with failures.command"

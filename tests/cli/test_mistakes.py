@@ -1,0 +1,292 @@
+"""Every command x every kind of mistake: status 2, one line that names what is wrong, never a traceback."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megalite.cli.failures import BAD_INPUT, DEBUG_VARIABLE
+from megalite.cli.main import COMMANDS, main
+from megalite.config.describe import settings as all_settings
+from tests.e2e.commands import Command, check
+
+Captured = pytest.CaptureFixture[str]
+
+NESTED = (
+    "data verify",
+    "data inspect",
+    "data merge",
+    "data split",
+    "data index",
+    "config --show",
+    "config --explain",
+)
+SPOKEN = [*COMMANDS, *NESTED]
+"""Everything that takes flags of its own."""
+
+PATHS = {
+    "train --config {path} --dry-run": "",
+    "train --tokenizer-model {path} --dry-run": "",
+    "train --vocab-file {path} --merge-file {path} --tokenizer-type GPT2BPETokenizer --dry-run": "",
+    "train --vocab-size 64 --pp 2 --pipeline-schedule-file {path} --dry-run": "",
+    "train --vocab-size 64 --pp 2 --pipeline-costs {path} --pipeline-schedule auto --dry-run": "",
+    "train --data-args-path {path} --vocab-size 64 --dry-run": "text",
+    "train --per-split-data-args-path {path} --vocab-size 64 --dry-run": "",
+    "train --data-path {path} --vocab-size 64 --train-iters 1": "folder empty text under long",
+    "train --mock-data --vocab-size 64 --train-iters 1 --load {path}": "folder empty bytes text long",
+    "config --show --config {path}": "",
+    "config --explain --config {path}": "",
+    "preprocess --input {path} --output-prefix {out} --tokenizer-type ByteLevelTokenizer": "",
+    "preprocess --input {text} --output-prefix {out} --tokenizer-model {path}": "",
+    "preprocess --input {text} --output-prefix {file}/x --tokenizer-type ByteLevelTokenizer": "",
+    "train-tokenizer --input {path} --output-prefix {out}": "",
+    "data verify {path}": "",
+    "data inspect {path}": "",
+    "data inspect {out} --tokenizer-model {path}": "",
+    "data merge --input {path} --output-prefix {out}": "",
+    "data split --input {path} --output-prefix {out} --parts 2": "",
+    "data index --data-path {path} --vocab-size 64 --train-iters 1": "",
+    "generate --load {path} --prompt x": "",
+    "inspect {path}": "",
+    "inspect --diff {path} {path}": "",
+    "convert {path} {out} --to native": "",
+    "convert {path} {out} --to huggingface": "",
+    "convert {path} {out} --to native --from megatron": "",
+    "convert {path} {out} --to megatron --from huggingface": "",
+    "schedule --csv {path}": "",
+    "schedule --pp 2 --microbatches 2 --costs {path}": "",
+    "schedule --pp 2 --microbatches 2 --svg {file}/x.svg": "",
+    "plan --config {path} --cluster dgx-a100 --gpus 8 --global-batch-size 8": "",
+    "plan --preset gpt2-124m --cluster {path} --gpus 8 --global-batch-size 8": "",
+    "plan --preset gpt2-124m --cluster dgx-a100 --stack {path} --gpus 8 --global-batch-size 8": "",
+    "plan-chain {path} --cluster 2x8 --global-batch-size 8": "",
+    "plan-chain vgg-19 --cluster {path} --global-batch-size 8": "",
+    "profile --output {file}/x.yaml": "",
+    "profile --output {out}.yaml --like {path}": "",
+    "sweep {path} --dry-run": "",
+    "parity --config {path}": "",
+    "plot {path}": "",
+}
+"""Command line with the path in question as {path} -> kinds of path that are fine there, or not tried: runs are slow."""
+
+KINDS = ("missing", "folder", "empty", "bytes", "text", "under", "long")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a path can lead to."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    found = {kind: folder / f"{kind}.yaml" for kind in KINDS} | {"file": folder / "file"}
+    found["folder"].mkdir()
+    found["empty"].touch()
+    found["bytes"].write_bytes(bytes(range(256)) * 8)
+    found["text"].write_text("nothing: [of, that\n")
+    found["file"].touch()
+    found["under"] = found["file"] / "x.yaml"
+    found["long"] = folder / ("x" * 300 + ".yaml")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the repository, and the environment says nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", DEBUG_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(words: list[str], capsys: Captured) -> str:
+    """Run a command that must refuse; the one line that it says."""
+    capsys.readouterr()
+    status = main(words)
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert status == BAD_INPUT, (words, status, said.err)
+    assert "Traceback" not in said.err and len(errors) == 1, (words, said.err)
+    assert " has a bug: " not in errors[0], (words, errors)
+    return errors[0]
+
+
+@pytest.mark.parametrize("line", PATHS)
+def test_paths(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    for kind in KINDS if "{path}" in line else KINDS[:1]:
+        if kind in PATHS[line].split():
+            continue
+        path = places[kind]
+        words = line.format(path=path, out=tmp_path / "out", file=places["file"], text=text).split()
+        said = refused(words, capsys)
+        named = path if "{path}" in line else places["file"]
+        assert named.stem[:40] in said, (words, said)
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_help(name: str, capsys: Captured) -> None:
+    """It says what the command does and shows a command line that is one."""
+    words = [word for word in name.split() if not word.startswith("--")]
+    assert main([*words, "--help"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and said.out.startswith("usage: ") and "`" not in said.out
+    assert max(map(len, said.out.splitlines())) <= 130
+    if name.startswith("config"):
+        return
+    _, _, below = said.out.partition("example")
+    shown = re.findall(r"(?:megalite|torchrun) [^\n]*", below.partition("\n\n")[0])
+    assert shown, said.out
+    for line in shown:
+        if "{" not in line and "--config" not in line:
+            check(Command(f"{name} --help", line))
+
+
+def flags_of(name: str, capsys: Captured) -> list[str]:
+    words = [word for word in name.split() if not word.startswith("--")]
+    main([*words, "--help"])
+    lines = capsys.readouterr().out
+    return sorted(
+        set(re.findall(r"^ +(--[a-z][a-z-]{4,}\w)", lines, re.MULTILINE)) - {"--help", "--help-all"}
+    )
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_flag_with_a_slip(name: str, capsys: Captured) -> None:
+    """The nearest is named, whatever else is missing."""
+    takes_settings = name.startswith("config --") or name == "data index"
+    flags = ["--num-layers", "--preset"] if takes_settings else flags_of(name, capsys)
+    assert flags or name in ("data", "config")
+    for flag in flags[:: max(1, len(flags) // 4)]:
+        slip = flag[:-2] + flag[-1] + flag[-2]
+        if slip == flag:
+            continue
+        said = refused([*name.split(), slip, "1"], capsys)
+        assert f"unknown flag {slip}" in said and flag in said, said
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_word_that_is_none(name: str, capsys: Captured) -> None:
+    said = refused([*name.split(), "--no-such-thing-at-all"], capsys)
+    assert "--no-such-thing-at-all" in said
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("confg", "unknown command confg: did you mean config?"),
+        ("--verson", "unknown flag --verson"),
+        ("data verfy x", "unknown command verfy: did you mean verify? (one of verify, inspect, merge, split, index)"),
+        ("data", "missing: COMMAND; megalite data --help lists the flags"),
+        ("inspect x --step five", "--step: takes a whole number such as 4, got 'five'"),
+        ("inspect x --step 99999999999999999999999", "--step: takes a whole number below 2^63"),
+        ("inspect x --step", "--step needs a value"),
+        ("inspect --diff x", "--diff needs 2 values"),
+        ("inspect x y", "unexpected: y"),
+        ("convert a b", "missing: --to"),
+        ("convert a b --to nativ", "--to: there is no nativ: did you mean native? (one of "),
+        ("convert '' b --to native", "SOURCE: is empty; give a path"),
+        ("convert a b --to native --tokenizer-model c --without-tokenizer", "--tokenizer-model and --without-tokenizer contradict"),
+        ("data split --input x --output-prefix y", "give one of --parts --documents --split"),
+        ("data merge --input --output-prefix y", "--input needs one or more values"),
+        ("profile --output x.yaml --seconds nan", "--seconds: takes a number such as 0.5, got 'nan'"),
+        ("plot x --output=-y --outptu z", "unknown flag --outptu: did you mean --output?"),
+        ("generate --load x --prompt -hello", "unknown flag -hello; if it is the value of --prompt write --prompt=-hello"),
+        ("kernels --json=yes", "--json takes no value, got yes"),
+        ("train --num-layers", "--num-layers needs a value (int)"),
+        ("plan --cluser dgx-a100", "unknown flag --cluser: did you mean --cluster?"),
+        ("parity --tolerence 3", "unknown flag --tolerence: did you mean --tolerance?"),
+    ],
+)  # fmt: skip
+def test_messages(words: str, says: str, capsys: Captured) -> None:
+    if words.startswith("plan "):
+        words += " --cluster dgx-a100 --gpus 8"
+    assert says in refused(shlex.split(words), capsys)
+
+
+def test_dashes_and_underscores_are_one(capsys: Captured) -> None:
+    for flag in ("--max_shard_size", "--max-shard-size"):
+        said = refused(["convert", "nowhere", "out", "--to", "native", f"{flag}=1XB"], capsys)
+        assert said.startswith("error: --max-shard-size 1XB is no size")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may do all")
+def test_permission(places: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
+    locked = tmp_path / "locked.yaml"
+    locked.touch(mode=0)
+    for line in PATHS:
+        if "{path}" in line:
+            words = line.format(path=locked, out=tmp_path / "out", text=locked, file=locked).split()
+            assert "ermission denied" in refused(words, capsys), words
+
+
+def test_every_command_is_tried_with_paths() -> None:
+    without = {"kernels", "doctor"}  # they read no file
+    assert {line.split()[0] for line in PATHS} == set(COMMANDS) - without
+
+
+VALUES = (
+    "",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "1.5",
+    "nan",
+    "1e400",
+    "9" * 30,
+    "x",
+    "é\udcff",
+    "none",
+    "nowhere/x",
+    "2,2",
+    "a=b",
+    "--",
+    "-",
+)
+
+
+def command_lines() -> st.SearchStrategy[list[str]]:
+    """Flags that there are with values of all kinds, and junk between, of commands that do no work with them."""
+    ours = {
+        "convert": ("--to", "--from", "--step", "--dtype", "--max-shard-size", "--family", "--tp", "--verify"),
+        "inspect": ("--diff", "--step", "--tensors", "--config", "--json", "--no-verify"),
+        "data verify": ("--vocab-size", "--tokenizer-type", "--no-hash", "--json"),
+        "data split": ("--input", "--output-prefix", "--parts", "--documents", "--split"),
+        "plot": ("--output",),
+        "generate": ("--load", "--prompt", "--max-new-tokens", "--temperature", "--top-k", "--seed"),
+        "preprocess": ("--input", "--output-prefix", "--workers", "--tokenizer-type", "--split-sentences"),
+        "plan": ("--cluster", "--gpus", "--fix", "--max-memory", "--tokens", "--top", "--json"),
+        "plan-chain": ("--cluster", "--global-batch-size", "--memory", "--svg"),
+        "sweep": ("--output", "--timeout", "--limit", "--dry-run"),
+        "profile": ("--seconds", "--dtype", "--like"),
+        "config --show": tuple(setting.flags[0] for setting in all_settings().values()),
+        "train --help": ("--tp",),
+    }  # fmt: skip
+
+    def of(name: str) -> st.SearchStrategy[list[str]]:
+        word = st.sampled_from([*ours[name], *VALUES, "--debug", "--unknown"])
+        return st.lists(word, max_size=7).map(lambda words: [*name.split(), *words])
+
+    return st.sampled_from(sorted(ours)).flatmap(of)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(words=command_lines())
+def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
+    capsys.readouterr()
+    status = main(words)
+    said = capsys.readouterr()
+    assert status in (0, BAD_INPUT), (words, status, said.err)
+    assert " has a bug: " not in said.err, (words, said.err)
+    assert ("error: " in said.err) == (status == BAD_INPUT) or {*words} <= {"plan", "--debug"}, (
+        words,
+        status,
+        said.err,
+    )

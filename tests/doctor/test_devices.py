@@ -1,0 +1,68 @@
+"""GPUs and backends of kernels, where there are none and where there would be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.doctor import devices
+from megalite.doctor.devices import build, driver_version, examine, kernel_backends, peers
+from megalite.doctor.finding import Finding
+
+
+def test_driver(tmp_path: Path) -> None:
+    said = tmp_path / "version"
+    said.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Tue Jan\nGCC version: gcc 12.2.0\n"
+    )
+    assert driver_version(said) == "570.86.10"
+    said.write_text("")
+    assert driver_version(said) == "unknown"
+    assert driver_version(tmp_path / "nothing") is None
+
+
+def test_a_build_of_torch_that_cannot_use_the_gpus() -> None:
+    assert build(None, None, False).level == "ok"
+    assert build("570.86", "12.8", True).level == "ok"
+    cpu = build("570.86", None, False)
+    assert cpu.level == "error" and "this torch is for CPUs" in cpu.text
+    broken = build("470.1", "12.8", False)
+    assert broken.level == "error" and broken.remedy is not None and "old driver" in broken.remedy
+
+
+def test_pairs_without_access() -> None:
+    assert peers(8, []).text == "all 8 read each other's memory"
+    some = peers(4, [(0, 2), (0, 3), (1, 2), (1, 3)])
+    assert (
+        some.level == "warning" and some.text.startswith("4 of 6 pairs") and "0-2, 0-3, 1-2, 1-3" in some.text
+    )
+    assert peers(8, [(0, place) for place in range(1, 8)]).text.endswith("0-4, ...")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_on_a_cpu() -> None:
+    rows = {finding.name: finding for finding in examine(driver=Path("/nothing"))}
+    assert {name: row.level for name, row in rows.items()} == dict.fromkeys(("cuda", "gloo", "nccl"), "ok")
+    assert rows["nccl"].text.startswith("not in this torch") or rows["nccl"].data["available"]
+
+
+def rows_of(device: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in kernel_backends(torch.device(device))}
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {row.level for row in rows_of("cpu").values()} == {"ok"}
+    assert rows_of("cpu")["apex"].text == "apex has no cpu; it needs a CUDA device"
+    monkeypatch.setattr(devices, "why_not_triton", lambda device: "triton is not installed")
+    monkeypatch.setattr(devices, "why_not_apex", lambda device: "apex is not installed")
+    rows = rows_of("cuda")
+    assert (rows["triton"].level, rows["apex"].level) == ("warning", "ok")
+    monkeypatch.setattr(devices, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(devices, "why_not_apex", lambda device: None)
+    monkeypatch.setattr(devices, "why_not_extension", lambda name: None)
+    rows = rows_of("cuda")
+    assert (rows["triton"].text, rows["apex"].text) == ("its kernels run here", "all its extensions load")
+    monkeypatch.setattr(
+        devices, "why_not_extension", lambda name: "undefined symbol" if name == "amp_C" else None
+    )
+    assert (rows_of("cuda")["apex"].level, rows_of("cuda")["apex"].text) == ("warning", "undefined symbol")

@@ -1,0 +1,142 @@
+"""What the reports of all ranks say together, and what the hosts of a job say."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite.doctor import exchange, job, ranks
+from megalite.doctor.exchange import RankReport
+from megalite.doctor.finding import Finding
+from megalite.doctor.ranks import findings
+from tests.support.ranks import RankContext, forked_pools, run_ranks
+
+
+def report(rank: int, host: str = "a", **changed: Any) -> RankReport:
+    times = dict.fromkeys(("all-reduce", "messages"), 1e-4)
+    values = {
+        "device": "cpu",
+        "wrong": (),
+        "latency": times,
+        "rate": dict.fromkeys(times, 2e9),
+        "products": 1e11,
+        "pairs": (),
+    }
+    return RankReport(rank=rank, host=host, **{**values, **changed})
+
+
+def rows(*reports: RankReport) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings(reports)}
+
+
+def test_all_is_well() -> None:
+    found = rows(report(0), report(1, latency={"all-reduce": 3e-4, "messages": 1e-4}))
+    assert {row.level for row in found.values()} == {"ok"}
+    assert found["ranks"].text == "2 ranks on a, gloo"
+    assert found["all-reduce"].text == "300 µs for 4.00 KiB, 2 GB/s sent by a rank with 8.00 MiB"
+    assert "hosts" not in found
+
+
+def test_wrong_numbers() -> None:
+    found = rows(report(0), report(1, "b", wrong=("all-reduce", "all-to-all")))
+    assert found["all-reduce"].level == found["all-to-all"].level == "error"
+    assert found["all-to-all"].text == "wrong numbers on rank 1 (b)"
+
+
+def test_a_slow_rank() -> None:
+    found = rows(
+        *(report(rank, "a" if rank < 4 else "b") for rank in range(7)), report(7, "b", products=3e10)
+    )
+    assert found["products"].level == "warning"
+    assert found["products"].text.endswith("slower than the others: rank 7 on b (30%)")
+
+
+def test_a_slow_host_is_in_both_its_pairs() -> None:
+    pairs = [("a", "b", 1e9), ("b", "c", 2e8), ("c", "d", 2e8), ("d", "e", 1e9), ("e", "a", 1.1e9)]
+    found = rows(*(report(rank, pair[0], pairs=(pair,)) for rank, pair in enumerate(pairs)))
+    row = found["hosts"]
+    assert (row.level, row.remedy) == ("warning", "look at c: adapter, cable, switch port, or leave it out")
+    assert row.text.endswith("slow: b-c (20%), c-d (20%)")
+    steady = rows(report(0, pairs=(("a", "b", 1e9),)), report(1, "b"))
+    assert steady["hosts"].level == "ok"
+
+
+def test_ranks_that_are_started_here() -> None:
+    with forked_pools():
+        found = {
+            row.name: row for row in ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)
+        }
+    assert found["ranks"].text == "2 ranks on here, gloo"
+    assert {row.level for name, row in found.items() if name != "products"} == {"ok"}
+
+
+def test_ranks_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The workers import what they are to call by its name.
+    monkeypatch.setattr(ranks, "measured", test_all_is_well)
+    with forked_pools():
+        (row,) = ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)
+    assert row.level == "error" and row.text.startswith("2 ranks on this host: TypeError: ")
+
+
+def version(name: str, text: str) -> Finding:
+    return Finding(topic="versions", name=name, text=text, data={"version": text})
+
+
+def test_hosts_that_are_not_alike() -> None:
+    a = [version("torch", "2.11"), version("pyarrow", "1"), version("python", "3.11")]
+    b = [version("torch", "2.12"), version("pyarrow", "2"), version("python", "3.12")]
+    found = {row.name: row for row in job.unlike({"a": a, "b": a, "c": b})}
+    assert {name: row.level for name, row in found.items()} == {"torch": "error", "pyarrow": "warning"}
+    assert found["torch"].text == "2.11 on a, 2.12 on c"
+    (row,) = job.unlike({"a": a, "b": a})
+    assert row.text == "2 hosts have the same versions and GPUs"
+
+
+def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]]:
+    """A job's findings on one rank; the second host has a full disk."""
+    world = context.topology(dp=len(hosts)).world
+    host = hosts[context.rank]
+    own: list[Finding] = []
+    if hosts.index(host) == context.rank:
+        disk = Finding(
+            topic="disk", name="folder", level="warning", text=f"full on {host}", remedy="make room"
+        )
+        own = [version("torch", "2.11"), disk]
+    with (
+        mock.patch.dict(exchange.LARGE, cpu=1 << 16),
+        mock.patch.object(exchange, "rate_of", lambda timer, dtype, *, seconds: 1e9),
+    ):
+        found = list(job.examine(world, torch.device("cpu"), own, host=host, seconds=0.02))
+    return [(row.topic, row.name, row.level) for row in found]
+
+
+def test_a_job_of_two_hosts() -> None:
+    first, *others = run_ranks(4, at_once, ["a", "a", "b", "b"])
+    assert others == [first] * 3
+    assert ("hosts", "alike", "ok") in first
+    assert ("disk", "folder of b", "warning") in first and ("disk", "folder of a", "warning") not in first
+    assert ("collectives", "all-reduce", "ok") in first and ("collectives", "hosts", "ok") in first
+
+
+def gone(context: RankContext) -> str:
+    world = context.topology(dp=2).world
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    # The real one leaves receives behind, and the group is used again here.
+    with (
+        mock.patch.object(job, "lost_ranks", lambda group, device: [0]),
+        mock.patch.dict(exchange.CHECKS, {"all-reduce": fail}),
+    ):
+        try:
+            list(job.examine(world, torch.device("cpu"), [], host="b", seconds=0.02))
+        except job.ExchangeFailed as failure:
+            return str(failure)
+    return "nothing"
+
+
+def test_a_job_whose_ranks_lose_each_other() -> None:
+    said = run_ranks(2, gone)
+    assert said[1] == "rank 1 on b: all-reduce failed after 0 s: Connection closed by peer; gone: rank 0"
