@@ -15,6 +15,7 @@ from megalite.cli.main import main
 from tests.e2e.commands import Command
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY
+from tests.support.ranks import forked_pools
 
 LINKED = ("examples", "tools", "pretrain_gpt.py")
 """What commands name by its path in the clone."""
@@ -45,7 +46,8 @@ def execute(command: Command) -> Said:
     if program == "export":
         return Said(0, "", "")
     if program == "megalite":
-        return in_process(main, words)
+        with forked_pools():  # of `megalite parity`
+            return in_process(main, words)
     if program == "torchrun":
         return _start(sys.executable, "-m", "torch.distributed.run", *words)
     assert program in ("python", "python3"), f"{command}: how is {program} to be run?"

@@ -32,7 +32,6 @@ READ_ONLY = {
     "torchrun --nproc-per-node 4 -m megalite.cli.profile": "a minute of measuring: tests/profiling",
     "torchrun --nnodes 2 --nproc-per-node 8 -m megalite.cli.profile": "two hosts: tests/profiling",
     "megalite sweep": "fourteen runs: tests/sweep; the dry run of the same file is run",
-    "megalite parity": "up to eight ranks: tests/cli/test_parity.py and tests/parity",
     ".venv/bin/python -m pytest": "the tests themselves",
 }
 """First words -> why it is not run. `tests/e2e/test_examples.py` has its flags read by the program's own parser."""

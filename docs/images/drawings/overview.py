@@ -61,9 +61,9 @@ def _ranks(drawing: Drawing, y: float) -> None:
     """A block a replica, a row a stage, a column a tensor-parallel rank."""
     title = f"{LAYOUT.world_size} ranks = tp {LAYOUT.tp} · pp {LAYOUT.pp} · dp {LAYOUT.dp}"
     drawing.text(24, y, title, size=13, align="left", bold=True)
-    left, top, between, down = 82.0, y + 42, 22.0, 88.0
+    left, top, between, down = 88.0, y + 52, 22.0, 88.0
     block = LAYOUT.tp * CELL + (LAYOUT.tp - 1) * between
-    apart = block + 64
+    apart = block + 72
     for rank in range(LAYOUT.world_size):
         place = LAYOUT.coordinate(rank)
         x = left + place.dp * apart + place.tp * (CELL + between)
@@ -74,10 +74,14 @@ def _ranks(drawing: Drawing, y: float) -> None:
             _both_ways(drawing, (x - between + 2, row + CELL / 2), (x - 2, row + CELL / 2))
         if place.pp:
             _both_ways(drawing, (x + CELL / 2, row - down + CELL + 3), (x + CELL / 2, row - 3))
-        if place.dp and not place.tp:
-            _both_ways(drawing, (x - apart + block + 5, row + CELL / 2), (x - 5, row + CELL / 2), line=2.5)
+    height = (LAYOUT.pp - 1) * down + CELL + 20
     for dp in range(LAYOUT.dp):
-        drawing.text(left + dp * apart + block / 2, top - 16, f"replica {dp}", size=12, colour=MUTED)
+        x = left + dp * apart - 10
+        drawing.box(x, top - 10, block + 20, height, edge=FAINT, radius=8, dashed=True)
+        if dp:
+            end = (x - 4, top - 10 + height / 2)
+            _both_ways(drawing, (x - apart + block + 24, end[1]), end, line=2.5)
+        drawing.text(left + dp * apart + block / 2, top - 22, f"replica {dp}", size=12, colour=MUTED)
     for pp in range(LAYOUT.pp):
         drawing.text(24, top + pp * down + CELL / 2, f"stage {pp}", align="left", colour=DARK[pp])
     notes = (
@@ -86,7 +90,7 @@ def _ranks(drawing: Drawing, y: float) -> None:
         ("dp", "gradients, once a step"),
     )
     for row, (axis, text) in enumerate(notes):
-        line = top + LAYOUT.pp * down + 22 + 19 * row
+        line = top + LAYOUT.pp * down + 2 + 19 * row
         drawing.text(24, line, axis, align="left", colour=RED, bold=True)
         drawing.text(54, line, text, align="left", colour=MUTED)
 
