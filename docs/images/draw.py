@@ -42,9 +42,7 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
 
 def main() -> None:
     """Draw all, or those that are named."""
-    parser = argparse.ArgumentParser(
-        description="Draw the pictures of README.md and docs."
-    )
+    parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(DRAWINGS)}; default: all")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder to write to")
     parser.add_argument("--format", default="svg", choices=("svg", "png"), help="what to write (default svg)")

@@ -83,7 +83,13 @@ def markdown() -> str:
                 )
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
     lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |", *other_flags()]
-    lines += ["", "These are refused, because they would change nothing:", "", "| flag | why |", "| --- | --- |"]
+    lines += [
+        "",
+        "These are refused, because they would change nothing:",
+        "",
+        "| flag | why |",
+        "| --- | --- |",
+    ]
     lines += refused_flags()
     return "\n".join(lines) + "\n"
 

@@ -10,9 +10,7 @@ import pytest
 from tests.e2e.programs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```\n+(?:^```text\n(.*?)^```)?", PAGE, re.MULTILINE | re.DOTALL
-)
+BLOCKS = re.findall(r"^```python\n(.*?)^```\n+(?:^```text\n(.*?)^```)?", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_the_blocks_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
