@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 PAGE = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
 COMMANDS = list(commands_in(PAGE, "docs/walkthrough.md"))
-STEPS = 60
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def test_it_trains(said: dict[str, str], folder: Path) -> None:
     assert "4 ranks = tp 2 x cp 1 x dp 1 x pp 2" in said["torchrun --nproc-per-node"]
     found = losses(folder / "runs" / "walkthrough")
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
-    assert found[-1][1] < found[0][1] - 1.0
+    assert found[-1][1] < found[0][1] - 0.5
     assert "sha256 OK" in said["megalite inspect"]
 
 
 def test_transformers_writes_the_same_text(said: dict[str, str]) -> None:
     ours = said["megalite generate"]
-    assert ours.startswith("The import statement") and len(ours.strip()) > 30
+    assert ours.startswith("The import statement") and len(ours) > 40
     assert said["transformers"] == ours
