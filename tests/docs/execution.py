@@ -37,7 +37,9 @@ class Said:
 
 
 def execute(command: Command) -> Said:
-    """Run a command here: `megalite` in this process, scripts and torchrun in their own.
+    """Run a command here: `megalite` in this process, scripts in their own, the ranks of torchrun as forks.
+
+    (Launching is for the tests in tests/e2e: `test_kill`, `test_bad_input`.)
 
     Raises:
         AssertionError: nobody has said how to run a program of this name.
@@ -49,7 +51,9 @@ def execute(command: Command) -> Said:
         with forked_pools():  # of `megalite parity`
             return in_process(main, words)
     if program == "torchrun":
-        return _start(sys.executable, "-m", "torch.distributed.run", *words)
+        ranks, flags = training_of(command)
+        outcome = train_forked(ranks, *flags, seconds=240, folder=Path.cwd())
+        return Said(outcome.status, outcome.out, outcome.err)
     assert program in ("python", "python3"), f"{command}: how is {program} to be run?"
     return _start(sys.executable, *words)
 
@@ -95,7 +99,7 @@ def _start(*words: str) -> Said:
         env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     return Said(done.returncode, done.stdout, done.stderr)

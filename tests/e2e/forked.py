@@ -22,8 +22,8 @@ from tests.support.fork_server import fork_server
 STREAMS = ("out", "err")
 
 
-def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome:
-    """Train on some ranks, and wait for the end of all of them.
+def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Path = REPOSITORY) -> Outcome:
+    """Train on some ranks, started in `folder`, and wait for the end of all of them.
 
     Returns:
         The status of all ranks; what they said comes rank after rank.
@@ -36,9 +36,11 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     )
     port = None if store is None else store.port
     words = [str(flag) for flag in flags]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
-        processes = [fork_rank(rank, ranks, port, words, Path(folder, str(rank))) for rank in range(ranks)]
+        processes = [
+            fork_rank(rank, ranks, port, words, Path(logs, str(rank)), folder=folder) for rank in range(ranks)
+        ]
         running = {process.sentinel: process for process in processes}
         while running and (left := started + seconds - time.monotonic()) > 0:
             for sentinel in wait(list(running), timeout=left):
@@ -49,7 +51,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
             process.join()
         took = time.monotonic() - started
         out, err = (
-            "".join(Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
+            "".join(Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
         )
     left_over = [rank for rank, process in enumerate(processes) if process in running.values()]
     assert left_over == [], f"ranks {left_over} were still running after {seconds} s\n{out}\n{err}"
@@ -58,24 +60,27 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     return Outcome(statuses[0], out, err, took)
 
 
-def fork_rank(rank: int, ranks: int, port: int | None, words: Sequence[str], log: Path) -> BaseProcess:
+def fork_rank(
+    rank: int, ranks: int, port: int | None, words: Sequence[str], log: Path, *, folder: Path = REPOSITORY
+) -> BaseProcess:
     """One rank of a run, under way.
 
     Args:
         port: of the store; None for one rank.
         log: what it says goes to `<log>.out` and `<log>.err`.
+        folder: where it starts.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
         variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log)))
+    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log), str(folder)))
     process.start()
     return process
 
 
-def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:
+def _be_rank(words: Sequence[str], variables: dict[str, str], log: str, folder: str) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):
         opened = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -83,7 +88,7 @@ def _be_rank(words: Sequence[str], variables: dict[str, str], log: str) -> None:
         os.close(opened)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(variables)
-    os.chdir(REPOSITORY)
+    os.chdir(folder)
     status = main(list(words))
     sys.stdout.flush()
     sys.stderr.flush()
