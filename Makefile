@@ -13,7 +13,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
 	@echo "make bench-gpu  kernels, GPT-1.3B and peers on one H100 or H200, in less than 10 minutes; installs nothing"
-	@echo "make docs    regenerate docs/config.md and the drawings in docs/images"
+	@echo "make docs    write what is made from the code: docs/config.md, tables, drawings"
 	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
 	@echo "make test-faults N=100 [SEED=0]  kill training runs at N instants, restart them, compare to the bit"
 	@echo "make test-cycles N=200 [SEED=0]  start and stop training runs by signals, see that nothing is left behind"
@@ -52,6 +52,7 @@ bench-gpu:
 docs: $(STAMP)
 	$(BIN)/megalite config --markdown > docs/config.md
 	$(BIN)/python docs/images/draw.py
+	$(BIN)/python docs/tables/write.py
 
 SECONDS ?= 600
 SEED ?= 0

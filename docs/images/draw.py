@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/parallelism.md, docs/data_parallel.md and docs/data.md: `python docs/images/draw.py` writes them beside this file.
+"""Draws the pictures of README.md and docs: `python docs/images/draw.py` writes them beside this file.
 
 What a picture shows is computed by the code that trains (rank lists, spans, tiles, schedules, buckets), and
 `tests/docs/test_images.py` compares the files with what this script draws.
@@ -12,6 +12,7 @@ from drawings import (
     context,
     data,
     experts,
+    overview,
     pipeline,
     ranks,
     samples,
@@ -35,14 +36,13 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "token_file": token_file.draw,
     "samples": samples.draw,
     "strategies": strategies.draw,
+    "overview": overview.draw,
 }
 
 
 def main() -> None:
     """Draw all, or those that are named."""
-    parser = argparse.ArgumentParser(
-        description="Draw the pictures of docs/parallelism.md, docs/data_parallel.md and docs/data.md."
-    )
+    parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(DRAWINGS)}; default: all")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder to write to")
     parser.add_argument("--format", default="svg", choices=("svg", "png"), help="what to write (default svg)")

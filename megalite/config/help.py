@@ -83,13 +83,7 @@ def markdown() -> str:
                     f"| `{setting.name}` | {kind} | {_code(_shown(setting.default, ''))} | {_cell(setting.help)} | {also} |"
                 )
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
-    lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |"]
-    lines += [f"| `{flag}` | {_sets(values)} |" for flag, values in _words()]
-    lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
-    lines += [f"| `{flag}` | {_DATA_FILE_MEANING[flag]} |" for flag in DATA_FILES]
-    for name, words in VALUES.items():
-        flag = settings()[name].flags[0]
-        lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
+    lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |", *other_flags()]
     lines += [
         "",
         "These are refused, because they would change nothing:",
@@ -97,8 +91,24 @@ def markdown() -> str:
         "| flag | why |",
         "| --- | --- |",
     ]
-    lines += [f"| `{flag}` | {_cell(reason)} |" for flag, reason in NO_EFFECT.items()]
+    lines += refused_flags()
     return "\n".join(lines) + "\n"
+
+
+def other_flags() -> list[str]:
+    """Rows of Megatron-LM's flags that stand for settings of another name: flag, settings."""
+    lines = [f"| `{flag}` | {_sets(values)} |" for flag, values in _words()]
+    lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
+    lines += [f"| `{flag}` | {_DATA_FILE_MEANING[flag]} |" for flag in DATA_FILES]
+    for name, words in VALUES.items():
+        flag = settings()[name].flags[0]
+        lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
+    return lines
+
+
+def refused_flags() -> list[str]:
+    """Rows of its flags that are errors here: flag, reason."""
+    return [f"| `{flag}` | {_cell(reason)} |" for flag, reason in NO_EFFECT.items()]
 
 
 _DERIVED_MEANING = {

@@ -121,6 +121,7 @@ class _OtherSeed(PackedDataset):
 
 
 CHANGES: list[tuple[str, str, Any]] = [
+    ("overview", "LAYOUT", ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")),
     ("ranks", "LAYOUT", ParallelLayout(tp=2, cp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")),
     ("tensor", "ShardSpec", _OtherSpec),
     ("sequence", "ShardSpec", _OtherSpec),

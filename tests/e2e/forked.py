@@ -23,8 +23,8 @@ from tests.support.fork_server import fork_server
 STREAMS = ("out", "err")
 
 
-def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome:
-    """Train on some ranks, and wait for the end of all of them.
+def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Path = REPOSITORY) -> Outcome:
+    """Train on some ranks, started in `folder`, and wait for the end of all of them.
 
     Returns:
         The status of all ranks; what they said comes rank after rank.
@@ -37,9 +37,11 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
     )
     port = None if store is None else store.port
     words = [str(flag) for flag in flags]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
-        processes = [fork_rank(rank, ranks, port, words, Path(folder, str(rank))) for rank in range(ranks)]
+        processes = [
+            fork_rank(rank, ranks, port, words, Path(logs, str(rank)), folder=folder) for rank in range(ranks)
+        ]
         running = {process.sentinel: process for process in processes}
         while running and (left := started + seconds - time.monotonic()) > 0:
             for sentinel in wait(list(running), timeout=left):
@@ -50,7 +52,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60) -> Outcome
             process.join()
         took = time.monotonic() - started
         out, err = (
-            "".join(Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
+            "".join(Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
         )
     left_over = [rank for rank, process in enumerate(processes) if process in running.values()]
     assert left_over == [], f"ranks {left_over} were still running after {seconds} s\n{out}\n{err}"
@@ -68,6 +70,7 @@ def fork_rank(
     *,
     before: Callable[[], None] | None = None,
     more: Mapping[str, str] | None = None,
+    folder: Path = REPOSITORY,
 ) -> BaseProcess:
     """One rank of a run, under way.
 
@@ -76,6 +79,7 @@ def fork_rank(
         log: what it says goes to `<log>.out` and `<log>.err`.
         before: called there before the command.
         more: variables of its environment.
+        folder: where it starts.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
@@ -83,13 +87,18 @@ def fork_rank(
         variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     variables |= more or {}
-    process = fork_server().Process(target=_be_rank, args=(words, variables, str(log), before))
+    target = (words, variables, str(log), before, str(folder))
+    process = fork_server().Process(target=_be_rank, args=target)
     process.start()
     return process
 
 
 def _be_rank(
-    words: Sequence[str], variables: dict[str, str], log: str, before: Callable[[], None] | None
+    words: Sequence[str],
+    variables: dict[str, str],
+    log: str,
+    before: Callable[[], None] | None,
+    folder: str,
 ) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):
@@ -98,7 +107,7 @@ def _be_rank(
         os.close(opened)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(variables)
-    os.chdir(REPOSITORY)
+    os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     if before is not None:
         before()

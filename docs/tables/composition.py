@@ -1,0 +1,216 @@
+"""What composes with what: every pair of features is put to the validator and the schedule's own check."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megalite.config.batch import microbatch_counts
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.planner.pipeline import plan_stages, schedule_of
+
+DP = 4
+MICROBATCHES = 8
+BASE: Mapping[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "vocab_size": 128,
+    "seq_length": 64,
+    "train_iters": 1000,
+    "global_batch_size": DP * MICROBATCHES,
+    "data_path": ["corpus_text_document"],
+    "tokenizer_model": "tokenizer.model",
+    "save_interval": 100,
+    "run_dir": "runs/composition",
+}
+"""A small GPT that has room for all of it."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a run can have: its short name, how it is asked for, and the settings that ask for it."""
+
+    name: str
+    flags: str
+    settings: Settings
+
+
+EXPERTS = {"num_experts": 4}
+BF16 = {"precision": "bf16"}
+
+
+def _strategy(name: str, **more: Any) -> Settings:
+    return {"dp_strategy": name, **more}
+
+
+FEATURES = (
+    Feature("tp", "--tp 2", {"tp": 2}),
+    Feature("sp", "--tp 2 --sequence-parallel", {"tp": 2, "sequence_parallel": True}),
+    Feature("cp, ring", "--cp 2", {"cp": 2}),
+    Feature("cp, all-to-all", "--cp 2 --cp-comm-type a2a", {"cp": 2, "cp_comm_type": "a2a"}),
+    Feature("ep", "--num-experts 4 --ep 2", {**EXPERTS, "ep": 2}),
+    Feature("pp", "--pp 2", {"pp": 2}),
+    Feature("vpp", "--pp 2 --vpp 2", {"pp": 2, "vpp": 2}),
+    Feature("zero bubble", "--pp 2 --pipeline-schedule zb-h1", {"pp": 2, "pipeline_schedule": "zb-h1"}),
+    Feature(
+        "V schedules",
+        "--pp 2 --pipeline-schedule zb-v",
+        {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"},
+    ),
+    Feature("ZeRO-1", "--dp-strategy distributed-optimizer", _strategy("distributed-optimizer")),
+    Feature(
+        "ZeRO-2",
+        "--dp-strategy distributed-optimizer --shard-gradients",
+        _strategy("distributed-optimizer", shard_gradients=True),
+    ),
+    Feature("ZeRO-3", "--dp-strategy fully-sharded", _strategy("fully-sharded")),
+    Feature("fused all-reduce", "--dp-strategy fused-all-reduce", _strategy("fused-all-reduce")),
+    Feature("parameter server", "--dp-strategy parameter-server", _strategy("parameter-server")),
+    Feature(
+        "sharded server", "--dp-strategy sharded-parameter-server", _strategy("sharded-parameter-server")
+    ),
+    Feature(
+        "asynchronous server", "--dp-strategy async-parameter-server", _strategy("async-parameter-server")
+    ),
+    Feature("local SGD", "--dp-strategy local-sgd", _strategy("local-sgd")),
+    Feature("DiLoCo", "--dp-strategy diloco", _strategy("diloco")),
+    Feature("gossip", "--dp-strategy gossip", _strategy("gossip")),
+    Feature("compressed gradients", "--grad-compression powersgd", {"grad_compression": "powersgd"}),
+    Feature("bf16 wire", "--wire-dtype bf16", {"wire_dtype": "bf16"}),
+    Feature("SGD", "--optimizer sgd", {"optimizer": "sgd"}),
+    Feature("LAMB", "--optimizer lamb", {"optimizer": "lamb"}),
+    Feature("Muon", "--optimizer muon", {"optimizer": "muon"}),
+    Feature(
+        "1-bit Adam",
+        "--optimizer onebit-adam --freeze-step 100",
+        {"optimizer": "onebit-adam", "freeze_step": 100},
+    ),
+    Feature(
+        "1-bit LAMB",
+        "--optimizer onebit-lamb --freeze-step 100",
+        {"optimizer": "onebit-lamb", "freeze_step": 100},
+    ),
+    Feature(
+        "0/1 Adam",
+        "--optimizer zero-one-adam --freeze-step 100",
+        {"optimizer": "zero-one-adam", "freeze_step": 100},
+    ),
+    Feature("bf16", "--bf16", BF16),
+    Feature("fp16", "--fp16", {"precision": "fp16"}),
+    Feature("fp8", "--bf16 --fp8", {**BF16, "fp8": True}),
+    Feature("split main parameters", "--bf16 --main-params split", {**BF16, "main_params": "split"}),
+    Feature("bf16 moments", "--exp-avg-dtype bf16", {"exp_avg_dtype": "bf16"}),
+    Feature(
+        "selective recompute",
+        "--recompute-granularity selective",
+        {"recompute_granularity": "selective"},
+    ),
+    Feature("full recompute", "--recompute-granularity full", {"recompute_granularity": "full"}),
+    Feature(
+        "recompute ahead",
+        "--pp 2 --recompute-granularity full --recompute-ahead",
+        {"pp": 2, "recompute_granularity": "full", "recompute_ahead": True},
+    ),
+    Feature("compile", "--compile", {"compile": True}),
+    Feature(
+        "tp overlap",
+        "--tp 2 --sequence-parallel --tp-comm-overlap",
+        {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True},
+    ),
+    Feature("dropout", "--attention-dropout 0.1", {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    Feature("sliding window", "--sliding-window 16", {"sliding_window": 16}),
+    Feature("best-fit packing", "--packing best-fit", {"packing": "best-fit"}),
+    Feature("batch ramp-up", "--rampup-batch-size 16 16 1000", {"rampup_batch_size": [16, 16, 1000]}),
+    Feature("replica check", "--check-replicas-interval 100", {"check_replicas_interval": 100}),
+    Feature("background saves", "--async-save", {"async_save": True}),
+)
+
+COLUMNS = ("tp", "sp", "cp, ring", "ep", "pp", "vpp", "V schedules", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+"""Of the README's table; docs/composition.md has every pair that is refused."""
+GOES, REFUSED, ONE_OF = "✓", "–", ""
+
+
+def alternatives(one: Feature, other: Feature) -> bool:
+    """They are values of one setting, of which a run has one."""
+    return any(
+        one.settings[name] != other.settings[name] for name in one.settings.keys() & other.settings.keys()
+    )
+
+
+@cache
+def refusal(one: str, other: str) -> str | None:
+    """Why two features do not go together; None if they do."""
+    by_name = {feature.name: feature for feature in FEATURES}
+    asked = {**by_name[one].settings, **by_name[other].settings}
+    config = replace(RunConfig(), **{**BASE, **asked})
+    p = config.parallel
+    try:
+        found = validate(config, p.tp * p.cp * p.pp * DP, frozenset(asked))
+        plan_stages(found)
+        for count in microbatch_counts(found):
+            schedule_of(found, count)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def readme_table() -> str:
+    """A row a feature, a column for each of `COLUMNS`; features that are alike in all columns share a row."""
+    by_name = {feature.name: feature for feature in FEATURES}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for feature in FEATURES:
+        if feature.name not in COLUMNS:
+            rows.setdefault(_cells(feature, by_name), []).append(feature.name)
+    lines = [
+        f"| | {' | '.join(COLUMNS)} |",
+        f"|---|{':-:|' * len(COLUMNS)}",
+        *(
+            f"| {name} | {' | '.join(_cells(by_name[name], by_name))} |"
+            for name in COLUMNS
+            if set(_cells(by_name[name], by_name)) != {GOES}
+        ),
+        *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(feature: Feature, by_name: Mapping[str, Feature]) -> tuple[str, ...]:
+    found = []
+    for column in COLUMNS:
+        if column == feature.name or alternatives(feature, by_name[column]):
+            found.append(ONE_OF)
+        else:
+            found.append(GOES if refusal(feature.name, column) is None else REFUSED)
+    return tuple(found)
+
+
+def flags_table() -> str:
+    """How each feature is asked for."""
+    lines = ["| feature | asked for by |", "|---|---|"]
+    lines += [f"| {feature.name} | `{feature.flags}` |" for feature in FEATURES]
+    return "\n".join(lines) + "\n"
+
+
+def refused_table() -> str:
+    """Every pair that is refused, with what the validator says."""
+    lines = ["| | does not go with | the error |", "|---|---|---|"]
+    for one, other in itertools.combinations(FEATURES, 2):
+        if not alternatives(one, other) and (why := refusal(one.name, other.name)) is not None:
+            lines.append(f"| {one.name} | {other.name} | {why.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def counted() -> str:
+    """One line: how many pairs there are, and how many of them are refused."""
+    pairs = [
+        (one, other) for one, other in itertools.combinations(FEATURES, 2) if not alternatives(one, other)
+    ]
+    refused = sum(refusal(one.name, other.name) is not None for one, other in pairs)
+    return f"Of {len(pairs)} pairs of {len(FEATURES)} features {refused} are refused.\n"

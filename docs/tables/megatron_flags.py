@@ -1,0 +1,290 @@
+"""Coming from Megatron-LM: its flags beside ours, those that set something else, and those that are refused."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megalite.config.describe import settings
+from megalite.config.help import other_flags, refused_flags
+from megalite.config.megatron import REFUSED_VALUES
+from megalite.training.sinks import TENSORBOARD_TAGS
+
+SAME = "the same"
+
+THEIRS: Mapping[str, str] = MappingProxyType(
+    {
+        # model
+        "num_layers": "required there",
+        "hidden_size": "required there",
+        "num_attention_heads": "required there",
+        "num_query_groups": "enough by itself; `--group-query-attention` may stand beside it",
+        "kv_channels": SAME,
+        "ffn_hidden_size": SAME,
+        "vocab_size": "needed only where no tokenizer says it",
+        "make_vocab_size_divisible_by": "theirs is multiplied by tp; ours is not, so that a checkpoint does not depend on "
+        "the layout. A padded vocabulary that tp does not divide is an error that names a multiple",
+        "max_position_embeddings": "required there; here it is `--seq-length` unless given",
+        "position_embedding_type": "learned_absolute, rope and none; theirs also has yarn, mrope and relative",
+        "rotary_base": "theirs is a whole number",
+        "rope_scaling_factor": SAME,
+        "normalization": SAME,
+        "norm_zero_centered": SAME,
+        "qk_norm": SAME,
+        "norm_epsilon": SAME,
+        "add_qkv_bias": SAME,
+        "hidden_dropout": "theirs is 0.1: say it in scripts that relied on it",
+        "attention_dropout": "theirs is 0.1",
+        "init_method_std": "same; initial weights are drawn by name and do not depend on tp or pp, so they are others "
+        "than theirs",
+        "num_experts": SAME,
+        "moe_router_topk": SAME,
+        "moe_ffn_hidden_size": SAME,
+        "moe_shared_expert_intermediate_size": SAME,
+        "moe_layer_freq": "a number; theirs also takes a pattern",
+        "moe_router_pre_softmax": SAME,
+        "moe_router_topk_scaling_factor": SAME,
+        "moe_aux_loss_coeff": "the loss is taken over each sequence, not over a rank's microbatch",
+        "moe_z_loss_coeff": SAME,
+        "moe_expert_capacity_factor": "capacity is of each sequence, not of a rank's microbatch",
+        "moe_token_drop_policy": SAME,
+        # parallel
+        "tp": SAME,
+        "pp": SAME,
+        "vpp": "`--num-layers-per-virtual-pipeline-stage` works too. Layers need not divide evenly",
+        "cp": SAME,
+        "cp_comm_type": "p2p and a2a; theirs also has allgather and a2a+p2p",
+        "ep": SAME,
+        "etp": SAME,
+        "sequence_parallel": "at tp 1 an error here, switched off there",
+        "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
+        "pipeline_layout": "the letters E, t, L, m of theirs that we have: E, t and L",
+        "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
+        "overlap_grad_reduce": "theirs is off unless given",
+        "overlap_param_gather": "theirs is off unless given",
+        "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
+        "distributed_timeout_minutes": SAME,
+        # data parallel
+        "check_replicas_interval": "names the ranks and a tensor that differ",
+        # optimizer
+        "optimizer": "adam, sgd and muon are both's; lamb and the 1-bit ones are ours",
+        "lr": "required there",
+        "min_lr": SAME,
+        "lr_decay_style": "theirs is linear",
+        "lr_decay_iters": SAME,
+        "lr_decay_samples": SAME,
+        "lr_warmup_iters": SAME,
+        "lr_warmup_samples": SAME,
+        "lr_warmup_fraction": SAME,
+        "lr_warmup_init": "the first step already runs above it; theirs runs at it",
+        "lr_wsd_decay_iters": SAME,
+        "lr_wsd_decay_samples": SAME,
+        "lr_wsd_decay_style": SAME,
+        "weight_decay": SAME,
+        "weight_decay_incr_style": SAME,
+        "start_weight_decay": SAME,
+        "end_weight_decay": SAME,
+        "adam_beta1": SAME,
+        "adam_beta2": SAME,
+        "adam_eps": SAME,
+        "clip_grad": "by the norm of the whole model's gradient in both",
+        "sgd_momentum": SAME,
+        "muon_momentum": "theirs is 0.9",
+        "muon_steps": SAME,
+        "exp_avg_dtype": "fp32 and bf16; works without `--use-precision-aware-optimizer`",
+        "exp_avg_sq_dtype": "the same; bf16 wants `--stochastic-rounding` for a large adam_beta2",
+        # data
+        "data_path": "weights are exact decimals; files of either program work in the other",
+        "train_data_path": SAME,
+        "valid_data_path": SAME,
+        "test_data_path": SAME,
+        "split": "969,30,1 unless given, in both",
+        "mock_data": "needs `--vocab-size`",
+        "tokenizer_type": "told from the files unless given. Theirs that are missing here: Llama2Tokenizer (use "
+        "SentencePieceTokenizer) and BERT's",
+        "tokenizer_model": "a file or a folder",
+        "vocab_file": SAME,
+        "merge_file": SAME,
+        "tiktoken_pattern": "v1 and v2, and the well-known ones by name, or a regular expression",
+        "data_cache_path": SAME,
+        "eod_mask_loss": SAME,
+        "reset_attention_mask": "no mask is made: attention runs over each document by itself",
+        "reset_position_ids": SAME,
+        # training
+        "micro_batch_size": "required there",
+        "global_batch_size": SAME,
+        "rampup_batch_size": "works; in recent versions of theirs the flag has no effect",
+        "train_iters": SAME,
+        "train_samples": SAME,
+        "seq_length": "required there",
+        "seed": "gives other numbers than theirs: weights, dropout and data order are functions of it alone",
+        "loss_scale": SAME,
+        "initial_loss_scale": "theirs is 2^32",
+        "min_loss_scale": SAME,
+        "loss_scale_window": SAME,
+        "hysteresis": SAME,
+        "recompute_granularity": "none, selective, full; `--recompute-activations` is selective in both",
+        "recompute_modules": "core_attn, mlp_act (`moe_act` is taken too), layernorm, mlp, moe",
+        "recompute_method": "theirs must be given with full",
+        "recompute_num_layers": SAME,
+        "eval_interval": "no evaluation unless given; theirs is 1000",
+        "eval_iters": "theirs is 100",
+        "exit_interval": SAME,
+        "check_for_nan_in_loss_and_grad": "on in both",
+        # compute
+        "attention_backend": "auto, flash, cudnn (`fused`), efficient, math (`unfused`, `local`)",
+        "tp_comm_overlap": "by point-to-point pieces in plain torch; theirs needs Transformer Engine",
+        # checkpoint
+        "save": "or `--run-dir`, under which everything goes",
+        "save_interval": SAME,
+        "async_save": SAME,
+        "load": "a folder with no checkpoint is an error unless `--fresh-if-missing`; a damaged one is passed over",
+        "ckpt_step": SAME,
+        "finetune": SAME,
+        # logging
+        "log_interval": "theirs is 100",
+        "tensorboard_dir": "`<run_dir>/tensorboard` unless given",
+    }
+)
+"""Setting that Megatron-LM has under one of its flags -> what is different."""
+
+OURS: Mapping[str, str] = MappingProxyType(
+    {
+        # model
+        "rope_scaling": "`--use-rope-scaling`",
+        "rope_low_freq_factor": "",
+        "rope_high_freq_factor": "",
+        "rope_original_max_positions": "",
+        "sliding_window": "`--window-size`, which does not count the query's own key",
+        "activation": "`--swiglu`; the others by flags of their own",
+        "add_bias_linear": "`--disable-bias-linear`",
+        "scale_embeddings": "",
+        "tie_embeddings": "`--untie-embeddings-and-output-weights`",
+        "moe_first_dense_layers": "a pattern in `--moe-layer-freq`",
+        # parallel
+        "dp": "computed from the world size, as here unless it is given",
+        "rank_order": "`--use-tp-pp-dp-mapping`",
+        **dict.fromkeys(("pipeline_schedule", "pipeline_schedule_file", "pipeline_warmup"), ""),
+        "pipeline_layers": "`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`, or a layout",
+        **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "pipeline_recv_prefetch"), ""),
+        **dict.fromkeys(("pipeline_send_window", "pipeline_check_memory"), ""),
+        "dp_strategy": "`--use-distributed-optimizer`, `--data-parallel-sharding-strategy`, `--use-torch-fsdp2`",
+        # data parallel
+        "wire_dtype": "`--grad-reduce-in-bf16`",
+        "reduction_order": "",
+        "shard_gradients": "`--data-parallel-sharding-strategy optim_grads`",
+        **dict.fromkeys(
+            ("fusion_threshold_mb", "server_chunk_mb", "max_staleness", "staleness_aware_lr"), ""
+        ),
+        **dict.fromkeys(("sync_interval", "sync_warmup_steps", "average_optimizer_state"), ""),
+        **dict.fromkeys(("outer_lr", "outer_momentum", "sync_fragments", "sync_delay", "sync_mix"), ""),
+        **dict.fromkeys(("gossip_graph", "gossip_algorithm", "grad_compression"), ""),
+        **dict.fromkeys(("compression_warmup_steps", "topk_density", "powersgd_rank"), ""),
+        # optimizer
+        **dict.fromkeys(("sgd_nesterov", "lamb_min_coeff", "lamb_max_coeff", "muon_scale"), ""),
+        **dict.fromkeys(("freeze_step", "freeze_threshold", "onebit_scale"), ""),
+        **dict.fromkeys(("local_step_clipper", "local_step_scaler", "variance_update_scaler"), ""),
+        "main_params": "`--main-params-dtype`",
+        "stochastic_rounding": "",
+        # data
+        "data_order": "",
+        "packing": "",
+        # training
+        "precision": "`--bf16`, `--fp16`",
+        "recompute_ahead": "",
+        "device": "",
+        # compute
+        "kernels": "flags that turn single fusions off",
+        "fp8": "`--fp8-format`, with Transformer Engine",
+        "compile": "",
+        "keep_cpu_memory": "",
+        # checkpoint
+        "keep_latest": "`--save-retain-interval`",
+        "keep_every": "`--save-retain-interval`",
+        "on_save_error": "",
+        "fresh_if_missing": "what happens without `--exit-on-missing-checkpoint`",
+        # logging
+        "run_dir": "",
+        "trace": "",
+        "trace_steps": "",
+        "peak_tflops": "",
+    }
+)
+"""Setting of ours that has no flag of its name there -> what there does the same or nearly so."""
+
+
+def their_flag(name: str) -> str:
+    """How Megatron-LM spells the flag of a setting: its long name where ours is short."""
+    flags = settings()[name].flags
+    return flags[0] if len(flags) == 1 or name in _CANONICAL else flags[1]
+
+
+_CANONICAL = ("microbatch_group_size_per_virtual_pipeline_stage", "norm_epsilon")
+"""Settings whose own name is Megatron-LM's, although they have another spelling."""
+
+
+def settings_table() -> str:
+    """Every setting that both have, in the order of our sections."""
+    lines = ["| Megatron-LM | here | default here | what is different |", "|---|---|---|---|"]
+    section = ""
+    for name, setting in settings().items():
+        if name not in THEIRS:
+            continue
+        if setting.section != section:
+            section = setting.section
+            lines.append(f"| **{section.replace('_', ' ')}** | | | |")
+        flag = their_flag(name)
+        ours = "" if flag == setting.flags[0] else f"`{setting.flags[0]}`"
+        lines.append(
+            f"| `{flag}` | {ours} | {_default(setting.default)} | {THEIRS[name].replace('|', chr(92) + '|')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def other_flags_table() -> str:
+    """Flags that stand for settings of another name or form."""
+    return "\n".join(["| Megatron-LM | here |", "|---|---|", *other_flags()]) + "\n"
+
+
+def refused_table() -> str:
+    """Flags and words that are errors here, with what to use or why nothing is needed."""
+    lines = ["| Megatron-LM | instead |", "|---|---|", *refused_flags()]
+    for name, words in REFUSED_VALUES.items():
+        flag = settings()[name].flags[0]
+        lines += [f"| `{flag} {word}` | {why} |" for word, why in words.items()]
+    return "\n".join(lines) + "\n"
+
+
+def ours_table() -> str:
+    """Settings that Megatron-LM has no flag of that name for."""
+    lines = ["| here | what it is | there |", "|---|---|---|"]
+    lines += [
+        f"| `{setting.flags[0]}` | {_clause(setting.help)} | {OURS[name]} |"
+        for name, setting in settings().items()
+        if name in OURS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def tags_table() -> str:
+    """TensorBoard's tags."""
+    lines = ["| tag | in metrics.jsonl |", "|---|---|"]
+    lines += [f"| `{tag}` | `{name}` |" for name, tag in TENSORBOARD_TAGS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _clause(text: str) -> str:
+    """The first sentence."""
+    return text.split(". ")[0].removesuffix(".").replace("|", chr(92) + "|")
+
+
+def _default(value: object) -> str:
+    """As docs/config.md has it."""
+    if value is None or value == []:
+        return ""
+    text = (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else text}`"

@@ -1,0 +1,45 @@
+"""Writes the tables of README.md and docs that are made from the code: `python docs/tables/write.py`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. `tests/docs/test_tables.py`
+compares the pages with what this script makes.
+"""
+
+import re
+from collections.abc import Callable
+
+import composition
+import megatron_flags
+import pages
+
+ROOT = pages.ROOT
+TABLES: dict[str, Callable[[], str]] = {
+    "composition": composition.readme_table,
+    "composition, flags": composition.flags_table,
+    "composition, refused": composition.refused_table,
+    "composition, counted": composition.counted,
+    "Megatron-LM, settings": megatron_flags.settings_table,
+    "Megatron-LM, other flags": megatron_flags.other_flags_table,
+    "Megatron-LM, refused": megatron_flags.refused_table,
+    "Megatron-LM, ours alone": megatron_flags.ours_table,
+    "Megatron-LM, tags": megatron_flags.tags_table,
+    "pages": pages.index,
+    "examples/walkthrough/run.yaml": pages.walkthrough_config,
+}
+PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "docs/walkthrough.md")
+_PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """The page with its tables as they are now."""
+    return _PLACE.sub(lambda place: f"{place[1]}{place[2]}\n{TABLES[place[1]]()}\n", text)
+
+
+def main() -> None:
+    """Write the pages anew."""
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Every command and every block that a page shows is run by a test: here, or by the test that is named here."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.inspecting import flip_last_bit
+from tests.docs.execution import Said, execute, link_clone, rehearse, training_of
+from tests.e2e.commands import Command, commands_in, documents
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import REPOSITORY
+
+pytestmark = pytest.mark.e2e
+
+RUN_BY = {
+    "docs/conversion.md": "tests/conversion/test_docs.py",
+    "docs/data.md": "tests/data/test_docs.py",
+    "docs/kernels.md": "tests/docs/test_kernels.py",
+    "docs/plan.md": "tests/docs/test_plan.py",
+    "docs/planner_chain.md": "tests/docs/test_planner_chain.py",
+    "docs/schedules.md": "tests/docs/test_schedules.py",
+    "docs/walkthrough.md": "tests/docs/test_walkthrough.py",
+    "examples/chain/README.md": "tests/docs/test_planner_chain.py",
+}
+"""Page -> the test that runs its commands. A page that is not here has them run by this file."""
+
+READ_ONLY = {
+    "make ": "minutes; what it runs is tested by itself",
+    "megalite profile": "a minute of measuring: tests/profiling",
+    "torchrun --nproc-per-node 4 -m megalite.cli.profile": "a minute of measuring: tests/profiling",
+    "torchrun --nnodes 2 --nproc-per-node 8 -m megalite.cli.profile": "two hosts: tests/profiling",
+    "megalite sweep": "fourteen runs: tests/sweep; the dry run of the same file is run",
+    ".venv/bin/python -m pytest": "the tests themselves",
+}
+"""First words -> why it is not run. `tests/e2e/test_examples.py` has its flags read by the program's own parser."""
+
+BLOCKS = {
+    ("docs/api.md", "python"): "tests/docs/test_api.py",
+    ("docs/data.md", "yaml"): "tests/data/test_docs.py",
+    ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",
+    ("docs/planner.md", "python"): "tests/docs/test_planner.py",
+    ("docs/schedules.md", "csv"): "tests/docs/test_schedules.py",
+    ("docs/schedules.md", "json"): "tests/docs/test_schedules.py",
+    ("docs/sweep.md", "yaml"): "tests/sweep/test_docs.py",
+    ("docs/walkthrough.md", "python"): "tests/docs/test_walkthrough.py",
+    ("docs/walkthrough.md", "yaml"): "tests/docs/test_tables.py",
+}
+"""(page, language) -> the test that runs or reads those blocks."""
+
+SMALLER = {"32000": "1024", "2048": "1024"}
+"""Words of commands for a corpus that is smaller than the page's."""
+
+
+def shown() -> list[Command]:
+    """Commands of the pages that this file is to run, each once, in order."""
+    elsewhere = {
+        command.line
+        for page in RUN_BY
+        for command in commands_in((REPOSITORY / page).read_text(encoding="utf-8"), page)
+    }
+    found: dict[str, Command] = {}
+    for path in documents():
+        source = str(path.relative_to(REPOSITORY))
+        for command in commands_in(path.read_text(encoding="utf-8"), source):
+            if command.line not in elsewhere:
+                found.setdefault(command.line, command)
+    return list(found.values())
+
+
+def is_read_only(command: Command) -> bool:
+    return "--dry-run" not in command.words and any(command.line.startswith(words) for words in READ_ONLY)
+
+
+SHOWN = shown()
+TRAINING = [command for command in SHOWN if training_of(command)[0] and not command.is_cheap]
+OTHERS = [
+    command for command in SHOWN if not (training_of(command)[0] or is_read_only(command) or command.is_cheap)
+]
+"""What is cheap is run by tests/e2e/test_examples.py."""
+PREPARING = [command for command in OTHERS if command.source == "examples/quickstart/README.md"]
+
+
+def sized(command: Command) -> Command:
+    """The command for half a megabyte of text."""
+    words = [SMALLER.get(word, word) for word in re.split(r" (?=\S)", command.line)]
+    if "build_corpus.py" in command.line:
+        words += ["--max-megabytes", "0.5"]
+    return Command(command.source, " ".join(words))
+
+
+def run(command: Command) -> Said:
+    """Run it, and have it end as the page says."""
+    said = execute(sized(command))
+    differs = "--diff" in command.words  # status 1: the checkpoints are not equal
+    assert said.status in ((0, 1) if differs else (0,)), f"{command.line}\n{said.out}\n{said.err}"
+    return said
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages have by the time their commands are given: a corpus, a run, its copies."""
+    folder = tmp_path_factory.mktemp("clone")
+    link_clone(folder)
+    runs = folder / "runs"
+    data = runs / "quickstart" / "data"
+    data.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        first = [command for command in PREPARING if "--load" not in command.words]
+        assert len(first) == 3
+        for command in first:
+            run(command)
+    shutil.copy(data / "corpus.jsonl", folder / "corpus.jsonl")
+    train_three_hundred_steps(runs / "quickstart", data)
+    for name in ("a", "b", "1", "experts"):
+        shutil.copytree(runs / "quickstart", runs / name)
+    shutil.copytree(runs / "quickstart" / "checkpoints", folder / "SOUND")
+    shutil.copytree(folder / "SOUND", folder / "DAMAGED")
+    flip_last_bit(next((folder / "DAMAGED" / "step-0000300").glob("weights-*")))
+    (runs / "schedules").mkdir()
+    return folder
+
+
+def train_three_hundred_steps(run_dir: Path, data: Path) -> None:
+    """A stand-in for the quickstart's run, of a model that takes seconds."""
+    sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 128"
+    length = (
+        "--train-iters 300 --save-interval 100 --micro-batch-size 1 --global-batch-size 1 --log-interval 100"
+    )
+    files = ["--data-path", data / "corpus_text_document", "--tokenizer-model", data / "tokenizer.model"]
+    train_forked(
+        1, *sizes.split(), *length.split(), *files, "--run-dir", run_dir, seconds=120
+    ).require_success()
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=lambda command: f"{command.source}: {command.line}"[:80])
+def test_command_runs(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clone)
+    if command in PREPARING and "--load" not in command.words:
+        return  # the clone has been made by it
+    if command.line.startswith("megalite convert model-megatron"):
+        source = "megalite convert runs/quickstart/checkpoints model-megatron --to megatron"
+        run(Command("the page before", source))
+        tokenizer = "megalite convert runs/quickstart/checkpoints model-hf --to huggingface"
+        run(Command("the page before", tokenizer))
+    said = run(command)
+    assert said.out
+
+
+@pytest.mark.parametrize("command", TRAINING, ids=lambda command: f"{command.source}: {command.line}"[:80])
+def test_training_is_rehearsed(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dry run: layout, stages, schedule and memory of the ranks that it would start."""
+    monkeypatch.chdir(clone)
+    if "--pipeline-schedule-file" in command.words:
+        written = [each for each in SHOWN if "--write-csv" in each.words and each.source == command.source]
+        run(written[0])
+    if command.line.startswith("torchrun --nnodes 16"):
+        shutil.copy(clone / "runs/quickstart/data/tokenizer.model", clone / "tokenizer.json")
+    said = rehearse(command)
+    assert said.status == 0, said.err
+    assert f"{training_of(command)[0]} ranks = tp" in said.out
+
+
+def test_nothing_is_left_out() -> None:
+    """Each command is in one of the lists, and each list has something in it."""
+    for command in SHOWN:
+        kinds = [command in TRAINING, command in OTHERS, is_read_only(command) or command.is_cheap]
+        assert any(kinds), command
+    for words, why in READ_ONLY.items():
+        assert why and any(command.line.startswith(words) for command in SHOWN), f"no page shows {words}"
+    assert len(TRAINING) >= 10 and len(OTHERS) >= 15
+
+
+def test_pages_are_run_where_it_says() -> None:
+    for page, test in (RUN_BY | {page: test for (page, _), test in BLOCKS.items()}).items():
+        text = (REPOSITORY / test).read_text(encoding="utf-8")
+        assert Path(page).name in text or Path(page).parent.name in text, f"{test} does not read {page}"
+
+
+def test_every_block_is_read_by_a_test() -> None:
+    found = set()
+    for path in documents():
+        source = str(path.relative_to(REPOSITORY))
+        for language in re.findall(r"^```(\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            if language not in ("console", "bash", "text"):
+                found.add((source, language))
+    assert found == set(BLOCKS), "name the test that runs these blocks in BLOCKS"

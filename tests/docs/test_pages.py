@@ -1,0 +1,101 @@
+"""The pages as a whole: each is in the site's navigation, and every link leads somewhere."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.programs import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
+    for path in REPOSITORY.glob(pattern)
+)
+
+
+def navigation() -> list[str]:
+    """Pages of mkdocs.yml, in order."""
+    found: list[str] = []
+    for entry in yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]:
+        found += [entry] if isinstance(entry, str) else next(iter(entry.values()))
+    return found
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    there = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert sorted(navigation()) == there, "give the page a line in mkdocs.yml and run make docs"
+
+
+def test_the_readme_leads_to_the_index_and_the_first_pages() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for page in ("index", "walkthrough", "from_megatron", "api", "architecture", "composition"):
+        assert f"](docs/{page}.md)" in text
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+        assert f"]({name})" in text
+
+
+def without_code(text: str) -> str:
+    """The page without blocks and spans of code."""
+    return re.sub(r"`[^`\n]*`", "``", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def links(text: str) -> Iterator[str]:
+    """Targets of links and pictures that are not on another host."""
+    for target in re.findall(r"\]\(([^()\s]+)\)", without_code(text)):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Those of a page; headings that come again get a number."""
+    found: dict[str, int] = {}
+    names = set()
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE):
+        name = slug(heading)
+        names.add(f"{name}-{found[name]}" if name in found else name)
+        found[name] = found.get(name, 0) + 1
+    return frozenset(names)
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """Links of a page that lead nowhere."""
+    wrong = []
+    for target in links(text):
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        ends_well = found.exists() and found.is_relative_to(REPOSITORY)
+        if not ends_well or (anchor and (found.suffix != ".md" or anchor not in anchors(found))):
+            wrong.append(target)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links(page: Path) -> None:
+    assert broken(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_links_are_found() -> None:
+    page = DOCS / "data.md"
+    text = "[a](nothing.md) [b](data.md#token-files) [c](data.md#tokens) ![d](images/data.svg) `[e](f.md)` [g](https://h.i)"
+    assert broken(page, text) == ["nothing.md", "data.md#tokens"]
+    assert slug("`--dry-run`: what, and why") == "--dry-run-what-and-why"
+    assert sum(len(list(links(path.read_text(encoding="utf-8")))) for path in PAGES) > 100
+
+
+def test_every_page_has_one_title() -> None:
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, page

@@ -1,0 +1,149 @@
+"""Tables that are made from the code: the pages have them as they are now, and they are complete."""
+
+import importlib
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from megalite.config.data_paths import DATA_FILES
+from megalite.config.describe import settings
+from megalite.config.flags import parse_arguments
+from megalite.config.megatron import DERIVED, NO_EFFECT, REFUSED_VALUES, SHORTHANDS, VALUES, WORDS
+from tests.e2e.programs import REPOSITORY
+
+SCRIPTS = REPOSITORY / "docs" / "tables"
+COMING = (REPOSITORY / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Import a module as `python docs/tables/write.py` does."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+def test_the_pages_are_up_to_date(load: Load) -> None:
+    write = load("write")
+    for page in write.PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        assert write.with_tables(text) == text, f"{page} is out of date: run make docs"
+
+
+def test_every_table_is_on_a_page(load: Load) -> None:
+    write = load("write")
+    named = [
+        name
+        for page in write.PAGES
+        for name in re.findall("<!-- table: (.*?) -->", (REPOSITORY / page).read_text(encoding="utf-8"))
+    ]
+    assert sorted(named) == sorted(write.TABLES)
+
+
+def test_a_page_that_is_out_of_date_is_seen(load: Load) -> None:
+    write = load("write")
+    text = "a\n\n<!-- table: Megatron-LM, tags -->\nold\n<!-- end -->\n\nb\n"
+    new = write.with_tables(text)
+    assert "old" not in new and "| `lm loss` | `loss` |" in new
+    assert new.startswith("a\n\n<!-- table") and new.endswith("<!-- end -->\n\nb\n")
+    assert write.with_tables(new) == new
+
+
+# What composes with what.
+
+
+def test_features_are_settings_and_differ(load: Load) -> None:
+    features = load("composition").FEATURES
+    assert len({feature.name for feature in features}) == len(features) >= 40
+    assert len({str(sorted(feature.settings.items())) for feature in features}) == len(features)
+    for feature in features:
+        assert set(feature.settings) <= set(settings()), feature.name
+
+
+def test_each_feature_is_asked_for_by_its_flags(load: Load) -> None:
+    """The flags beside the names are those of the settings that were put to the validator."""
+    composition = load("composition")
+    for feature in composition.FEATURES:
+        given = parse_arguments(feature.flags.split())
+        found = {
+            name: value
+            for name, value in feature.settings.items()
+            if getattr(getattr(given.config, settings()[name].section), name) != value
+        }
+        allowed = {"hidden_dropout"} if feature.name == "dropout" else set()
+        assert set(found) <= allowed, feature.name
+
+
+def test_each_feature_works_alone(load: Load) -> None:
+    composition = load("composition")
+    assert {
+        feature.name: why
+        for feature in composition.FEATURES
+        if (why := composition.refusal(feature.name, feature.name)) is not None
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ("pp", "ZeRO-3", "pp 2 does not go with dp_strategy fully-sharded"),
+        ("1-bit Adam", "ZeRO-1", "optimizer onebit-adam does not go with dp_strategy distributed-optimizer"),
+        ("tp overlap", "fp8", "tp_comm_overlap and fp8 do not go together"),
+        ("zero bubble", "vpp", "zb-h1 takes one stage a rank but vpp is 2"),
+        ("ep", "tp", None),
+        ("V schedules", "recompute ahead", None),
+    ],
+)
+def test_a_pair_is_put_to_the_validator(one: str, other: str, why: str | None, load: Load) -> None:
+    composition = load("composition")
+    found = composition.refusal(one, other)
+    assert found == composition.refusal(other, one)
+    assert (found is None) if why is None else (why in found)
+
+
+def test_the_table_follows_the_rules(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that is taken away takes its dashes with it."""
+    composition = load("composition")
+    before = composition.readme_table()
+    composition.refusal.cache_clear()
+    monkeypatch.setattr("megalite.config.rules.data_parallel._check_strategy", lambda config, explicit: None)
+    try:
+        after = composition.readme_table()
+    finally:
+        composition.refusal.cache_clear()
+    assert after.count(composition.REFUSED) < before.count(composition.REFUSED)
+
+
+# Coming from Megatron-LM.
+
+
+def test_every_setting_is_theirs_or_ours(load: Load) -> None:
+    flags = load("megatron_flags")
+    assert set(flags.THEIRS) | set(flags.OURS) == set(settings()), (
+        "say in docs/tables/megatron_flags.py whether Megatron-LM has a flag of that name (THEIRS) or not (OURS)"
+    )
+    assert set(flags.THEIRS) & set(flags.OURS) == set()
+
+
+def test_every_spelling_of_theirs_is_on_the_page(load: Load) -> None:
+    flags = load("megatron_flags")
+    words = [f"{flag} {word}" for flag, words in WORDS.items() for word in words]
+    names = [*SHORTHANDS, *words, *DERIVED, *DATA_FILES, *NO_EFFECT]
+    names += [f"{settings()[name].flags[0]} {word}" for name in VALUES for word in VALUES[name]]
+    names += [f"{settings()[name].flags[0]} {word}" for name, row in REFUSED_VALUES.items() for word in row]
+    names += [flags.their_flag(name) for name in flags.THEIRS]
+    names += [settings()[name].flags[0] for name in flags.OURS]
+    assert [name for name in names if f"| `{name}` |" not in COMING] == []
+    assert [why for why in NO_EFFECT.values() if why.replace("|", "\\|") not in COMING] == []
+
+
+def test_their_flags_are_read(load: Load) -> None:
+    flags = load("megatron_flags")
+    for name in flags.THEIRS:
+        assert flags.their_flag(name) in settings()[name].flags
+        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed"), (
+            "a short name of ours"
+        )
