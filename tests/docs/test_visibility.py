@@ -30,6 +30,7 @@ def test_every_setting_exists() -> None:
     shown = set(re.findall(r"--[a-z][a-z-]+", page + runs.partition("## Secrets")[2])) - {
         "--standalone",
         "--nproc-per-node",
+        "--config",
     }
     assert shown - flags == set()
     names = (
