@@ -16,7 +16,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.group import Group
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
-from megalite.training.loop import _Run, train
+from megalite.training.loop import train
+from megalite.training.run import Run
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
 from tests.support.listeners import listeners
@@ -123,7 +124,7 @@ def gathers_of(context: RankContext, steps: int) -> int:
         },
     )
     count, gather = [0], Group.all_gather
-    run = _Run(build(context, config), None, lambda line: None)
+    run = Run(build(context, config), None, lambda line: None)
 
     def counted(self: Group, *arguments: Any) -> None:
         count[0] += self.name == "world"
@@ -149,7 +150,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", counted)
-        _Run(build(context, config), None, lambda line: None).go()
+        Run(build(context, config), None, lambda line: None).go()
     return len(listeners(os.getpid())) - before, made[0]
 
 
@@ -183,7 +184,7 @@ def profiled(context: RankContext, folder: str) -> None:
     config = tiny_config(
         2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 2, "eval_interval": None, **more}
     )
-    _Run(build(context, config), None, lambda line: None).go()
+    Run(build(context, config), None, lambda line: None).go()
 
 
 def test_a_profile_of_another_rank(tmp_path: Path) -> None:

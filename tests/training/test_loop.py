@@ -13,7 +13,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.training.evaluation import read_batches
-from megalite.training.loop import _Run, train
+from megalite.training.loop import train
+from megalite.training.run import Run
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
@@ -148,7 +149,7 @@ def second_rank_waits(context: RankContext, prefix: str, folder: str) -> None:
     config = tiny_config(2, **{**FOUR_STEPS, "eval_interval": None}, dp=2, data_path=[prefix], run_dir=folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BatchLoader, "load", waits)
-        _Run(build(context, config), None, silent).go()
+        Run(build(context, config), None, silent).go()
 
 
 BAD_SAMPLE = 9
@@ -176,7 +177,7 @@ def meets_bad_token(
     """(type, message, step) of the error that ends a run whose file is spoiled after it was opened."""
     changes = {"eval_interval": None, "split": "1", "save": saved, "save_interval": 1, "async_save": True}
     config = tiny_config(2, **{**FOUR_STEPS, **changes}, **layout, data_path=[prefix])
-    run = _Run(build(context, config), None, silent)
+    run = Run(build(context, config), None, silent)
     assert run.loaders.train is not None
     tokens = np.fromfile(f"{prefix}.bin", "<u2")
     (place,) = (
@@ -201,7 +202,7 @@ def test_an_evaluation_that_one_rank_cannot_read_is_one_error(prefix: str) -> No
 
 def cannot_evaluate(context: RankContext, prefix: str) -> tuple[str, str]:
     config = tiny_config(2, **FOUR_STEPS, dp=2, data_path=[prefix])
-    run = _Run(build(context, config), None, silent)
+    run = Run(build(context, config), None, silent)
     if context.rank == 1:
         assert run.loaders.valid is not None
         run.loaders.valid.dataset = Broken(OSError(5, "Input/output error", "d.bin"))
@@ -225,12 +226,12 @@ def test_a_test_loss_that_was_missed_is_made_up_for_once(
     class Killed(Exception):
         """The end of the process."""
 
-    def killed(self: _Run) -> None:
+    def killed(self: Run) -> None:
         raise Killed
 
     words = {"save_interval": 2, "load": str(tmp_path / "run" / "checkpoints"), "fresh_if_missing": True}
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_evaluate_test", killed)
+        patch.setattr(Run, "_evaluate_test", killed)
         with pytest.raises(Killed):
             run(prefix, tmp_path / "run", **words)
     assert not records(tmp_path / "run", "test")
@@ -273,7 +274,7 @@ def logged(context: RankContext, world: int, prefix: str) -> list[str]:
     """The log of this rank of a pipeline over all ranks."""
     lines: list[str] = []
     config = tiny_config(world, **FOUR_STEPS, pp=world, data_path=[prefix])
-    _Run(build(context, config), None, lines.append if context.rank == 0 else silent).go()
+    Run(build(context, config), None, lines.append if context.rank == 0 else silent).go()
     return lines
 
 

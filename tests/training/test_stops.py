@@ -16,9 +16,10 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.ending import Ending
-from megalite.training.loop import _Run, train
+from megalite.training.loop import train
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.restart_guard import RestartLoopError
+from megalite.training.run import Run
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequests
 from tests.faults.compare import check_state, open_sound
@@ -76,7 +77,7 @@ def lives(
     endings, lines = [], list[str]()
     for moment in moments:
         stops = Asked(moment if context.rank == culprit else None)
-        endings.append((_Run(build(context, config), None, lines.append, stops).go(), stops.looks))
+        endings.append((Run(build(context, config), None, lines.append, stops).go(), stops.looks))
     return endings, lines
 
 
@@ -140,7 +141,7 @@ def test_nothing_to_save_is_said(tmp_path: Path) -> None:
 def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Ending, list[str]]:
     lines: list[str] = []
     config = tiny_config(2, **{**RUN, **settings})
-    run = _Run(build(context, config), None, lines.append, Asked(4 if context.rank else None))
+    run = Run(build(context, config), None, lines.append, Asked(4 if context.rank else None))
     return run.go(), lines
 
 
