@@ -37,8 +37,8 @@ def fresh_part(
             said = store.multi_get(words)
             if said != answered:
                 answered, meeting = said, uuid.uuid4().hex
-                for other, word in enumerate(said):
-                    store.set(f"megalite/answer/{other}", f"{word.decode()} {meeting}")
+                for other, heard in enumerate(said):
+                    store.set(f"megalite/answer/{other}", f"{heard.decode()} {meeting}")
         word, meeting = store.get(f"megalite/answer/{rank}").decode().split()
         if word == mine:
             come = f"megalite/{meeting}/come"

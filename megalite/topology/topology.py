@@ -266,17 +266,14 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    store = None
-    if launch.store is not None and launch.store_is_launchers:
-        store = fresh_part(
-            dist.TCPStore(*launch.store, launch.world_size, is_master=False, timeout=timeout),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
-    known = {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
-    dist.init_process_group(backend, timeout=timeout, **known)
+    if launch.store is None or not launch.store_is_launchers:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = launch.rank, launch.world_size
+    kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
+    store = fresh_part(kept, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
 def _connect(
