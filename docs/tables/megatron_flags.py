@@ -128,6 +128,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "eval_interval": "no evaluation unless given; theirs is 1000",
         "eval_iters": "theirs is 100",
         "exit_interval": SAME,
+        "exit_duration_in_mins": "status 75; theirs ends with 0",
+        "exit_signals": "`--exit-signal` takes one; ours are TERM and USR1 unless given, and always heard",
         "check_for_nan_in_loss_and_grad": "on in both",
         # compute
         "attention_backend": "auto, flash, cudnn (`fused`), efficient, math (`unfused`, `local`)",
@@ -142,6 +144,15 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         # logging
         "log_interval": "theirs is 100",
         "tensorboard_dir": "`<run_dir>/tensorboard` unless given",
+        "timing_log_level": "0 and 1; theirs also has 2",
+        "wandb_project": SAME,
+        "wandb_entity": SAME,
+        "wandb_exp_name": SAME,
+        "profile": "by torch.profiler alone",
+        "profile_step_start": "counted from where this run starts",
+        "profile_step_end": "counted from where this run starts",
+        "profile_ranks": SAME,
+        "record_memory_history": "the snapshot is written when memory runs out",
     }
 )
 """Setting that Megatron-LM has under one of its flags -> what is different."""
@@ -191,6 +202,13 @@ OURS: Mapping[str, str] = MappingProxyType(
         "precision": "`--bf16`, `--fp16`",
         "recompute_ahead": "",
         "device": "",
+        "on_non_finite": "`--rerun-mode`",
+        "max_consecutive_skips": "",
+        "exit_file": "",
+        "exit_timeout_seconds": "",
+        "hang_timeout_minutes": "NVIDIA Resiliency Extension's heartbeats",
+        "elastic": "",
+        "elastic_cluster": "",
         # compute
         "kernels": "flags that turn single fusions off",
         "fp8": "`--fp8-format`, with Transformer Engine",
@@ -200,9 +218,15 @@ OURS: Mapping[str, str] = MappingProxyType(
         "keep_latest": "`--save-retain-interval`",
         "keep_every": "`--save-retain-interval`",
         "on_save_error": "",
+        "check_weights_before_save": "",
+        "max_failures_at_step": "",
         "fresh_if_missing": "what happens without `--exit-on-missing-checkpoint`",
         # logging
         "run_dir": "",
+        "metrics": "",
+        "straggler_threshold": "`--log-straggler`",
+        "loss_spike_threshold": "`--check-for-spiky-loss`",
+        "loss_spike_window": "",
         "trace": "",
         "trace_steps": "",
         "peak_tflops": "",

@@ -51,6 +51,9 @@ PATHS = {
     "data split --input {path} --output-prefix {out} --parts 2": "",
     "data index --data-path {path} --vocab-size 64 --train-iters 1": "",
     "generate --load {path} --prompt x": "",
+    "generate --load {folder} --prompts {path}": "text",
+    "evaluate --load {path} --input {text}": "",
+    "runs {path}": "",
     "inspect {path}": "",
     "inspect --diff {path} {path}": "",
     "convert {path} {out} --to native": "",
@@ -119,7 +122,8 @@ def test_paths(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captu
         if kind in PATHS[line].split():
             continue
         path = places[kind]
-        words = line.format(path=path, out=tmp_path / "out", file=places["file"], text=text).split()
+        known = {"out": tmp_path / "out", "file": places["file"], "folder": places["folder"], "text": text}
+        words = line.format(path=path, **known).split()
         said = refused(words, capsys)
         named = path if "{path}" in line else places["file"]
         assert named.stem[:40] in said, (words, said)
@@ -148,7 +152,7 @@ def flags_of(name: str, capsys: Captured) -> list[str]:
     main([*words, "--help"])
     lines = capsys.readouterr().out
     return sorted(
-        set(re.findall(r"^ +(--[a-z][a-z-]{4,}\w)", lines, re.MULTILINE)) - {"--help", "--help-all"}
+        set(re.findall(r"^ +(--[a-z][a-z-]{2,}\w)", lines, re.MULTILINE)) - {"--help", "--help-all"}
     )
 
 

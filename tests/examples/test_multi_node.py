@@ -273,7 +273,7 @@ def test_kubernetes_pods_come_and_go() -> None:
         if rule["onExitCodes"]["containerName"] == container["name"]
         and rule["onExitCodes"]["operator"] == "In"
     }
-    assert rules == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob"}
+    assert rules == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob"}
     assert {"type": "DisruptionTarget"} in spec["podFailurePolicy"]["rules"][0]["onPodConditions"]
     assert pod["terminationGracePeriodSeconds"] > 120, "longer than launch.sh gives the last checkpoint"
 
