@@ -6,6 +6,7 @@ gradient norms, every gradient of every step, every weight after them and an eva
 """
 
 import math
+from collections.abc import Mapping
 
 import pytest
 
@@ -30,7 +31,9 @@ from tests.support.tiny import tiny_config, whole
 
 AT_LEAST = 200
 
-FEW: Settings = {"num_layers": 2, "micro_batch_size": 2, "global_batch_size": 4}
+TWO: Settings = {"num_layers": 2}
+
+FEW: Settings = {**TWO, "micro_batch_size": 2, "global_batch_size": 4}
 """Of what takes longest: each layer of each of the two microbatches has collectives of eight ranks."""
 
 SIX: Settings = {"global_batch_size": 6}
@@ -39,10 +42,10 @@ ODD: dict[str, Settings] = {
     "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True, **FEW},
     "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
     "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a", **FEW},
-    "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18},
-    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer"},
-    "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer"},
-    "zero3-dp8": {**FAMILIES["gemma"], "dp": 8, "dp_strategy": "fully-sharded"},
+    "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18, **TWO},
+    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer", **TWO},
+    "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer", **TWO},
+    "zero3-dp8": {**FAMILIES["gemma"], "dp": 8, "dp_strategy": "fully-sharded", "num_layers": 3},
     "zero3-tp2-cp2": {
         **FAMILIES["mixtral"],
         "tp": 2,
@@ -53,7 +56,14 @@ ODD: dict[str, Settings] = {
         "recompute_granularity": "full",
         **FEW,
     },
-    "server-pp2": {"pp": 2, "dp": 3, "dp_strategy": "parameter-server", "server_chunk_mb": 0.01, **SIX},
+    "server-pp2": {
+        "pp": 2,
+        "dp": 3,
+        "dp_strategy": "parameter-server",
+        "server_chunk_mb": 0.01,
+        **SIX,
+        **TWO,
+    },
     "pp3": {"num_layers": 7, "pp": 3},
     "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
     "pp7": {"num_layers": 7, "pp": 7},
@@ -127,6 +137,12 @@ SEVERAL_CHUNKS = ("grouped", "looped-bfs", "zb-v", "dualpipe-v")
 ONE_CHUNK = ("pb", "gpipe", "zb-h1", "zb-h2")
 
 
+def _stages(values: Mapping[str, str]) -> int:
+    """The fewest virtual stages of a pipeline that has these values and is none of one stage."""
+    several = values.get("vpp") == "2" or values.get("schedule") in SEVERAL_CHUNKS
+    return int(values.get("pp", "2")) * (2 if several else 1)
+
+
 def _cannot_be(pair: Pair) -> bool:
     """The pairs that no legal layout has, each for a reason."""
     values = dict(pair)
@@ -142,6 +158,7 @@ def _cannot_be(pair: Pair) -> bool:
         or pair == (("pp", "1"), ("vpp", "2"))
         or (values.get("schedule") in SEVERAL_CHUNKS and "1" in (values.get("pp"), values.get("vpp")))
         or (values.get("schedule") in ONE_CHUNK and values.get("vpp") == "2")
+        or (values.get("layers") == "2" and _stages(values) > 2)
         or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
         or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
         or pair == (("recompute", "mlp"), ("family", "mixtral"))  # no layer has a dense MLP

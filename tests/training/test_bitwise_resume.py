@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, **PAIRS}),
     "dp2-zero": (2, ZERO),
     "dp2": (2, {}),
-    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
     "ep2": (2, {"ep": 2, **LLAMA, **EXPERTS, **PAIRS}),
     "dp2-zero-ramp": (2, {**ZERO, **RAMP}),
@@ -103,7 +103,7 @@ def steps(runner: Runner, count: int) -> list[Moment]:
 
 def config_of(layout: str, precision: str, **more: Any) -> Any:
     world, settings = LAYOUTS[layout]
-    return tiny_config(world, **{**DROPOUT, **settings, **PRECISIONS[precision], **more})
+    return tiny_config(world, **{"num_layers": 2, **DROPOUT, **settings, **PRECISIONS[precision], **more})
 
 
 def three_runs(context: RankContext, layout: str, precision: str, folder: str) -> dict[str, list[Moment]]:
