@@ -65,7 +65,7 @@ def _train(invocation: Invocation) -> int:
             return _run(invocation, stops)
     except StopRun as stop:  # while torch was being imported
         if _is_first_rank():
-            write_ending(run_dir, stop.request.ending(0, "before the start"))
+            write_ending(run_dir, stop.request.ending(None, "before the start"))
         return stop.request.exit_code
 
 

@@ -19,8 +19,8 @@ FILE_NAME = "exit.json"
 class Standing:
     """Where a run stands, for whoever tells of its end."""
 
-    step: int = 0
-    """The last that was made, in this start or before."""
+    step: int | None = None
+    """The last that was made, in this start or before; None until it has looked for a checkpoint."""
     moved: bool = False
     """One was made in this start."""
 
@@ -34,8 +34,8 @@ class Ending:
     `interrupted` by Ctrl-C; `failed`."""
     reason: str
     """In words."""
-    step: int
-    """Steps made since the very first start."""
+    step: int | None
+    """Steps made since the very first start; None where it ended before it had looked for a checkpoint."""
     exit_code: int
     """Exit status of the ranks: one of `config.exit_codes`."""
 
@@ -45,7 +45,7 @@ class Ending:
         return cls(status="finished", reason="the last step is made", step=step, exit_code=DONE)
 
     @classmethod
-    def failed(cls, error: BaseException, step: int) -> "Ending":
+    def failed(cls, error: BaseException, step: int | None) -> "Ending":
         """An error has ended it; those that tell a cause of their own bring their exit status."""
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
         name = "" if code != FAILED else f"{type(error).__name__}: "

@@ -50,7 +50,7 @@ class StopRequest:
             return INTERRUPTED
         return DONE if self.number == _FILE else REQUEUE
 
-    def ending(self, step: int, saved: str) -> Ending:
+    def ending(self, step: int | None, saved: str) -> Ending:
         """The end of a run by it.
 
         Args:
