@@ -1,0 +1,150 @@
+"""Does a long run stay what it was? Thousands of steps of a small GPT on two ranks: memory, files and speed, early and late.
+
+OMP_NUM_THREADS=1 python benchmarks/soak.py [--steps 5000] [--json FILE]
+
+Every half second each rank's resident memory, open files and threads are read from /proc; steps' times are the run's own
+metrics. The first fifth is warm-up: allocators fill, caches and logs grow to their size. Evaluations and saves come along, as in
+any run; what is compared of the speed are steps without them.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+WARM_UP = 0.2
+FLAGS = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256"),
+    *("--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "8", "--mock-data"),
+    *("--lr", "1e-3", "--save-interval", "500", "--async-save", "--keep-latest", "2"),
+    *("--eval-interval", "1000", "--eval-iters", "2", "--log-interval", "500", "--device", "cpu"),
+)
+
+
+class Sample(NamedTuple):
+    """Of one process at one moment."""
+
+    seconds: float
+    resident_bytes: int
+    files: int
+    threads: int
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, its children's included."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(word) for word in listed.read_text().split()] if listed.exists() else []
+    return [*found, *(grandchild for child in found for grandchild in children(child))]
+
+
+def sample(pid: int, now: float) -> Sample:
+    """Raises OSError where the process has ended."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    resident = int(status["VmRSS"].split()[0]) * 1024
+    return Sample(now, resident, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()), int(status["Threads"]))
+
+
+def is_rank(pid: int) -> bool:
+    """Of the training, not torchrun or the watch beside it."""
+    try:
+        return b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def watch(run: subprocess.Popen[bytes]) -> dict[int, list[Sample]]:
+    """Samples of each rank until the run ends."""
+    found: dict[int, list[Sample]] = {}
+    started = time.monotonic()
+    while run.poll() is None:
+        for pid in filter(is_rank, children(run.pid)):
+            try:
+                found.setdefault(pid, []).append(sample(pid, time.monotonic() - started))
+            except (OSError, KeyError):
+                continue
+        time.sleep(0.5)
+    return {pid: samples for pid, samples in found.items() if len(samples) > 20}
+
+
+def early_and_late(values: list[float]) -> tuple[float, float]:
+    """Medians of the tenth after the warm-up and of the last tenth."""
+    first, tenth = int(len(values) * WARM_UP), max(1, len(values) // 10)
+    return statistics.median(values[first : first + tenth]), statistics.median(values[-tenth:])
+
+
+def step_times(metrics: Path) -> list[float]:
+    """ms of steps after which nothing was saved or evaluated, in order."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [row["ms_per_step"] for row in rows if row["kind"] == "train" and (row["step"] - 1) % 500]
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """Run and compare."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py"]
+        words += [*FLAGS, "--train-iters", str(steps), "--run-dir", folder]
+        with Path(folder, "log").open("wb") as log:
+            run = subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=log)
+            samples = watch(run)
+        if run.returncode != 0:
+            raise RuntimeError(
+                f"the run ended with {run.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}"
+            )
+        milliseconds = early_and_late(step_times(Path(folder, "metrics.jsonl")))
+    ranks = []
+    for each in samples.values():
+        at_work = each[:-3]  # the last ones are of its end
+        memory = early_and_late([float(one.resident_bytes) for one in at_work])
+        files, threads = (
+            {*counts} for counts in zip(*((s.files, s.threads) for s in at_work[len(at_work) // 5 :]))
+        )
+        ranks.append(
+            {
+                "resident_mib": [round(value / 2**20, 2) for value in memory],
+                "growth": round(memory[1] / memory[0] - 1, 5),
+                "open_files": sorted(files),
+                "threads": sorted(threads),
+            }
+        )
+    return {"steps": steps, "ms_per_step": [round(value, 3) for value in milliseconds], "ranks": ranks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    found = measure(arguments.steps)
+    early, late = found["ms_per_step"]
+    print(f"{found['steps']} steps; a step takes {early} ms after the warm-up and {late} ms at the end")
+    for number, rank in enumerate(found["ranks"]):
+        before, after = rank["resident_mib"]
+        print(
+            f"rank {number}: {before} MiB resident after the warm-up, {after} MiB at the end ({rank['growth']:+.2%}); "
+            f"open files {rank['open_files']}, threads {rank['threads']}"
+        )
+    if arguments.json is not None:
+        about = {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "torch": str(torch.__version__),
+            "command": f"python benchmarks/soak.py --steps {arguments.steps}",
+        }
+        arguments.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
