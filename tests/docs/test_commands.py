@@ -17,6 +17,7 @@ pytestmark = pytest.mark.e2e
 RUN_BY = {
     "docs/conversion.md": "tests/conversion/test_docs.py",
     "docs/data.md": "tests/data/test_docs.py",
+    "docs/generation.md": "tests/docs/test_generation.py",
     "docs/kernels.md": "tests/docs/test_kernels.py",
     "docs/plan.md": "tests/docs/test_plan.py",
     "docs/planner_chain.md": "tests/docs/test_planner_chain.py",
@@ -31,6 +32,10 @@ READ_ONLY = {
     "megalite profile": "a minute of measuring: tests/profiling",
     "torchrun --nproc-per-node 4 -m megalite.cli.profile": "a minute of measuring: tests/profiling",
     "torchrun --nnodes 2 --nproc-per-node 8 -m megalite.cli.profile": "two hosts: tests/profiling",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor": "two hosts: tests/doctor",
+    "NODES=": "hosts: tests/examples runs the script with a torchrun that records, tests/e2e/test_two_hosts.py really",
+    **dict.fromkeys(("sbatch ", "kubectl ", "sky ", "torchx "), "a scheduler: tests/examples plays it"),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun": "two hosts, of which one is lost: tests/e2e/test_elastic.py",
     "megalite sweep": "fourteen runs: tests/sweep; the dry run of the same file is run",
     ".venv/bin/python -m pytest": "the tests themselves",
 }
@@ -39,6 +44,7 @@ READ_ONLY = {
 BLOCKS = {
     ("docs/api.md", "python"): "tests/docs/test_api.py",
     ("docs/data.md", "yaml"): "tests/data/test_docs.py",
+    ("docs/failures.md", "json"): "tests/docs/test_failures.py",
     ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",
     ("docs/planner.md", "python"): "tests/docs/test_planner.py",
     ("docs/schedules.md", "csv"): "tests/docs/test_schedules.py",
@@ -74,7 +80,11 @@ def is_read_only(command: Command) -> bool:
 
 
 SHOWN = shown()
-TRAINING = [command for command in SHOWN if training_of(command)[0] and not command.is_cheap]
+TRAINING = [
+    command
+    for command in SHOWN
+    if training_of(command)[0] and not (is_read_only(command) or command.is_cheap)
+]
 OTHERS = [
     command for command in SHOWN if not (training_of(command)[0] or is_read_only(command) or command.is_cheap)
 ]

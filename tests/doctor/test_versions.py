@@ -10,7 +10,16 @@ from megalite.doctor.finding import Finding, worst
 from megalite.doctor.versions import OLDEST_PYTHON, PACKAGES, examine, installed_version
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DEVELOPMENT = {"hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"}
+DEVELOPMENT = {
+    "setuptools",
+    "hypothesis",
+    "mypy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "types-PyYAML",
+}
 
 
 def stated() -> dict[str, tuple[str, str | None]]:
