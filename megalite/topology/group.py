@@ -186,10 +186,13 @@ class Group:
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
-        self.all_to_all_equal_async(output, tensor).wait()
+        self._exchange(output, tensor).wait()
 
     def all_to_all_equal_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`all_to_all_equal` under way; neither may be touched before `wait()`."""
+        return self._exchange(output, tensor)
+
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         if self.size == 1:
             output.copy_(tensor)
             return DONE

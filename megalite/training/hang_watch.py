@@ -1,6 +1,7 @@
 """Starts the process that watches this host's ranks, and says goodbye to it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -22,11 +23,13 @@ from megalite.topology.topology import Launch
 from megalite.training.flight_recorder import FlightRecorder, available
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
 from megalite.watchdog.plan import WatchedRank, WatchPlan
-from megalite.watchdog.processes import host_key, start_time
+from megalite.watchdog.processes import host_key, network_key, start_time
 from megalite.watchdog.signals import Handlers, supported
 
 _WATCHER = "megalite.cli.hang_watch"
 """Run as a program: it must go on when this process is stopped."""
+_ROLL_CALL_SECONDS = 20.0
+"""What ranks whose collective has failed may take to find out who does not answer, and to leave."""
 _GOODBYE_SECONDS = 5.0
 
 
@@ -109,6 +112,7 @@ def begin_watch(
             "use --hang-timeout-minutes 0"
         )
     me: dict[str, Any] = {"host": host_key(), "name": platform.node(), "error_file": launch.error_file}
+    me["network"] = network_key()
     me |= {"pid": os.getpid(), "started": start_time(os.getpid()), "folder": None}
     if launch.local_rank == 0:
         try:
@@ -127,6 +131,9 @@ def begin_watch(
             return HangWatch()
         records = launch.flight_recorder and available()
         plan = _plan(everyone, leaders, me["host"], seconds=seconds, run_dir=run_dir, flight_recorder=records)
+        if len({one["network"] for one in everyone}) > 1:
+            patience = 60.0 * parallel.distributed_timeout_minutes + _ROLL_CALL_SECONDS
+            plan = dataclasses.replace(plan, network_seconds=patience)
         return _join(plan, world.rank, leads=leaders[me["host"]] == world.rank)
     except BaseException:
         if me["folder"] is not None:

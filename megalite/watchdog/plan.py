@@ -40,6 +40,9 @@ class WatchPlan:
     """The run's folder, where reports go and hosts tell each other what they see."""
     run: str
     """A name that no other run, and no other start of this one, has."""
+    network_seconds: float = 0.0
+    """Without progress for less than this a run goes on in which all wait and no rank is to blame: its ranks are on several
+    networks, and whom nobody reaches is told by the collective's own time-out."""
     flight_recorder: bool = False
     """The ranks can be asked for what torch's flight recorder has."""
 

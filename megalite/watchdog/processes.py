@@ -37,6 +37,14 @@ def in_the_kernel(pid: int) -> str:
         return ""
 
 
+def network_key() -> str:
+    """The same for two processes exactly if what they send each other crosses no network."""
+    try:
+        return f"{host_key()} {Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return host_key()
+
+
 def host_key() -> str:
     """The same for two processes exactly if each can see the other by its process id."""
     try:

@@ -98,7 +98,11 @@ class _Watch:
                 silent, before = 0.0, beats
             limit = self._plan.seconds * (PATIENCE if any(state.patient for state in alive) else 1.0)
             self._exchange.tell(states if silent >= limit / 2 else None)
-            if silent >= limit and self._others_agree(silent, limit):
+            if (
+                silent >= limit
+                and self._others_agree(silent, limit)
+                and not self._may_be_the_network(states, silent)
+            ):
                 self._end_run(states, limit)
                 return
 
@@ -141,6 +145,13 @@ class _Watch:
         if len(heard) < len(self._exchange.others):
             return not self._exchange.can_be_heard
         return all(state.silent >= limit - 0.5 for states in heard.values() for state in states)
+
+    def _may_be_the_network(self, mine: Sequence[RankState], silent: float) -> bool:
+        """All wait and no rank is to blame: what they wait for does not come through."""
+        if silent >= self._plan.network_seconds:
+            return False
+        heard = self._exchange.hear()
+        return not find_culprits([*mine, *(state for states in heard.values() for state in states)]).culprits
 
     def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
         heard = self._exchange.hear()

@@ -111,7 +111,7 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
         (["--prompt", "a", "--add-bos"], "--add-bos has no effect on"),
         (["--prompt", "a", "--output", "nowhere/a.jsonl"], "the folder nowhere does not exist"),
         (["--prompt", "a", "--tiktoken-pattern", "gpt2"], "no effect without --tokenizer-model"),
-        (["--prompt", "a", "--length", "2"], "--length 2"),
+        (["--prompt", "a", "--length", "2"], "unknown flag --length"),
         (["--prompts", "missing.txt"], "missing.txt cannot be read"),
         (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
     ],

@@ -116,7 +116,7 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
             "--wire-dtype bf16",
             "megalite parity compares with one rank, and wire_dtype bf16 rounds what is added; use --wire-dtype fp32",
         ),
-        ("--xyzzy 2", "unknown flag --xyzzy (--help-all lists all)"),
+        ("--qqqqqqqqqq 2", "unknown flag --qqqqqqqqqq (--help-all lists all)"),
     ],
 )
 def test_bad_input(line: str, message: str, capsys: Captured) -> None:

@@ -101,7 +101,7 @@ def test_experts_are_compared_where_they_are_the_same() -> None:
     for rank, (experts, good, expert, dense) in enumerate(run_ranks(4, with_experts)):
         assert good == ""
         # Ranks 0 and 2 hear of it: their own experts are the same.
-        kind = "ReplicasDifferError" if rank in (1, 3) else "RuntimeError: rank 1 failed: ReplicasDifferError"
+        kind = "ReplicasDifferError" if rank in (1, 3) else "RemoteError: rank 1 failed: ReplicasDifferError"
         assert expert.startswith(f"{kind}: after step 1")
         assert f"ranks 1 and 3 should have the same weights but differ in {experts}" in expert
         assert dense.startswith("ReplicasDifferError")

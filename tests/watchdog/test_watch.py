@@ -269,6 +269,15 @@ def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
     ]
 
 
+def test_between_hosts_the_network_has_its_time_out_first(start: Any) -> None:
+    """Both ranks wait in the same collective: whoever is cut off is told when that fails; else the watch ends the run."""
+    run = start("wait", "wait", seconds=0.4)
+    began = time.monotonic()
+    run.watch(run.plan(network_seconds=3.0))
+    assert run.statuses() == [HUNG, HUNG]
+    assert time.monotonic() - began >= 3.0
+
+
 def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> None:
     run = start("wait", seconds=0.4)
     watcher = run.watch(run.plan(hosts=("a", "b")))
