@@ -66,11 +66,10 @@ def is_rank(pid: int) -> bool:
 def watch(run: subprocess.Popen[bytes]) -> dict[int, list[Sample]]:
     """Samples of each rank until the run ends."""
     found: dict[int, list[Sample]] = {}
-    started = time.monotonic()
     while run.poll() is None:
         for pid in filter(is_rank, children(run.pid)):
             try:
-                found.setdefault(pid, []).append(sample(pid, time.monotonic() - started))
+                found.setdefault(pid, []).append(sample(pid, time.time()))
             except (OSError, KeyError):
                 continue
         time.sleep(0.5)
@@ -101,10 +100,11 @@ def measure(steps: int) -> dict[str, Any]:
             raise RuntimeError(
                 f"the run ended with {run.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}"
             )
-        milliseconds = early_and_late(step_times(Path(folder, "metrics.jsonl")))
+        metrics = Path(folder, "metrics.jsonl")
+        milliseconds, ended = early_and_late(step_times(metrics)), metrics.stat().st_mtime
     ranks = []
     for each in samples.values():
-        at_work = each[:-3]  # the last ones are of its end
+        at_work = [one for one in each if one.seconds < ended - 1.0]  # later ones are of its end
         memory = early_and_late([float(one.resident_bytes) for one in at_work])
         files, threads = (
             {*counts} for counts in zip(*((s.files, s.threads) for s in at_work[len(at_work) // 5 :]))
