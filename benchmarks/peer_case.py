@@ -55,6 +55,10 @@ class Case:
     layout: Layout
     family: str = GPT2
     bf16: bool = False
+    schedule: str | None = None
+    """Of the pipeline, instead of megalite's usual one: the cut of the layers goes by it."""
+    batch_peers: bool = False
+    """Peers are scheduled as megalite's ranks are."""
     folders: tuple[tuple[str, str], ...] = ()
     """Where peers that are not installed lie, by contender."""
 

@@ -1,5 +1,7 @@
 """megalite as a contender of step_vs_peers.py: the training step of pretrain_gpt.py, without its log."""
 
+import dataclasses
+
 import torch
 from peer_case import CLIP, DECAY, LR, SEED, Case, first_weights, model_of
 from plain_gpt import Size
@@ -37,6 +39,7 @@ def config_of(case: Case) -> RunConfig:
         "tp": layout.tp,
         "pp": layout.pp,
         "vpp": layout.vpp,
+        "pipeline_schedule": case.schedule,
     }
     model = model_of(case)
     settings |= {name: getattr(model, name) for name in model.__dataclass_fields__}
@@ -104,3 +107,13 @@ def _load(replica: Replica, weights: dict[str, torch.Tensor]) -> None:
 def build(case: Case, context: RankContext) -> Megalite:
     """See `Build`."""
     return Megalite(case, context)
+
+
+def build_zb_h2(case: Case, context: RankContext) -> Megalite:
+    """With the schedule that fills the bubble with weight gradients, at the price of more microbatches in flight."""
+    return Megalite(dataclasses.replace(case, schedule="zb-h2"), context)
+
+
+def build_dualpipe_v(case: Case, context: RankContext) -> Megalite:
+    """With the schedule that runs each forward beside a backward, on stages that go down the ranks and up again."""
+    return Megalite(dataclasses.replace(case, schedule="dualpipe-v"), context)

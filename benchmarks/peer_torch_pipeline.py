@@ -3,6 +3,7 @@
 It knows no tied embeddings and no global norm: both are added here as its users do, by one all-reduce each.
 """
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,23 @@ from peer_case import Case, adamw, clip, plain_weights, squares
 from peer_megalite import stage_layers
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
+DOWN_AND_UP = ("zb-v", "dualpipe-v")
+"""The second half of the stages lies on the ranks in reverse."""
 
 
 class Part(nn.Module):
@@ -50,24 +67,23 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class Pipeline:
     """See `Contender`."""
 
-    def __init__(self, case: Case, rank: int, cut: list[tuple[int, int]]) -> None:
+    def __init__(self, case: Case, rank: int, cut: list[tuple[int, int]], schedule: str) -> None:
         ranks, last = case.layout.pp, len(cut) - 1
+        mine = (rank, last - rank) if schedule in DOWN_AND_UP else range(rank, len(cut), ranks)
         self._parts = {
-            stage: Part(case, cut[stage], embeds=stage == 0, heads=stage == last)
-            for stage in range(rank, len(cut), ranks)
+            stage: Part(case, cut[stage], embeds=stage == 0, heads=stage == last) for stage in mine
         }
         stages = [
             PipelineStage(part, stage, len(cut), torch.device("cpu")) for stage, part in self._parts.items()
         ]
         settings: dict[str, Any] = {"loss_fn": _loss, "scale_grads": True}
-        self._schedule = (
-            Schedule1F1B(stages[0], case.microbatches, **settings)
-            if len(stages) == 1
-            else ScheduleInterleaved1F1B([*stages], case.microbatches, **settings)
+        self._schedule = SCHEDULES[schedule](
+            stages[0] if len(cut) == ranks else [*stages], case.microbatches, **settings
         )
         self._first, self._last = 0 in self._parts, last in self._parts
         self._parameters = [p for part in self._parts.values() for p in part.parameters()]
-        self._word = self._parts[0 if self._first else last].word.weight
+        # Two, updated alike, also where one rank has both: each stage divides the gradients of its parameters.
+        self._words = [part.word.weight for part in self._parts.values() if part.embeds or part.heads]
         self._optimizer = adamw(self._parameters)
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -79,15 +95,25 @@ class Pipeline:
             losses=losses if self._last else None,
             return_outputs=False,
         )
-        assert self._word.grad is not None
-        dist.all_reduce(self._word.grad)
-        own = [p for p in self._parameters if self._first or p is not self._word]
+        _sum_of_both(self._words)
+        own = [p for p in self._parameters if not any(p is word for word in self._words)]
+        own += self._words[:1] if self._first else []
         total = squares(own)
         dist.all_reduce(total)
         clip(self._parameters, total.sqrt().float())
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(torch.stack(losses).detach().mean()) if self._last else 0.0
+
+
+def _sum_of_both(words: list[torch.Tensor]) -> None:
+    """The tied weight's gradients, of this rank's copies and the other's."""
+    grads = [word.grad for word in words]
+    if len(grads) == 2:
+        grads[0] += grads[1]
+        grads[1].copy_(grads[0])
+    elif grads:
+        dist.all_reduce(grads[0])
 
 
 def even_cut(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -98,10 +124,31 @@ def even_cut(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def build_even(case: Case, context: Any) -> Pipeline:
-    """The usual cut."""
-    return Pipeline(case, context.rank, even_cut(case.size.layers, case.layout.pp * case.layout.vpp))
+    """The usual cut and schedule."""
+    cut = even_cut(case.size.layers, case.layout.pp * case.layout.vpp)
+    return Pipeline(case, context.rank, cut, _usual(case))
 
 
 def build_balanced(case: Case, context: Any) -> Pipeline:
-    """The layers cut as megalite cuts them."""
-    return Pipeline(case, context.rank, stage_layers(case))
+    """The usual schedule, the layers cut as megalite cuts them."""
+    return Pipeline(case, context.rank, stage_layers(case), _usual(case))
+
+
+def build_interleaved_zb(case: Case, context: Any) -> Pipeline:
+    """Weight gradients fill the bubble, the layers cut as megalite cuts them."""
+    return Pipeline(case, context.rank, stage_layers(case), "interleaved-zb")
+
+
+def build_zb_v(case: Case, context: Any) -> Pipeline:
+    """The layers cut as megalite cuts them for its own."""
+    return Pipeline(case, context.rank, stage_layers(dataclasses.replace(case, schedule="zb-v")), "zb-v")
+
+
+def build_dualpipe_v(case: Case, context: Any) -> Pipeline:
+    """The layers cut as megalite cuts them for its own."""
+    cut = stage_layers(dataclasses.replace(case, schedule="dualpipe-v"))
+    return Pipeline(case, context.rank, cut, "dualpipe-v")
+
+
+def _usual(case: Case) -> str:
+    return "interleaved" if case.layout.vpp > 1 else "1f1b"

@@ -86,7 +86,7 @@ def seats_of(names: Iterable[str]) -> dict[str, str]:
     """Contenders to seats. Ours and the peers that change torch for themselves keep theirs; the others share."""
     seats, shared = {}, 0
     for name in names:
-        own = name if name == worker.MEGALITE else worker.CONTENDERS[name].needs
+        own = name if worker.CONTENDERS[name].ours else worker.CONTENDERS[name].needs
         seats[name] = own or f"seat {shared}"
         shared += own is None
     return seats
@@ -141,6 +141,7 @@ def cases_of(name: str, layouts: Sequence[str], arguments: Any) -> list[tuple[Ca
                 layout=LAYOUTS[layout],
                 family=model.family,
                 bf16=bf16,
+                batch_peers=arguments.batch_peers,
                 folders=tuple(sorted(arguments.folders.items())),
             )
             found.append((case, layout))
@@ -161,6 +162,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="steps of a turn (1)")
     parser.add_argument("--checks", type=int, default=2, help="steps before, whose losses must agree (2)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
+    parser.add_argument("--batch-peers", action="store_true", help="peers under SCHED_BATCH too, as we are")
     parser.add_argument("--no-bf16", action="store_true", help="fp32 alone")
     parser.add_argument("--megatron-core", type=Path, help="folder that holds the package megatron")
     parser.add_argument("--picotron", type=Path, help="folder that holds the package picotron")

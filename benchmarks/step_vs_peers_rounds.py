@@ -119,9 +119,9 @@ def quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
-def ratio(found: Measured, name: str) -> dict[str, Any]:
-    """megalite's rate over this contender's: medians over rounds, in wall and in CPU time."""
+def ratio(found: Measured, name: str, ours: str = worker.MEGALITE) -> dict[str, Any]:
+    """Our rate over this contender's: medians over rounds, in wall and in CPU time."""
     return {
-        key: statistics.median(theirs / ours for ours, theirs in zip(values[worker.MEGALITE], values[name]))
+        key: statistics.median(own / theirs for own, theirs in zip(values[name], values[ours]))
         for key, values in (("wall", found.seconds), ("cpu", found.cpu))
     }

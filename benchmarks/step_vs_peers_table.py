@@ -43,9 +43,18 @@ def row_of(name: str, found: Measured, case: Case) -> dict[str, Any]:
         "losses": found.losses[name],
         "rounds": [round(rate, 1) for rate in rates],
     }
-    if name != worker.MEGALITE:
-        row["ours_over_theirs"] = {key: round(value, 4) for key, value in ratio(found, name).items()}
+    if worker.CONTENDERS[name].ours:
+        peers = {peer: ratio(found, peer, name) for peer in found.seconds if not worker.CONTENDERS[peer].ours}
+        if peers:
+            best = min(peers, key=lambda peer: peers[peer]["wall"])
+            row["over_the_best_peer"] = {"peer": best, **_rounded(peers[best])}
+    else:
+        row["ours_over_theirs"] = _rounded(ratio(found, name))
     return row
+
+
+def _rounded(ratios: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in ratios.items()}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -66,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['of_gemm']:.0%}",
                 f"{ours['wall']:.2f}" if ours else "",
                 f"{ours['cpu']:.2f}" if ours else "",
-                f"{row['loss_difference']:.1e}" if ours else "",
+                "" if row["contender"] == worker.MEGALITE else f"{row['loss_difference']:.1e}",
             )
         )
     lines = ["| " + " | ".join(row) + " |" for row in cells]
@@ -79,12 +88,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def verdict(measured: list[dict[str, Any]]) -> str:
-    """megalite against the peer that came nearest."""
-    peers = [row for row in measured if "ours_over_theirs" in row]
-    if not peers:
-        return "no peer ran"
-    best = min(peers, key=lambda row: row["ours_over_theirs"]["wall"])
-    ours = best["ours_over_theirs"]
-    return (
-        f"megalite over the best peer ({best['contender']}): {ours['wall']:.2f} (CPU time {ours['cpu']:.2f})"
-    )
+    """megalite in each of its ways against the peer that came nearest."""
+    lines = [
+        f"{row['contender']} over the best peer ({best['peer']}): {best['wall']:.2f} (CPU time {best['cpu']:.2f})"
+        for row in measured
+        if (best := row.get("over_the_best_peer"))
+    ]
+    return "\n".join(lines) or "no peer ran"

@@ -2,11 +2,13 @@
 
 import gc
 import importlib
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +29,18 @@ class Entry(NamedTuple):
     """It takes part in bf16 as well."""
     needs: str | None = None
     """The option that says where it lies."""
+    ours: bool = False
+    """megalite, as users may have it."""
 
 
 MEGALITE = "megalite"
 _ONE = ("1", "1.2threads")
 CONTENDERS: dict[str, Entry] = {
     MEGALITE: Entry(
-        "peer_megalite:build", (*_ONE, "dp2", "tp2", "pp2", "pp2.vpp2"), (GPT2, LLAMA), bf16=True
+        "peer_megalite:build", (*_ONE, "dp2", "tp2", "pp2", "pp2.vpp2"), (GPT2, LLAMA), bf16=True, ours=True
     ),
+    "megalite, zb-h2": Entry("peer_megalite:build_zb_h2", ("pp2",), (GPT2, LLAMA), ours=True),
+    "megalite, dualpipe-v": Entry("peer_megalite:build_dualpipe_v", ("pp2.vpp2",), ours=True),
     "plain torch": Entry("peer_torch:build_plain", _ONE, bf16=True),
     "nanoGPT-like": Entry("peer_nanogpt:build", _ONE, bf16=True),
     "Hugging Face GPT-2": Entry("peer_huggingface:build", _ONE, bf16=True),
@@ -45,6 +51,11 @@ CONTENDERS: dict[str, Entry] = {
     "torch 1F1B, cut as ours": Entry("peer_torch_pipeline:build_balanced", ("pp2",)),
     "torch Interleaved1F1B": Entry("peer_torch_pipeline:build_even", ("pp2.vpp2",)),
     "torch Interleaved1F1B, cut as ours": Entry("peer_torch_pipeline:build_balanced", ("pp2.vpp2",)),
+    "torch InterleavedZeroBubble, cut as ours": Entry(
+        "peer_torch_pipeline:build_interleaved_zb", ("pp2.vpp2",)
+    ),
+    "torch ZBVZeroBubble, cut as ours": Entry("peer_torch_pipeline:build_zb_v", ("pp2.vpp2",)),
+    "torch DualPipeV, cut as ours": Entry("peer_torch_pipeline:build_dualpipe_v", ("pp2.vpp2",)),
     "megatron-core": Entry(
         "peer_megatron:build",
         (*_ONE, "dp2", "tp2", "pp2", "pp2.vpp2"),
@@ -70,7 +81,7 @@ _seat: list[_Seat] = []
 def _warnings_of(name: str) -> Iterator[None]:
     """What peers warn of is not ours to mend."""
     with warnings.catch_warnings():
-        if name != MEGALITE:
+        if not CONTENDERS[name].ours:
             warnings.simplefilter("ignore")
         yield
 
@@ -86,8 +97,17 @@ def build(context: RankContext, name: str, case: Case) -> None:
     """Make a contender, in place of what was here."""
     _seat.clear()
     gc.collect()
+    batch = CONTENDERS[name].ours or case.batch_peers
+    _schedule_as(os.SCHED_BATCH if batch else os.SCHED_OTHER)
     torch.set_num_threads(case.layout.threads)
     _seat.append(_Seat(name, make(context, name, case), case, []))
+
+
+def _schedule_as(policy: int) -> None:
+    """All threads of this process; those to come inherit it. A pool's ranks are batch jobs, which is megalite's doing:
+    peers run as their users start them, or as `chrt --batch` before their command would have them."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
 def train(context: RankContext, steps: int) -> list[float]:
@@ -111,7 +131,8 @@ def turn(context: RankContext, steps: int) -> dict[str, float]:
 
 
 def leave(context: RankContext) -> None:
-    """Free what was built."""
+    """Free what was built; be what a pool's ranks are."""
+    _schedule_as(os.SCHED_BATCH)
     _seat.clear()
     gc.collect()
 

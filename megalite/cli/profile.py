@@ -227,7 +227,8 @@ def _write(
     fitted = fit_cluster(measured, base, nominal=nominal, name=name, source=source)
     own = fit_stack(measured, fitted.cluster, stack, name=name, source=source)
     if measured.passes:
-        own, error = with_passes(measured.passes, fitted.cluster, own, source=source)
+        least = measured.overheads.operation.seconds
+        own, error = with_passes(measured.passes, fitted.cluster, own, source=source, least_operation=least)
         fitted = dataclasses.replace(fitted, errors={**fitted.errors, "passes": error})
     save_cluster(fitted.cluster, arguments.output)
     if arguments.output_stack is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.hardware.cluster import Cluster, Node
 from megalite.planner.hardware.stack import SoftwareStack
 from megalite.profiling.cluster_file import Fitted
 from megalite.profiling.run import Measurements
@@ -26,7 +26,7 @@ def format_profile(
         _memory(measured, nominal),
         _passes(measured),
         _collectives(measured),
-        _constants(fitted, stack),
+        _constants(measured, fitted, stack),
     ]
     noisy = [timing for timing in _timings(measured) if timing.spread > NOISY]
     if noisy:
@@ -152,7 +152,17 @@ def _collectives(measured: Measurements) -> str:
     return _table("Between ranks, all groups at once", header, rows)
 
 
-def _constants(fitted: Fitted, stack: SoftwareStack) -> str:
+def _crowd(measured: Measurements, node: Node) -> list[str]:
+    turns = measured.turns
+    if turns is None:
+        return []
+    return [
+        f"  {measured.machine.ranks_per_core:g} ranks a core: with every second one waiting the others are "
+        f"{turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
+    ]
+
+
+def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
     """What the files say, and how well the planner's formulas give the measured times with it."""
     cluster = fitted.cluster
     accelerator, node, network, share = (
@@ -167,7 +177,9 @@ def _constants(fitted: Fitted, stack: SoftwareStack) -> str:
         f"  peak {peaks}; products reach {share.gemm:.0%}, an operation {duration(accelerator.kernel_seconds)} more",
         f"  memory {rate(accelerator.memory_bandwidth, 'B')}/s, operations reach {share.memory:.0%}",
         f"  in a node {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
-        f"{duration(node.link_latency)}; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
+        f"{duration(node.link_latency)} a step of a collective and {duration(node.message_steps * node.link_latency)} a "
+        f"message; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
+        *_crowd(measured, node),
         f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
         f"collectives reach {share.network:.0%}",
         f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "

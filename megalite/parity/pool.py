@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megalite.config.run import RunConfig
 from megalite.planner.pipeline import placement_of
 from megalite.topology.layout import ParallelLayout
+from megalite.topology.scheduling import schedule_as_batch
 from megalite.topology.topology import ProcessGroups, Topology
 
 _START_SECONDS = 180.0
@@ -146,6 +147,7 @@ def _work(rank: int, pool_size: int, port: int, strict: bool, pipe: Connection) 
     """The life of a worker: it ends when the parent closes the pipe, or dies with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent then stops us
     torch.set_num_threads(1)
+    schedule_as_batch()  # as `start_distributed` does
     if strict:
         warnings.simplefilter("error")
     seconds = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)

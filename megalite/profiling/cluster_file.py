@@ -17,7 +17,7 @@ from megalite.planner.hardware.cluster import (
     load_cluster,
 )
 from megalite.profiling.collectives import CollectiveTime
-from megalite.profiling.fit import Fit, fit_times
+from megalite.profiling.fit import fit_times
 from megalite.profiling.gemm import GemmTime
 from megalite.profiling.machine import Machine
 from megalite.profiling.memory import MemoryTime
@@ -90,15 +90,16 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
     provenance["efficiency.memory"] = source
     node = dataclasses.replace(
-        base.node, accelerators=machine.accelerators_per_node, ranks_per_core=machine.ranks_per_core
+        base.node, accelerators=machine.accelerators_per_node, ranks_per_core=_ranks_per_core(measured)
     )
     network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
     inside = [time for time in measured.collectives if time.place == "inside"]
     across = [time for time in measured.collectives if time.place == "across"]
     if inside:
-        latency, link, p2p, errors["inside"] = fit_links(inside)
+        latency, link, message, p2p, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(link, p2p)
-        node = dataclasses.replace(node, link_bandwidth=peak, link_latency=latency)
+        steps = message / latency if latency > 0 else 1.0
+        node = dataclasses.replace(node, link_bandwidth=peak, link_latency=latency, message_steps=steps)
         shares = dataclasses.replace(
             shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak), small_groups=1.0
         )
@@ -106,7 +107,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         provenance["node"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
     if across:
-        latency, link, p2p, errors["across"] = fit_links(across)
+        latency, link, _, p2p, errors["across"] = fit_links(across)
         nics = base.network.nics if nominal else 1
         share = nics * base.network.nic_bandwidth / node.accelerators if nominal else max(link, p2p)
         network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=latency)
@@ -123,6 +124,14 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         provenance=provenance,
     )
     return Fitted(cluster=cluster, errors=errors)
+
+
+def _ranks_per_core(measured: Measurements) -> float:
+    """As many as there are, times what of the speedup that their number allows was reached while every second one waited."""
+    there = measured.machine.ranks_per_core
+    if measured.turns is None:
+        return there
+    return max(1.0, there * min(1.0, measured.turns.speedup / min(2.0, there)))
 
 
 def describe(machine: Machine) -> str:
@@ -222,22 +231,23 @@ def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float,
     return share, kernel, error
 
 
-def fit_links(times: Sequence[CollectiveTime]) -> tuple[float, float, float, float]:
-    """(latency, bytes a second of collectives, of messages, mean relative error) of one place."""
-    messages = [time.operation == "p2p" for time in times]
-    fit: Fit = fit_times(
-        [
-            [time.latencies for time in times],
-            [0.0 if message else time.wire_bytes for time, message in zip(times, messages)],
-            [time.wire_bytes if message else 0.0 for time, message in zip(times, messages)],
-        ],
-        [time.timing.seconds for time in times],
-    )
-    latency, collective, message = fit.constants
-    return latency, _rate(collective, times, p2p=False), _rate(message, times, p2p=True), fit.error
+def fit_links(times: Sequence[CollectiveTime]) -> tuple[float, float, float, float, float]:
+    """(latency of a collective's step, its bytes a second, latency of a message, its bytes a second, mean relative error)
+    of one place."""
+    found: list[float] = []
+    error = 0.0
+    for p2p in (False, True):
+        chosen = [time for time in times if (time.operation == "p2p") == p2p]
+        fit = fit_times(
+            [[time.latencies for time in chosen], [time.wire_bytes for time in chosen]],
+            [time.timing.seconds for time in chosen],
+        )
+        latency, slope = fit.constants
+        found += [latency, _rate(slope, chosen)]
+        error += fit.error * len(chosen) / len(times)
+    return (*found, error)  # type: ignore[return-value]
 
 
-def _rate(slope: float, times: Sequence[CollectiveTime], *, p2p: bool) -> float:
+def _rate(slope: float, times: Sequence[CollectiveTime]) -> float:
     """1 / slope; the highest rate reached where times do not grow with the bytes."""
-    reached = max(time.bytes_per_second for time in times if (time.operation == "p2p") == p2p)
-    return 1.0 / slope if slope > 0 and math.isfinite(1.0 / slope) else reached
+    return 1.0 / slope if slope > 0 and math.isfinite(1.0 / slope) else max(t.bytes_per_second for t in times)

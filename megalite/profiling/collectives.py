@@ -183,7 +183,7 @@ def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> Co
             there.receive_async(tensor, source=0).wait()
             back.send_async(tensor, to=1).wait()
 
-    both = timer.over_ranks(timer.together(run, seconds=seconds), idle=edges is None)
+    both = timer.over_ranks(timer.amid(run, seconds=seconds), idle=edges is None)
     return CollectiveTime(
         operation="p2p",
         place=channels.place,

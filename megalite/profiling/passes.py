@@ -164,21 +164,26 @@ class PassFit:
     """Mean of |formula / measured - 1|."""
 
 
-def fit_passes(times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack) -> PassFit:
+def fit_passes(
+    times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack, *, least_operation: float = 0.0
+) -> PassFit:
     """Least squares over relative errors, with products and attention as the formulas have them.
 
     Args:
         cluster: with its rates of products and of memory.
         stack: with its attention.
+        least_operation: seconds that any operation takes. The fit cannot tell operations from elementwise work and passes
+            where the times are noisy, and gives one of them all; but none is free.
     """
     plain = dataclasses.replace(stack, elementwise_slowdown=1.0)
     without = dataclasses.replace(stack, elementwise_slowdown=0.0)
     known, moved, operations, passes = [], [], [], []
     for time in times:
         bare, parts = _parts(time, cluster, without), _parts(time, cluster, plain)
-        known.append(float(bare.gemm + bare.memory))
-        moved.append(float(parts.gemm + parts.memory) - known[-1])
+        products = float(bare.gemm + bare.memory)
+        moved.append(float(parts.gemm + parts.memory) - products)
         operations.append(float(parts.operations))
+        known.append(products + least_operation * operations[-1])
         passes.append(2.0 if time.backward else 1.0)
     seconds = [time.timing.seconds for time in times]
     fit = fit_times([moved, operations, passes], seconds, known=known)
@@ -186,7 +191,7 @@ def fit_passes(times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack
     return PassFit(
         # At least a little: no operation on activations is free.
         elementwise_slowdown=max(slowdown, 0.01),
-        operation_seconds=operation,
+        operation_seconds=least_operation + operation,
         pass_seconds=constant,
         error=fit.error,
     )
@@ -203,14 +208,20 @@ def _parts(time: PassTime, cluster: Cluster, stack: SoftwareStack) -> Parts:
 
 
 def with_passes(
-    times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack, *, source: str
+    times: Sequence[PassTime],
+    cluster: Cluster,
+    stack: SoftwareStack,
+    *,
+    source: str,
+    least_operation: float = 0.0,
 ) -> tuple[SoftwareStack, float]:
     """The stack with the constants of `fit_passes`, and its error.
 
     Args:
+        least_operation: of `fit_passes`.
         source: when, with what and how it was measured, for the provenance.
     """
-    fit = fit_passes(times, cluster, stack)
+    fit = fit_passes(times, cluster, stack, least_operation=least_operation)
     where = f"fitted on passes of small stages, {source}"
     names = ("elementwise_slowdown", "operation_seconds", "microbatch_seconds")
     fitted = dataclasses.replace(

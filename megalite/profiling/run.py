@@ -26,6 +26,7 @@ from megalite.profiling.memory import (
 from megalite.profiling.overheads import Overheads, measure_overheads
 from megalite.profiling.passes import SHAPES, PassTime, measure_passes
 from megalite.profiling.timing import Timer
+from megalite.profiling.turns import TurnTime, measure_turns
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
 
@@ -40,6 +41,9 @@ _WEIGHTS = {
     "collectives": 0.3,
 }
 """Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
+
+_TURNS = 0.15
+"""Of the time for what lies between ranks, where they outnumber the cores."""
 
 _SAMPLES = 6
 """How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
@@ -59,6 +63,8 @@ class Measurements:
     passes: tuple[PassTime, ...]
     """On a CPU, whose rates depend on more than bytes."""
     collectives: tuple[CollectiveTime, ...]
+    turns: TurnTime | None = None
+    """Where ranks outnumber cores."""
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
@@ -148,10 +154,15 @@ def measure(
             timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"]
         )
     collectives: list[CollectiveTime] = []
+    turns: TurnTime | None = None
     if machine.ranks > 1:
-        collectives = _collectives(
-            machine, timer, share["collectives"], made=made, most_bytes=most_bytes, progress=progress
-        )
+        places = make_channels(machine, timer.world.rank, timer.device, made=made)
+        seconds = share["collectives"]
+        if machine.crowded and places[0].place == "inside":
+            progress("what ranks that wait leave to others")
+            turns = measure_turns(timer, places[0], seconds=_TURNS * seconds)
+            seconds *= 1.0 - _TURNS
+        collectives = _collectives(places, timer, seconds, most_bytes=most_bytes, progress=progress)
     return Measurements(
         machine=machine,
         dtypes=tuple(dtypes),
@@ -161,19 +172,18 @@ def measure(
         overheads=overheads,
         passes=tuple(passes),
         collectives=tuple(collectives),
+        turns=turns,
     )
 
 
 def _collectives(
-    machine: Machine,
+    places: Sequence[Channels],
     timer: Timer,
     seconds: float,
     *,
-    made: ProcessGroups | None,
     most_bytes: float,
     progress: Callable[[str], None],
 ) -> list[CollectiveTime]:
-    places = make_channels(machine, timer.world.rank, timer.device, made=made)
     found: list[CollectiveTime] = []
     for channels in places:
         progress(f"collectives {channels.place} {'a node' if channels.place == 'inside' else 'nodes'}")

@@ -18,6 +18,7 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
 from megalite.topology.meeting import fresh_part
+from megalite.topology.scheduling import schedule_as_batch
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
@@ -260,9 +261,11 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def start_distributed(launch: Launch, device: torch.device, *, backend: str, timeout_minutes: float) -> None:
-    """Join the job that torchrun started; nothing to do for one process."""
+    """Join the job that torchrun started; nothing to do for one process. Ranks on CPUs are scheduled as batch jobs."""
     if launch.world_size == 1:
         return
+    if device.type == "cpu":
+        schedule_as_batch()  # before gloo starts threads, which inherit it
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)

@@ -141,7 +141,9 @@ def run_with(flags: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", AT_RUN_TIME)
 def test_refused_on_two_ranks(name: str, bad: Files) -> None:
     case = AT_RUN_TIME[name]
-    outcome = train_forked(2, *run_with(case.words(bad)), seconds=45)  # about 1 s on two idle cores
+    outcome = train_forked(
+        2, *run_with(case.words(bad)), seconds=120
+    )  # about 1 s on two idle cores; more is a hang
     check_message(outcome.errors, case, bad)
     assert outcome.status == BAD_INPUT  # of both
     assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
@@ -156,7 +158,6 @@ def test_refused_by_ranks_of_torchrun(bad: Files) -> None:
     assert f"exitcode  : {BAD_INPUT} " in outcome.err  # of the ranks, in torchrun's own summary
     assert "exitcode  : 1 " not in outcome.err
     assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
-    assert outcome.seconds < 45  # about 4 s on two idle cores
 
 
 GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
@@ -208,7 +209,7 @@ def test_a_schedule_that_needs_too_much_memory_is_refused(capsys: pytest.Capture
 def test_a_deadlocking_schedule_stops_two_ranks_alike(corpus: Corpus, tmp_path: Path) -> None:
     path = write_schedule(tmp_path, "deadlock", BAD_SCHEDULES["deadlock"][0])
     flags = ["--pp", "2", "--global-batch-size", "2", "--pipeline-schedule-file", str(path)]
-    outcome = train_forked(2, *run_with([*corpus.flags, *flags]), seconds=45)
+    outcome = train_forked(2, *run_with([*corpus.flags, *flags]), seconds=120)
     assert outcome.status == BAD_INPUT  # of both
     assert "deadlocks whenever its sends complete" in outcome.err and "step 1/" not in outcome.out
 

@@ -176,7 +176,8 @@ def test_log_lines(runs: Runs) -> None:
     lines = [line for line in runs.first_half.out.splitlines() if "grad norm" in line]
     assert len(lines) == SWITCH  # one of rank 0, none of the others
     for number, line in enumerate(lines, start=1):
-        parts = line.split(" | ")
+        # On a busy machine a batch may be waited for; the line then says so.
+        parts = [part for part in line.split(" | ") if not re.fullmatch(r"data wait [0-9.]+ ms", part)]
         assert len(parts) == len(FIELDS)
         for part, pattern in zip(parts, FIELDS, strict=True):
             assert re.fullmatch(pattern, part), (part, pattern)

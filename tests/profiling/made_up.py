@@ -142,7 +142,9 @@ def cpu_cluster(base: Cluster) -> Cluster:
             memory_bandwidth=2e10,
             kernel_seconds=3e-6,
         ),
-        node=dataclasses.replace(base.node, accelerators=4, link_bandwidth=3e9, link_latency=7e-5),
+        node=dataclasses.replace(
+            base.node, accelerators=4, link_bandwidth=3e9, link_latency=7e-5, message_steps=0.4
+        ),
         network=dataclasses.replace(base.network, nics=1, nic_bandwidth=1.2e9, latency=2e-4),
         efficiency=dataclasses.replace(base.efficiency, gemm=0.8, memory=0.5, link=0.6, network=0.7, p2p=0.9),
     )

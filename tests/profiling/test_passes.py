@@ -55,3 +55,14 @@ def test_what_products_take_is_not_taken_for_overhead() -> None:
     assert error < 1e-6
     assert stack.elementwise_slowdown == pytest.approx(1.0, rel=1e-4)
     assert stack.operation_seconds < 1e-10 and stack.microbatch_seconds < 1e-10
+
+
+def test_no_operation_is_free() -> None:
+    """Times in which the fit finds none of an operation's seconds: they are what one operation takes at least."""
+    free = dataclasses.replace(STACK, operation_seconds=0.0)
+    times = [made_up(shape, True, free) for shape in SHAPES]
+    stack, _ = with_passes(times, CLUSTER, STACK, source="measured", least_operation=1e-6)
+    assert stack.operation_seconds == pytest.approx(1e-6)
+    times = [made_up(shape, backward, STACK) for shape in SHAPES for backward in (False, True)]
+    stack, error = with_passes(times, CLUSTER, STACK, source="measured", least_operation=1e-6)
+    assert error < 1e-6 and stack.operation_seconds == pytest.approx(3e-5, rel=1e-4)

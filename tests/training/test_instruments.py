@@ -2,7 +2,6 @@
 for."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megalite.training.loop import train
 from megalite.training.run import Run
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
-from tests.support.listeners import listeners
+from tests.support.listeners import listening_here
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
 
@@ -141,7 +140,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
     more = {"save": folder, "run_dir": folder, "trace": True, "metrics": ["csv"], "log_interval": 1}
     config = tiny_config(2, **{**RUN, "tp": 2, **more})
     made, make = [0], dist.new_group
-    before = len(listeners(os.getpid()))
+    before = listening_here()
 
     def counted(*arguments: Any, **named: Any) -> Any:
         group = make(*arguments, **named)
@@ -151,7 +150,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", counted)
         Run(build(context, config), None, lambda line: None).go()
-    return len(listeners(os.getpid())) - before, made[0]
+    return listening_here() - before, made[0]
 
 
 def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:

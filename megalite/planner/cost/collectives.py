@@ -67,7 +67,8 @@ def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[
     """
     p2p = cluster.efficiency.p2p
     bandwidth = np.where(crosses, cluster.nic_share, cluster.node.link_bandwidth) * p2p
-    return np.where(crosses, cluster.network.latency, cluster.node.link_latency), volume / bandwidth
+    inside = cluster.node.message_steps * cluster.node.link_latency
+    return np.where(crosses, cluster.network.latency, inside), volume / bandwidth
 
 
 def pipeline_stride(work: Workload) -> Number:

@@ -50,10 +50,12 @@ class Node:
     link_bandwidth: float
     """Of one accelerator to the others of its node."""
     link_latency: float = field(metadata=OR_ZERO)
-    """Of one step of a collective, or a message, inside the node."""
+    """Of one step of a collective inside the node."""
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
     """On a CPU with more ranks than cores: the rates above are what a rank has while all others compute; while some wait,
-    the others have their cores."""
+    the others have their cores. Measured, it is a little less than their numbers say: not all of a core is put to use."""
+    message_steps: float = field(default=1.0, metadata=OR_ZERO)
+    """Latency of a message inside the node, in `link_latency`s: nobody but the receiver waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 step = m·S + ramp + messages + exchange + optimizer + constants, where S is what the busiest pipeline rank takes for a
 microbatch. The ramp is the schedule's bubble (`_ramp`); messages that nothing hides lengthen each microbatch of 1f1b by
-2c·(p-1)/p, of interleaved v times that, and of the zero-bubble schedules only by what exceeds a W. It ranks layouts; the
-best are simulated.
+2c·(p-1)/p, of interleaved v times that, and of the zero-bubble schedules only by what exceeds a W. Where ranks share cores
+these move the messages, as work of both ends. It ranks layouts; the best are simulated.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,8 @@ class Clock:
             step = step + m * np.maximum(steady, 0.0) + shape.hops * prices.message
             if np.any(prices.sharing > 1.0):
                 busy = np.stack([_all_rows(cut) for cut in cuts]) @ prices.layers.sum(0)
-                cycle = _cycle(busy + 2.0 * chunks[..., None] * constant, prices.sharing)
+                busy = busy + 2.0 * chunks[..., None] * constant + _ends(chunks, p) * prices.message
+                cycle = _cycle(busy, prices.sharing)
                 shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + shape.hops * prices.message
                 step = np.where(prices.sharing > 1.0, shared, step)
         return step + self._after(prices, forward / p, busiest, m, shape.chunks)
@@ -270,6 +271,15 @@ def _parts(cost: StageCost, constant: float, count: int) -> list[Floats]:
         cost.recompute,
     )
     return [np.broadcast_to(np.asarray(part, dtype=np.float64), (count,)) for part in parts]
+
+
+def _ends(chunks: Floats, p: int) -> Floats:
+    """[pipelines, ranks, 1] messages of a microbatch that a rank sends or receives, on cores that move them: both ways on
+    either side of its chunks, of which the first and the last of all are outermost."""
+    outermost = np.zeros((1, p, 1))
+    outermost[:, [0, -1]] = 1.0
+    found: Floats = 2.0 * (2.0 * chunks[..., None] - outermost)
+    return found
 
 
 def _cycle(busy: Floats, sharing: Floats) -> Floats:

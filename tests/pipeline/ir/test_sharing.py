@@ -43,9 +43,11 @@ def test_a_heavy_rank_has_no_more_than_a_core() -> None:
     )  # the work of all in two cores; what the heavy one has is 9 s at half the speed at best
 
 
-def test_messages_take_as_long_as_ever() -> None:
+def test_messages_are_work_of_both_ends() -> None:
+    """With nobody computing each end takes half as long: together the link's time. Four ranks on one core do what there is."""
     costs = Costs.uniform(4, p2p=5.0)
     assert shared_makespan(one_f_one_b(4, 1), costs, 2.0) == pytest.approx(4 * 3.0 / 2 + 6 * 5.0)
+    assert shared_makespan(one_f_one_b(4, 8), costs, 4.0) == pytest.approx(8 * (3.0 + 6 * 2 * 5.0 / 4))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

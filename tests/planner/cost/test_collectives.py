@@ -59,6 +59,9 @@ def test_a_group_of_one_says_nothing() -> None:
 def test_messages() -> None:
     assert message_seconds(100.0, True, CLUSTER) == (3.0, pytest.approx(100.0 / (10.0 * 0.25)))
     assert message_seconds(100.0, False, CLUSTER) == (0.5, pytest.approx(100.0 / (200.0 * 0.25)))
+    quick = replace(CLUSTER, node=replace(CLUSTER.node, message_steps=0.2))
+    assert message_seconds(100.0, True, quick)[0] == 3.0
+    assert message_seconds(100.0, False, quick)[0] == pytest.approx(0.2 * 0.5)
 
 
 def test_arrays_are_their_elements() -> None:

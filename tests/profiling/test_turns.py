@@ -1,0 +1,55 @@
+"""What waiting ranks leave to others: on two real ranks, and in the file."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalite.planner.hardware.cluster import load_cluster
+from megalite.profiling.cluster_file import fit_cluster
+from megalite.profiling.collectives import make_channels
+from megalite.profiling.machine import describe_machine
+from megalite.profiling.timing import Timer
+from megalite.profiling.turns import TurnTime, measure_turns
+from tests.profiling.made_up import CPU, cpu_cluster, measurements, took
+from tests.support.ranks import RankContext, run_ranks
+
+BASE = load_cluster("cpu-box")
+
+
+@pytest.mark.parametrize(
+    ("at_once", "in_turn", "cores", "ranks_per_core"),
+    [
+        (2.0, 2.0, 2, 2.0),  # 4 ranks, half as fast as alone: nothing is lost
+        (2.0, 2.5, 2, 1.6),
+        (2.0, 1.8, 2, 2.0),  # more than the cores allow is the noise of the clock
+        (2.0, 9.0, 2, 1.0),  # a rank is never slower for another one's waiting
+        (4.0, 5.0, 1, 3.2),  # four a core, of which pairs in turn can show a factor of two
+    ],
+)
+def test_the_file_says_what_is_left(
+    at_once: float, in_turn: float, cores: int, ranks_per_core: float
+) -> None:
+    turns = TurnTime(at_once=took(at_once), in_turn=took(in_turn))
+    crowded = dataclasses.replace(CPU, cores=cores, nodes=1)
+    measured = dataclasses.replace(measurements(cpu_cluster(BASE), crowded), turns=turns)
+    node = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster.node
+    assert node.ranks_per_core == pytest.approx(ranks_per_core)
+
+
+def _turns(context: RankContext) -> tuple[TurnTime, TurnTime]:
+    world = context.topology(dp=2).world
+    device = torch.device("cpu")
+    machine = describe_machine(world, device, node="one")
+    (channels,) = make_channels(machine, context.rank, device, made=context.made)
+    timer = Timer(device, world, crowded=True)
+    return measure_turns(timer, channels, seconds=0.1), measure_turns(timer, channels, seconds=0.1)
+
+
+def test_pairs_take_turns() -> None:
+    """It ends, and all ranks find the same."""
+    first, second = run_ranks(2, _turns)
+    assert first == second
+    for turns in first:
+        assert min(turns.at_once.samples, turns.in_turn.samples) >= 3
+        assert turns.speedup == 2.0 * turns.at_once.seconds / turns.in_turn.seconds > 0.0
