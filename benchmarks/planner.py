@@ -7,7 +7,7 @@ time    benchmarks/planner_time.py: predicted beside measured step times of 2 to
 memory  benchmarks/planner_memory.py: bytes beside what is published and what tiny runs on two gloo ranks hold
 chain   benchmarks/planner_chain.py: DAPPLE's planner beside PipeDream's, data parallelism and straight pipelines
 search  benchmarks/planner_search.py: how fast layouts are priced and planned
-sweep   benchmarks/planner_sweep.py: 14 layouts on 4 gloo ranks, some 15 minutes with nothing else running; takes --folder
+sweep   benchmarks/planner_sweep.py: 17 layouts on 4 gloo ranks, three times: some 20 minutes with nothing else running; takes --folder
 
 Each goal is printed beside what was measured. Without --parts all run but those whose folder is not given.
 """
@@ -171,8 +171,8 @@ def sweep_part(arguments: argparse.Namespace) -> Part:
     """Real runs on this machine."""
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    planner_sweep.profile(folder, 120.0)
-    found = planner_sweep.compare(planner_sweep.sweep(folder, 10))
+    planner_sweep.profile(folder, 90.0)
+    found = planner_sweep.compare([planner_sweep.sweep(folder, 7, turn) for turn in range(3)])
     rank, regret = found["rank_correlation"], 100 * found["regret"]
     return found, [
         Goal(part="sweep", what="rank correlation", measured=rank, bound=0.9, unit="", at_least=True),

@@ -1,9 +1,11 @@
 """Does the planner tell which layout is the fastest on this machine? Profile it, predict layouts, run them, compare.
 
-python benchmarks/planner_sweep.py --folder runs/planner-sweep [--json FILE] [--profile-seconds N] [--steps N]
+python benchmarks/planner_sweep.py --folder runs/planner-sweep [--json FILE] [--profile-seconds N] [--steps N] [--passes N]
 
 17 layouts of a GPT with 4.5 million parameters on 4 gloo ranks of one thread each. Run it on a machine where nothing else
-runs; it takes some 10 minutes. The same command goes on where it was stopped.
+runs. All layouts are run once in each pass, some six minutes; a layout's time is the median over the passes, since the
+speed of a virtual machine drifts by more than what lies between neighbouring layouts. The same command goes on where it was
+stopped.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -77,8 +80,8 @@ def profile(folder: Path, seconds: float) -> None:
     )
 
 
-def sweep(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """The rows of results.csv."""
+def sweep(folder: Path, steps: int, turn: int) -> list[dict[str, Any]]:
+    """The rows of a pass's results.csv."""
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     content = {
         "base": "base.yaml",
@@ -90,7 +93,7 @@ def sweep(folder: Path, steps: int) -> list[dict[str, Any]]:
         "environment": {"OMP_NUM_THREADS": 1},
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    output = folder / "results"
+    output = folder / f"results-{turn}"
     start(
         [
             sys.executable,
@@ -116,23 +119,31 @@ def label(row: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(passes: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Measured beside predicted, the rank correlation, the regret of the pick and the mean error."""
-    found = [
-        {
-            "layout": label(row),
-            "predicted_seconds": float(row["predicted_step_seconds"]),
-            "measured_seconds": float(row["step_seconds"]),
-        }
-        for row in rows
-        if row["status"] == "ok"
-    ]
+    by_layout: dict[str, list[dict[str, Any]]] = {}
+    for rows in passes:
+        for row in rows:
+            by_layout.setdefault(label(row), []).append(row)
+    failed = [name for name, rows in by_layout.items() if any(row["status"] != "ok" for row in rows)]
+    found: list[dict[str, Any]] = []
+    for name, rows in by_layout.items():
+        if name not in failed:
+            seconds = [float(row["step_seconds"]) for row in rows]
+            found.append(
+                {
+                    "layout": name,
+                    "predicted_seconds": float(rows[0]["predicted_step_seconds"]),
+                    "measured_seconds": statistics.median(seconds),
+                    "passes": seconds,
+                }
+            )
     predicted = [row["predicted_seconds"] for row in found]
     measured = [row["measured_seconds"] for row in found]
     pick = min(found, key=lambda row: row["predicted_seconds"])
     return {
         "layouts": sorted(found, key=lambda row: row["measured_seconds"]),
-        "failed": [label(row) for row in rows if row["status"] != "ok"],
+        "failed": failed,
         "rank_correlation": spearman(predicted, measured),
         "regret": pick["measured_seconds"] / min(measured) - 1.0,
         "mean_error": sum(abs(p / m - 1.0) for p, m in zip(predicted, measured)) / len(found),
@@ -146,12 +157,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for profile, runs and results")
     parser.add_argument("--profile-seconds", type=float, default=120.0, metavar="N")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each run; 3 are not measured")
+    parser.add_argument("--passes", type=int, default=3, metavar="N", help="runs of each layout (3)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     profile(folder, arguments.profile_seconds)
-    found = compare(sweep(folder, arguments.steps))
+    found = compare([sweep(folder, arguments.steps, turn) for turn in range(arguments.passes)])
     print(f"{'layout':<45} {'measured':>10} {'predicted':>10}")
     for row in found["layouts"]:
         print(f"{row['layout']:<45} {row['measured_seconds']:>8.3f} s {row['predicted_seconds']:>8.3f} s")
@@ -166,7 +178,7 @@ def main() -> None:
             "torch": str(torch.__version__),
             "ranks": RANKS,
             "command": f"python benchmarks/planner_sweep.py --profile-seconds {arguments.profile_seconds:g} "
-            f"--steps {arguments.steps}",
+            f"--steps {arguments.steps} --passes {arguments.passes}",
         }
         arguments.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
 

@@ -21,6 +21,7 @@ from megalite.data.mock_dataset import MockDataset
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.planner.pipeline import layout_of
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.training.cpu_memory import keep_freed_memory
 from megalite.training.replica import build_replica
 from megalite.training.step import Stepper
 
@@ -50,7 +51,14 @@ WARM_UP = 4
 CATEGORIES = {
     "GEMM": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product",),
-    "log-softmax, loss": ("aten::_log_softmax", "aten::exp", "aten::scatter_add", "aten::gather"),
+    "log-softmax, loss": (
+        "aten::_log_softmax",
+        "aten::exp",
+        "aten::amax",
+        "aten::sub_",
+        "aten::scatter_add",
+        "aten::gather",
+    ),
     "norms, activations": ("aten::native_layer_norm", "aten::gelu", "aten::silu", "aten::_fused_rms_norm"),
     "optimizer, norm, clip": ("aten::_fused_adamw", "aten::linalg_vector_norm", "aten::mul_"),
     "gradient buffers": ("aten::fill_", "aten::zero_", "aten::add_", "aten::embedding_dense_backward"),
@@ -71,6 +79,7 @@ def main() -> None:
     launch, device = Launch.from_environment(), torch.device("cpu")
     torch.set_num_threads(1)
     config = validate(parse_arguments([*MODEL, *sys.argv[1:]]).config, launch.world_size)
+    keep_freed_memory()
     start_distributed(launch, device, backend="auto", timeout_minutes=5.0)
     p, t = config.parallel, config.training
     assert p.dp is not None

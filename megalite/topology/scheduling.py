@@ -7,7 +7,7 @@ def schedule_as_batch() -> bool:
     """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
 
     Each gloo collective wakes three threads of a rank in turn. Under the usual policy whoever is woken takes the core from
-    whoever computes or sends there, who then has to be woken again: an all-reduce between two ranks took five times as long
+    whoever computes or sends there, who then has to be woken again: an all-reduce takes three to four times as long
     (docs/performance.md). Under SCHED_BATCH the woken wait until the core is free. Weights and shares of the cores stay as
     they are, and no privilege is needed.
 
