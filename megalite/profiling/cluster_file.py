@@ -96,22 +96,26 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     inside = [time for time in measured.collectives if time.place == "inside"]
     across = [time for time in measured.collectives if time.place == "across"]
     if inside:
-        latency, link, message, p2p, errors["inside"] = fit_links(inside)
-        peak = node.link_bandwidth if nominal else max(link, p2p)
-        steps = message / latency if latency > 0 else 1.0
-        node = dataclasses.replace(node, link_bandwidth=peak, link_latency=latency, message_steps=steps)
+        steps, messages, errors["inside"] = fit_links(inside)
+        peak = node.link_bandwidth if nominal else max(steps.rate, messages.rate)
+        latency = max(steps.latency, 1e-9)  # messages' is told in these
+        node = dataclasses.replace(
+            node, link_bandwidth=peak, link_latency=latency, message_steps=messages.latency / latency
+        )
         shares = dataclasses.replace(
-            shares, link=min(1.0, link / peak), p2p=min(1.0, p2p / peak), small_groups=1.0
+            shares, link=min(1.0, steps.rate / peak), p2p=min(1.0, messages.rate / peak), small_groups=1.0
         )
         provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
         provenance["node"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
     if across:
-        latency, link, _, p2p, errors["across"] = fit_links(across)
-        nics = base.network.nics if nominal else 1
-        share = nics * base.network.nic_bandwidth / node.accelerators if nominal else max(link, p2p)
-        network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=latency)
-        shares = dataclasses.replace(shares, network=min(1.0, link / share), p2p=min(1.0, p2p / share))
+        steps, messages, errors["across"] = fit_links(across)
+        rate, nics = max(steps.rate, messages.rate), base.network.nics if nominal else 1
+        share = nics * base.network.nic_bandwidth / node.accelerators if nominal else rate
+        network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=steps.latency)
+        shares = dataclasses.replace(
+            shares, network=min(1.0, steps.rate / share), p2p=min(1.0, messages.rate / share)
+        )
         provenance["network"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
         provenance["efficiency.network"] = provenance["efficiency.p2p"] = f"across nodes, {source}"
     cluster = Cluster(
@@ -231,11 +235,17 @@ def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float,
     return share, kernel, error
 
 
-def fit_links(times: Sequence[CollectiveTime]) -> tuple[float, float, float, float, float]:
-    """(latency of a collective's step, its bytes a second, latency of a message, its bytes a second, mean relative error)
-    of one place."""
-    found: list[float] = []
-    error = 0.0
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """seconds = latency · steps + bytes sent / rate."""
+
+    latency: float
+    rate: float
+
+
+def fit_links(times: Sequence[CollectiveTime]) -> tuple[Line, Line, float]:
+    """(collectives, messages, mean relative error) of one place."""
+    lines, error = [], 0.0
     for p2p in (False, True):
         chosen = [time for time in times if (time.operation == "p2p") == p2p]
         fit = fit_times(
@@ -243,11 +253,14 @@ def fit_links(times: Sequence[CollectiveTime]) -> tuple[float, float, float, flo
             [time.timing.seconds for time in chosen],
         )
         latency, slope = fit.constants
-        found += [latency, _rate(slope, chosen)]
+        lines.append(Line(latency, _rate(slope, chosen)))
         error += fit.error * len(chosen) / len(times)
-    return (*found, error)  # type: ignore[return-value]
+    collectives, messages = lines
+    return collectives, messages, error
 
 
 def _rate(slope: float, times: Sequence[CollectiveTime]) -> float:
     """1 / slope; the highest rate reached where times do not grow with the bytes."""
-    return 1.0 / slope if slope > 0 and math.isfinite(1.0 / slope) else max(t.bytes_per_second for t in times)
+    if slope > 0 and math.isfinite(1.0 / slope):
+        return 1.0 / slope
+    return max(time.bytes_per_second for time in times)
