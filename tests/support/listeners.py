@@ -26,17 +26,19 @@ class Listener:
         return int(self.address, 16) == 0
 
 
-def listening_here() -> int:
-    """How many sockets this process listens on, asked of each of them."""
-    count = 0
+def listening_here() -> set[str]:
+    """The sockets that this process listens on, by their inodes; each is asked itself."""
+    found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        if _target(entry).startswith("socket:"):
+        name = _target(entry)
+        if name.startswith("socket:"):
             try:
                 with socket.socket(fileno=os.dup(int(entry.name))) as own:
-                    count += own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(name)
             except OSError:  # closed meanwhile
                 continue
-    return count
+    return found
 
 
 def listeners(root: int) -> list[Listener]:

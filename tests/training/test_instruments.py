@@ -140,7 +140,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
     more = {"save": folder, "run_dir": folder, "trace": True, "metrics": ["csv"], "log_interval": 1}
     config = tiny_config(2, **{**RUN, "tp": 2, **more})
     made, make = [0], dist.new_group
-    before = listening_here()
+    before = listening_here()  # groups of earlier tests among them, which may close at any time
 
     def counted(*arguments: Any, **named: Any) -> Any:
         group = make(*arguments, **named)
@@ -150,7 +150,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", counted)
         Run(build(context, config), None, lambda line: None).go()
-    return listening_here() - before, made[0]
+    return len(listening_here() - before), made[0]
 
 
 def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:
