@@ -60,6 +60,8 @@ class Safekeeper:
         Raises:
             OSError: it could not be written.
         """
+        # There is one thread, and it works in order: this comes after a save that a signal has cut off from its future, too.
+        self._thread.submit(lambda: None).result()
         if self._saving is not None:
             self._saving.result()
 
