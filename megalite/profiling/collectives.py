@@ -170,20 +170,8 @@ def _collective(
 def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:
     """There and back again between neighbours; half of it is one message."""
     tensor = torch.zeros(max(1, size // 4), device=timer.device)
-    edges = channels.edges
-
-    def run() -> None:
-        if edges is None:
-            return
-        there, back = edges
-        if there.rank == 0:
-            there.send_async(tensor, to=1).wait()
-            back.receive_async(tensor, source=0).wait()
-        else:
-            there.receive_async(tensor, source=0).wait()
-            back.send_async(tensor, to=1).wait()
-
-    both = timer.over_ranks(timer.amid(run, seconds=seconds), idle=edges is None)
+    run = there_and_back(channels, tensor)
+    both = timer.over_ranks(timer.amid(run, seconds=seconds), idle=channels.edges is None)
     return CollectiveTime(
         operation="p2p",
         place=channels.place,
@@ -191,3 +179,27 @@ def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> Co
         message_bytes=tensor.numel() * tensor.element_size(),
         timing=Timing(seconds=both.seconds / 2, spread=both.spread, samples=both.samples),
     )
+
+
+def there_and_back(
+    channels: Channels, tensor: torch.Tensor, compute: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """A message to the neighbour and one back; each sends when it has computed, the second after it has received. Nothing
+    on a rank without a neighbour."""
+    edges = channels.edges
+
+    def run() -> None:
+        if edges is None:
+            return
+        there, back = edges
+        if there.rank == 1:
+            there.receive_async(tensor, source=0).wait()
+        if compute is not None:
+            compute()
+        if there.rank == 0:
+            there.send_async(tensor, to=1).wait()
+            back.receive_async(tensor, source=0).wait()
+        else:
+            back.send_async(tensor, to=1).wait()
+
+    return run

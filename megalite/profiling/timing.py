@@ -41,6 +41,18 @@ def timing_of(samples: Sequence[float]) -> Timing:
     return Timing(seconds=median, spread=(high - low) / median if median else 0.0, samples=len(samples))
 
 
+def products(count: int, device: torch.device) -> Callable[[], None]:
+    """`count` products of 256 x 256 matrices: computation that fits into a cache."""
+    x = torch.ones(256, 256, device=device)
+    out = torch.empty_like(x)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(x, x, out=out)
+
+    return compute
+
+
 class Timer:
     """Times operations on one device of each rank of `world`.
 
@@ -106,12 +118,7 @@ class Timer:
         """
         if not self._crowded:
             return self.together(run, seconds=seconds)
-        x = torch.ones(256, 256, device=self.device)
-        out = torch.empty_like(x)
-
-        def compute() -> None:
-            for _ in range(_PRODUCTS):
-                torch.mm(x, x, out=out)
+        compute = products(_PRODUCTS, self.device)
 
         def both() -> None:
             compute()

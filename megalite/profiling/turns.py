@@ -4,13 +4,12 @@ A pipeline's rank that waits gives its core away. How much faster the others the
 is woken finds its core taken, and another core's caches empty.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from megalite.profiling.collectives import Channels
-from megalite.profiling.timing import Timer, Timing
+from megalite.profiling.collectives import Channels, there_and_back
+from megalite.profiling.timing import Timer, Timing, products
 
 _PRODUCTS = 60
 """Of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage."""
@@ -36,43 +35,16 @@ def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTi
 
     Collectives: messages between them, barriers and gathers over the timer's world.
     """
-    x = torch.ones(256, 256, device=timer.device)
-    out, token = torch.empty_like(x), torch.zeros(1, device=timer.device)
-
-    def compute() -> None:
-        for _ in range(_PRODUCTS):
-            torch.mm(x, x, out=out)
-
+    compute = products(_PRODUCTS, timer.device)
+    in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
     # The machine's speed drifts: both are looked at in turns.
     looks = [
-        [
-            timer.together(run, seconds=seconds / (2 * _LOOKS))
-            for run in (compute, _turns(channels, compute, token))
-        ]
+        [timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)]
         for _ in range(_LOOKS)
     ]
     idle = channels.edges is None
-    at_once, in_turn = (timer.over_ranks(_median(timings), idle=idle) for timings in zip(*looks, strict=True))
-    return TurnTime(at_once=at_once, in_turn=in_turn)
-
-
-def _turns(channels: Channels, compute: Callable[[], None], token: torch.Tensor) -> Callable[[], None]:
-    edges = channels.edges
-
-    def run() -> None:
-        if edges is None:
-            return
-        there, back = edges
-        if there.rank == 0:
-            compute()
-            there.send_async(token, to=1).wait()
-            back.receive_async(token, source=0).wait()
-        else:
-            there.receive_async(token, source=0).wait()
-            compute()
-            back.send_async(token, to=1).wait()
-
-    return run
+    times = (timer.over_ranks(_median(timings), idle=idle) for timings in zip(*looks, strict=True))
+    return TurnTime(at_once=next(times), in_turn=next(times))
 
 
 def _median(timings: tuple[Timing, ...]) -> Timing:

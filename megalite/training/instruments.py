@@ -67,7 +67,7 @@ class Instruments:
         return self.clock.phase(name) if self._times else nullcontext()
 
     def open(self, total_steps: int) -> None:
-        """Before the first step, and before the sinks open their files: begin this session's account.
+        """Before the first step, and before the sinks open their files: begin the account of this start of the run.
 
         Raises:
             ConfigError: a file cannot be written, on some ranks perhaps.

@@ -127,6 +127,21 @@ def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.Cap
     assert "no CUDA" in capsys.readouterr().err
 
 
+def test_each_of_our_ways_is_held_against_the_best_peer() -> None:
+    """And is no peer itself: with zb-h2 we are the fastest here."""
+    names = (worker.MEGALITE, "megalite, zb-h2", "torch 1F1B", "megatron-core")
+    seconds = {name: [time] for name, time in zip(names, (4.0, 2.0, 5.0, 6.0), strict=True)}
+    losses = {name: [1.0] for name in names}
+    found = Measured(seconds=seconds, cpu=seconds, gemm=[1e9], losses=losses)
+    found.differences = dict.fromkeys(names, 0.0)
+    rows = [row_of(name, found, case_of("pp2")) for name in names]
+    assert rows[0]["over_the_best_peer"] == {"peer": "torch 1F1B", "wall": 1.25, "cpu": 1.25}
+    assert rows[1]["over_the_best_peer"] == {"peer": "torch 1F1B", "wall": 2.5, "cpu": 2.5}
+    assert "ours_over_theirs" not in rows[1]
+    text = table({"model": "small", "layout": "pp2", "precision": "fp32", "rounds": 1, "rows": rows})
+    assert "megalite, zb-h2 over the best peer (torch 1F1B): 2.50 (CPU time 2.50)" in text
+
+
 def test_nothing_is_timed_where_losses_differ() -> None:
     with pytest.raises(Disagreement, match=r"torch DDP differ from megalite's by 5.00e-05, more than 1e-05"):
         competed(limit=1e-5)

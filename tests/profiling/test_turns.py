@@ -1,13 +1,15 @@
 """What waiting ranks leave to others: on two real ranks, and in the file."""
 
 import dataclasses
+import itertools
+import time
 
 import pytest
 import torch
 
 from megalite.planner.hardware.cluster import load_cluster
 from megalite.profiling.cluster_file import fit_cluster
-from megalite.profiling.collectives import make_channels
+from megalite.profiling.collectives import make_channels, there_and_back
 from megalite.profiling.machine import describe_machine
 from megalite.profiling.timing import Timer
 from megalite.profiling.turns import TurnTime, measure_turns
@@ -37,6 +39,30 @@ def test_the_file_says_what_is_left(
     assert node.ranks_per_core == pytest.approx(ranks_per_core)
 
 
+def _spans(context: RankContext) -> list[tuple[float, float]]:
+    """When this rank computed, on the one clock of all processes."""
+    device, spans = torch.device("cpu"), []
+    machine = describe_machine(context.topology(dp=2).world, device, node="one")
+    (channels,) = make_channels(machine, context.rank, device, made=context.made)
+
+    def compute() -> None:
+        start = time.monotonic()
+        time.sleep(0.01)
+        spans.append((start, time.monotonic()))
+
+    run = there_and_back(channels, torch.zeros(1), compute)
+    for _ in range(3):
+        run()
+    return spans
+
+
+def test_neighbours_never_compute_at_once() -> None:
+    first, second = run_ranks(2, _spans)
+    in_turn = [span for pair in zip(first, second, strict=True) for span in pair]
+    assert len(in_turn) == 6
+    assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(in_turn))
+
+
 def _turns(context: RankContext) -> tuple[TurnTime, TurnTime]:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
@@ -52,4 +78,4 @@ def test_pairs_take_turns() -> None:
     assert first == second
     for turns in first:
         assert min(turns.at_once.samples, turns.in_turn.samples) >= 3
-        assert turns.speedup == 2.0 * turns.at_once.seconds / turns.in_turn.seconds > 0.0
+        assert min(turns.at_once.seconds, turns.in_turn.seconds) > 0.0

@@ -43,10 +43,15 @@ def test_near_the_simulator(schedule: str, stack: str) -> None:
         assert mine == pytest.approx(simulated, rel=0.1), layout
 
 
+@pytest.mark.parametrize("latency", [2e-6, 1e-2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
-def test_near_the_simulator_where_ranks_share_cores(schedule: str, tmp_path: Path) -> None:
+def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
+    """With messages that are next to nothing, and with such that are a part of the step, which the cores do as well."""
     crowded = load_cluster("dgx-a100")
-    crowded = replace(crowded, node=replace(crowded.node, accelerators=32, ranks_per_core=2.0))
+    node = replace(
+        crowded.node, accelerators=32, ranks_per_core=2.0, link_latency=2e-6, message_steps=latency / 2e-6
+    )
+    crowded = replace(crowded, node=node)
     save_cluster(crowded, tmp_path / "crowded.yaml")
     flags = f"{GPT} {PLAIN} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2".replace(
         "dgx-a100", str(tmp_path / "crowded.yaml")
