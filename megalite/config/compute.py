@@ -7,8 +7,8 @@ from types import MappingProxyType
 from megalite.config.errors import ConfigError
 from megalite.config.option import option
 
-BACKENDS = ("apex", "triton", "torch")
-"""Where kernels come from: NVIDIA's apex, our Triton ones, torch."""
+BACKENDS = ("apex", "triton", "onednn", "torch")
+"""Where kernels come from: NVIDIA's apex, our Triton ones, the oneDNN inside torch where torch does not take it itself, torch."""
 
 OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -21,6 +21,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "rope": "rotary position embedding",
         "softmax": "softmax of attention scores in memory, where attention has dropout",
         "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
+        "matmul": "output and input gradient of linear layers",
         "weight_grad": "weight gradients added to the main gradient",
         "adam": "AdamW",
         "l2norm": "gradient norm",

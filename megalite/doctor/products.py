@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.doctor.finding import Finding
+from megalite.kernels.registry import Kernels
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 
@@ -30,6 +31,12 @@ FP16 = Precision("fp16", torch.float16, 1e-3)
 TF32_BOUND = 2e-3
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def product_of(dtype: torch.dtype, device: torch.device, *, size: int) -> Product:
+    """The kernel that a run would multiply square matrices with."""
+    kernel: Product = Kernels().get("matmul", device=device, dtype=dtype, size=size)
+    return kernel
 
 
 def precisions(device: torch.device) -> tuple[Precision, ...]:
@@ -58,14 +65,17 @@ def examine(device: torch.device, *, seconds: float) -> Iterator[Finding]:
         yield judged(kind, device, error=error, repeats=repeats, rate=rate)
 
 
-def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product = torch.mm) -> tuple[float, bool]:
+def checked(
+    dtype: torch.dtype, device: torch.device, *, multiply: Product | None = None
+) -> tuple[float, bool]:
     """How far a product is from fp64's, as a share of its norm, and whether a second one has the same bits.
 
     Args:
         dtype: of operands and result.
         device: that multiplies.
-        multiply: what is tested.
+        multiply: what is tested; None: what a run would take.
     """
+    multiply = multiply or product_of(dtype, device, size=CHECKED)
     numbers = torch.Generator().manual_seed(0)
     a, b = (torch.randn(CHECKED, CHECKED, generator=numbers).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
@@ -82,8 +92,8 @@ def rate_of(timer: Timer, dtype: torch.dtype, *, seconds: float) -> float:
     """
     size = 8192 if timer.device.type == "cuda" else 1024
     a = torch.randn(size, size, device=timer.device).to(dtype)
-    out = torch.empty_like(a)
-    return 2 * size**3 / timer.each(lambda: torch.mm(a, a, out=out), seconds=seconds).seconds
+    multiply = product_of(dtype, timer.device, size=size)
+    return 2 * size**3 / timer.each(lambda: multiply(a, a), seconds=seconds).seconds
 
 
 def judged(kind: Precision, device: torch.device, *, error: float, repeats: bool, rate: float) -> Finding:

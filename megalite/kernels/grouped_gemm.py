@@ -7,19 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from megalite.kernels.matmul import matmul
+from megalite.kernels.products import Matmul
 from megalite.kernels.weight_grad import accumulate_weight_grad
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 """One launch for all groups, in bf16 alone; its rows must be multiples of 16 bytes long."""
 
 
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and Σ counts = n -> [n, o]."""
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], multiply: Matmul = matmul
+) -> torch.Tensor:
+    """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and Σ counts = n -> [n, o].
+
+    `multiply` does one group's, where they are not fused.
+    """
     if _fused(x, weight):
         return grouped_matmul_fused(x, weight, counts)
     y = x.new_empty(x.shape[0], weight.shape[2])
     for expert, rows in _groups(counts):
-        torch.mm(x[rows], weight[expert], out=y[rows])
+        multiply(x[rows], weight[expert], out=y[rows])
     return y
 
 

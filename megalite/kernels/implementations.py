@@ -10,7 +10,7 @@ import torch
 
 from megalite.kernels.apex.detect import why_not_extension
 from megalite.kernels.apex.limits import softmax_limit
-from megalite.kernels.apex.self_check import why_wrong
+from megalite.kernels.self_check import why_wrong
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -42,8 +42,8 @@ class Implementation:
     """Of apex."""
     limit: Callable[[Use], str | None] | None = None
     """Why it does not take a use of a type that it takes, or None."""
-    tried: str | None = None
-    """The operation, where it must give torch's numbers on a few rows before it may serve."""
+    tried: tuple[str, str] | None = None
+    """(backend, operation), where it must give torch's numbers on a few rows before it may serve."""
 
     def load(self) -> Any:
         """The function; the functions in a tuple where there are several."""
@@ -63,7 +63,7 @@ class Implementation:
         reason = self.why_not_here() or (None if self.limit is None else self.limit(use))
         if reason is not None or self.tried is None:
             return reason
-        return why_wrong(self.tried, self.load(), use.dtype, use.device, use.size)
+        return why_wrong(*self.tried, self.load(), use.dtype, use.device, use.size)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -102,10 +102,15 @@ def _apex() -> Mapping[str, Implementation]:
             dtypes,
             extension,
             _softmax_limit if operation == "softmax" else None,
-            tried=operation,
+            tried=("apex", operation),
         )
         for operation, (module, names, dtypes, extension) in rows.items()
     }
+
+
+def _onednn(operation: str, name: str) -> Implementation:
+    """Of half types torch's products are oneDNN's already."""
+    return Implementation("onednn", (name,), (torch.float32,), tried=("onednn", operation))
 
 
 def _table() -> Mapping[str, Mapping[str, Implementation]]:
@@ -149,8 +154,13 @@ def _table() -> Mapping[str, Mapping[str, Implementation]]:
                 "apex": apex["cross_entropy"],
             },
             "softmax": {"torch": Implementation("softmax", _SOFTMAX), "apex": apex["softmax"]},
+            "matmul": {
+                "torch": Implementation("matmul", ("matmul",)),
+                "onednn": _onednn("matmul", "matmul"),
+            },
             "weight_grad": {
                 "torch": Implementation("weight_grad", ("accumulate_weight_grad",)),
+                "onednn": _onednn("weight_grad", "accumulate_weight_grad"),
                 "apex": apex["weight_grad"],
             },
             "adam": {

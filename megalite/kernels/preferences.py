@@ -12,6 +12,7 @@ import yaml
 from megalite.config.compute import BACKENDS, OPERATIONS
 from megalite.config.errors import ConfigError
 from megalite.kernels.implementations import Use
+from megalite.kernels.probes import cpu_kinds
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Rule:
 
     operation: str
     device: str
-    """`cpu`, `cuda`, or a compute capability such as `sm_90`, which goes before `cuda`."""
+    """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
     dtypes: frozenset[str]
     """Empty: any."""
     from_size: int
@@ -56,6 +57,8 @@ class Preferences:
 
 def _kinds(device: torch.device) -> list[str]:
     """What rules may call a device, the most special first."""
+    if device.type == "cpu":
+        return [*cpu_kinds(), "cpu"]
     if device.type != "cuda":
         return [device.type]
     major, minor = torch.cuda.get_device_capability(device)

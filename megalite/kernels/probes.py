@@ -1,7 +1,8 @@
-"""What is there: Triton, and NVIDIA's apex with its extensions. Found out once a process, with the reason where not."""
+"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Found out once a process, with the reason where not."""
 
 import importlib.util
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -30,3 +31,11 @@ def why_not_apex(device: str) -> str | None:
         return f"apex has no {device}; it needs a CUDA device"
     extensions, reason = apex_extensions()
     return reason if extensions is None else None
+
+
+@cache
+def cpu_kinds() -> tuple[str, ...]:
+    """What rules may call this machine's processor beside `cpu`: `amd-avx512`, or nothing."""
+    about = Path("/proc/cpuinfo")
+    amd = about.is_file() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
+    return ("amd-avx512",) if amd and torch.backends.cpu.get_cpu_capability() == "AVX512" else ()

@@ -6,7 +6,22 @@ The third, of the weight gradient, is `ShardedParameter.accumulate_product`.
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+
+from megalite.kernels.matmul import matmul
+
+
+class Matmul(Protocol):
+    """A kernel of the operation `matmul`; see `megalite.kernels.matmul`."""
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """a [..., i] · b [i, o] + bias [o] -> [..., o]; into `out` where a has two dimensions."""
 
 
 class Products(Protocol):
@@ -19,13 +34,20 @@ class Products(Protocol):
         """grad_y [..., o] · weight [o, i] -> [..., i], memory that nobody else holds."""
 
 
-class _Plain:
+class PlainProducts:
+    """In the type of the tensors, by one kernel."""
+
+    def __init__(self, matmul: Matmul) -> None:
+        self._matmul = matmul
+
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+        """See `Products`."""
+        return self._matmul(x, weight.t(), bias)
 
     def input_grad(self, grad_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return grad_y @ weight
+        """See `Products`."""
+        return self._matmul(grad_y, weight)
 
 
-PLAIN: Products = _Plain()
-"""In the type of the tensors."""
+PLAIN: Products = PlainProducts(matmul)
+"""By torch's kernel."""

@@ -12,6 +12,7 @@ import torch
 from megalite.config.compute import BACKENDS, OPERATIONS
 from megalite.config.errors import ConfigError
 from megalite.kernels.implementations import IMPLEMENTATIONS, Implementation, Use
+from megalite.kernels.onednn import why_not_onednn
 from megalite.kernels.preferences import Preferences, shipped_preferences
 from megalite.kernels.probes import why_not_apex, why_not_triton
 
@@ -20,6 +21,8 @@ def why_not_backend(backend: str, device: str) -> str | None:
     """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
     if backend == "torch":
         return None
+    if backend == "onednn":
+        return why_not_onednn(device)
     return why_not_triton(device) if backend == "triton" else why_not_apex(device)
 
 

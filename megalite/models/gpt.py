@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.products import PlainProducts
 from megalite.kernels.rope import rope_frequencies, rope_tables
 from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.block import Block
@@ -76,11 +77,12 @@ class Head(torch.nn.Module):
         self.vocab_size = config.vocab_size
         self.norm = Norm("final_norm", config, make=make)
         self.weight = weight
+        self._products = PlainProducts(make.kernel("matmul", config.hidden_size))
         self._cross_entropy = make.kernel("cross_entropy", config.padded_vocab_size // make.tp.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
-        return linear(self.norm(x), self.weight, None, tp=self.tp, enter=self.enter)
+        return linear(self.norm(x), self.weight, None, tp=self.tp, enter=self.enter, products=self._products)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of each token: labels [b, s] -> [b, s]."""

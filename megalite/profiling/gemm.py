@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.kernels.registry import Kernels
 from megalite.profiling.timing import Timer, Timing
 
 HIDDEN_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288)
@@ -105,7 +104,8 @@ def first_rate(timer: Timer, dtype: torch.dtype) -> float:
     """
     size = 2048 if timer.device.type == "cuda" else 256
     x = torch.randn(size, size, device=timer.device).to(dtype)
-    seconds = timer.over_ranks(timer.each(lambda: x @ x, seconds=0.0)).seconds
+    matmul = Kernels().get("matmul", device=timer.device, dtype=dtype, size=size)
+    seconds = timer.over_ranks(timer.each(lambda: matmul(x, x), seconds=0.0)).seconds
     return 2 * size**3 / seconds
 
 
@@ -133,6 +133,11 @@ def _products(
     weight = torch.randn(shape.outputs, shape.inputs, device=device).to(dtype)
     grad = torch.randn(shape.tokens, shape.outputs, device=device).to(dtype)
     main_grad = torch.zeros(shape.outputs, shape.inputs, dtype=main, device=device)
-    yield "forward", lambda: F.linear(x, weight)
-    yield "input-gradient", lambda: grad @ weight
-    yield "weight-gradient", lambda: accumulate_weight_grad(main_grad, grad, x)
+    kernels = Kernels()
+    matmul, weight_grad = (
+        kernels.get(operation, device=device, dtype=dtype, size=shape.inputs)
+        for operation in ("matmul", "weight_grad")
+    )
+    yield "forward", lambda: matmul(x, weight.t())
+    yield "input-gradient", lambda: matmul(grad, weight)
+    yield "weight-gradient", lambda: weight_grad(main_grad, grad, x)

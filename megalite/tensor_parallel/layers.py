@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.products import PLAIN, Products
+from megalite.kernels.products import PLAIN, Matmul, PlainProducts, Products
 from megalite.tensor_parallel.mappings import (
     gather_along_sequence,
     reduce_from_tensor_parallel_region,
@@ -111,7 +111,7 @@ class ColumnParallelLinear(torch.nn.Module):
         overlap: with sequence parallelism: multiply each rank's rows as they arrive (see `gathered_linear`).
     """
 
-    products: Products = PLAIN
+    products: Products
     overlap = False
 
     def __init__(
@@ -127,6 +127,8 @@ class ColumnParallelLinear(torch.nn.Module):
         super().__init__()
         self.tp = make.tp
         self.enter = "gather" if make.sequence_parallel else "copy"
+        self.matmul: Matmul = make.kernel("matmul", shape[-1])
+        self.products = PlainProducts(self.matmul)
         self.weight = make.make(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
         self.bias = make.make(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
@@ -134,7 +136,7 @@ class ColumnParallelLinear(torch.nn.Module):
         """`add_bias` False leaves the bias to whoever takes the output. Collectives: see `linear`, `gathered_linear`."""
         bias = self.bias if add_bias else None
         if self.overlap and self.enter == "gather":
-            return gathered_linear(x, self.weight, bias, tp=self.tp)
+            return gathered_linear(x, self.weight, bias, tp=self.tp, matmul=self.matmul)
         return linear(x, self.weight, bias, tp=self.tp, enter=self.enter, products=self.products)
 
 
@@ -149,7 +151,7 @@ class RowParallelLinear(torch.nn.Module):
         overlap: with sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`).
     """
 
-    products: Products = PLAIN
+    products: Products
     overlap = False
 
     def __init__(
@@ -158,6 +160,8 @@ class RowParallelLinear(torch.nn.Module):
         super().__init__()
         self.tp = make.tp
         self.sequence_parallel = make.sequence_parallel
+        self.matmul: Matmul = make.kernel("matmul", shape[-1] // make.tp.size)
+        self.products = PlainProducts(self.matmul)
         self.weight = make.make(f"{name}.weight", shape, shard_dim=1, std=std)
         self.bias = (
             make.make(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
@@ -176,7 +180,7 @@ class RowParallelLinear(torch.nn.Module):
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, tp=self.tp, enter="local", products=self.products)
         if self.sequence_parallel and self.overlap:
-            y = scattered_linear(x, self.weight, tp=self.tp)
+            y = scattered_linear(x, self.weight, tp=self.tp, matmul=self.matmul)
             return y + self.bias if self.bias is not None and add_late_bias else y
         partial = linear(x, self.weight, None, tp=self.tp, enter="local", products=self.products)
         if self.sequence_parallel:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megalite.kernels.matmul import matmul as torch_matmul
+from megalite.kernels.products import Matmul
 from megalite.tensor_parallel.owed_linear import OwedLinear
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.tensor_parallel.weight_tape import settle
@@ -69,18 +71,19 @@ def sum_of_parts(make: Callable[[int], torch.Tensor], tp: Group) -> tuple[torch.
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, tp: Group
+        ctx: Any,
+        x: torch.Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        tp: Group,
+        matmul: Matmul,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.tp = weight, bias is not None, tp
+        ctx.weight, ctx.has_bias, ctx.tp, ctx.matmul = weight, bias is not None, tp, matmul
         columns = weight.flatten(0, -2).t()
         y = x.new_empty(tp.size, *x.shape[:-1], columns.shape[1])
         for rank, part in arriving(x.contiguous(), tp):
-            rows, place = part.flatten(0, -2), y[rank].flatten(0, -2)
-            if bias is None:
-                torch.mm(rows, columns, out=place)
-            else:
-                torch.addmm(bias, rows, columns, out=place)
+            matmul(part.flatten(0, -2), columns, bias, out=y[rank].flatten(0, -2))
         return y.flatten(0, 1)
 
     @staticmethod
@@ -92,20 +95,22 @@ class _Gathered(torch.autograd.Function):
         if weight.tape is None or not weight.tape.is_recording:
             owed.start()
         parts, matrix = grad_y.unflatten(0, (tp.size, -1)), weight.flatten(0, -2)
-        grad_x, summing = sum_of_parts(lambda rank: parts[rank] @ matrix, tp)
+        grad_x, summing = sum_of_parts(lambda rank: ctx.matmul(parts[rank], matrix), tp)
         grad_weight = settle(owed, weight.tape)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         summing.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, tp: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: ShardedParameter, tp: Group, matmul: Matmul
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.tp = weight, tp
+        ctx.weight, ctx.tp, ctx.matmul = weight, tp, matmul
         parts = x.unflatten(0, (tp.size, -1))
-        y, summing = sum_of_parts(lambda rank: parts[rank] @ weight.t(), tp)
+        y, summing = sum_of_parts(lambda rank: matmul(parts[rank], weight.t()), tp)
         summing.wait()
         return y
 
@@ -116,14 +121,19 @@ class _Scattered(torch.autograd.Function):
         grad_x = x.new_empty(x.shape)
         parts = grad_x.unflatten(0, (tp.size, -1))
         for rank, part in arriving(grad_y.contiguous(), tp):
-            torch.mm(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
+            ctx.matmul(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
             gathered[rank] = part
         owed = OwedLinear(weight, x.detach(), gathered.flatten(0, -2), None)
-        return grad_x, settle(owed, weight.tape), None
+        return grad_x, settle(owed, weight.tape), None, None
 
 
 def gathered_linear(
-    x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, *, tp: Group
+    x: torch.Tensor,
+    weight: ShardedParameter,
+    bias: ShardedParameter | None,
+    *,
+    tp: Group,
+    matmul: Matmul = torch_matmul,
 ) -> torch.Tensor:
     """x [s/tp, b, i], gathered over the sequence, · weight [o/tp, i]ᵀ + bias [o/tp] -> [s, b, o/tp].
 
@@ -134,13 +144,15 @@ def gathered_linear(
     exchanges.
     """
     if bias is not None and bias.dim() > 1:
-        return _Gathered.apply(x, weight, None, tp) + bias.flatten()
-    return _Gathered.apply(x, weight, bias, tp)
+        return _Gathered.apply(x, weight, None, tp, matmul) + bias.flatten()
+    return _Gathered.apply(x, weight, bias, tp, matmul)
 
 
-def scattered_linear(x: torch.Tensor, weight: ShardedParameter, *, tp: Group) -> torch.Tensor:
+def scattered_linear(
+    x: torch.Tensor, weight: ShardedParameter, *, tp: Group, matmul: Matmul = torch_matmul
+) -> torch.Tensor:
     """x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
     Collectives: tp - 1 exchanges with the neighbours, each way.
     """
-    return _Scattered.apply(x, weight, tp)
+    return _Scattered.apply(x, weight, tp, matmul)

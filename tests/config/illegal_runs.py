@@ -450,7 +450,7 @@ RUNS = [
     (
         1,
         "--kernels rmsnorm=triton adam=apx",
-        "kernels: no backend apx for adam: did you mean apex? (one of apex, triton, torch)",
+        "kernels: no backend apx for adam: did you mean apex? (one of apex, triton, onednn, torch)",
     ),
     (
         1,

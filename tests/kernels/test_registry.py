@@ -198,7 +198,7 @@ def test_a_kernel_of_one_launch_is_said_to_fuse(everywhere: None) -> None:
         ),
         (
             "- {operation: adam, device: cpu, order: [torch, cudnn], because: b}",
-            "rule 1: no backend cudnn (one of apex, triton, torch)",
+            "rule 1: no backend cudnn (one of apex, triton, onednn, torch)",
         ),
     ],
 )

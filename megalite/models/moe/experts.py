@@ -8,6 +8,8 @@ import torch
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.grouped_gemm import accumulate_grouped_weight_grad, grouped_matmul
+from megalite.kernels.matmul import matmul
+from megalite.kernels.products import Matmul
 from megalite.models.activation import activation_of
 from megalite.models.recompute import Recompute
 from megalite.models.recompute_saved import not_saving
@@ -32,6 +34,8 @@ class Experts(torch.nn.Module):
         count, f, h = config.num_experts, config.expert_ffn_size, config.hidden_size
         stacked = (count, 2, f) if config.is_gated else (count, f)
         self.activation = activation_of(config.activation, f // make.expert_tp.size, make=make)
+        self._up = make.kernel("matmul", h)
+        self._down = make.kernel("matmul", f // make.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = make.make(
             f"{name}.up.weight",
@@ -50,16 +54,20 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
-        inner = grouped_linear(rows, self.up, counts)
+        inner = grouped_linear(rows, self.up, counts, self._up)
         active = self.activation(inner)
         if not self.recompute_activation:
-            return grouped_linear(active, self.down, counts)
+            return grouped_linear(active, self.down, counts, self._down)
         with not_saving(active, self.activation, inner):
-            return grouped_linear(active, self.down, counts)
+            return grouped_linear(active, self.down, counts, self._down)
 
 
-def grouped_linear(x: torch.Tensor, weight: ShardedParameter, counts: list[int]) -> torch.Tensor:
+def grouped_linear(
+    x: torch.Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul = matmul
+) -> torch.Tensor:
     """y = x·W_eᵀ for the rows of each expert e: x [n, i], weight [E/ep, ..., i] -> [n, o].
+
+    `multiply` computes output and input gradient where the experts' products are not fused.
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward, which reports once for each
     microbatch, also where no row has come; else it is returned to autograd. While `weight.tape` records, it is left to
@@ -67,22 +75,24 @@ def grouped_linear(x: torch.Tensor, weight: ShardedParameter, counts: list[int])
 
     Collectives: none.
     """
-    return _GroupedLinear.apply(x, weight, counts)
+    return _GroupedLinear.apply(x, weight, counts, multiply)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, counts: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.counts = weight, counts
-        return grouped_matmul(x, _matrices(weight).transpose(1, 2), counts)
+        ctx.weight, ctx.counts, ctx.multiply = weight, counts, multiply
+        return grouped_matmul(x, _matrices(weight).transpose(1, 2), counts, multiply)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         grad_y = grad_y.contiguous()
-        grad_x = grouped_matmul(grad_y, _matrices(weight), counts)
-        return grad_x, settle(_OwedGrouped(weight, x.detach(), grad_y, counts), weight.tape), None
+        grad_x = grouped_matmul(grad_y, _matrices(weight), counts, ctx.multiply)
+        return grad_x, settle(_OwedGrouped(weight, x.detach(), grad_y, counts), weight.tape), None, None
 
 
 @dataclass

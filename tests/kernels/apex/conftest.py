@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from megalite.kernels.apex import detect, self_check
+from megalite.kernels import self_check
+from megalite.kernels.apex import detect
 from megalite.kernels.apex.detect import EXTENSIONS
 from megalite.kernels.probes import why_not_apex
 

@@ -1,7 +1,7 @@
-"""Before a kernel of apex is chosen it must give torch's numbers on a few rows.
+"""Before a kernel of others is chosen it must give torch's numbers on a few rows.
 
-Its extensions are built from many versions of its source and for many versions of CUDA, and most of its functions check
-little of what they are given.
+apex's extensions are built from many versions of its source and for many versions of CUDA, and most of its functions
+check little of what they are given. torch's operator for oneDNN is none of its documented ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ import torch
 from megalite.kernels.adam import adam
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.l2norm import l2norm
+from megalite.kernels.matmul import matmul
 from megalite.kernels.norms import layer_norm, rms_norm
 from megalite.kernels.rope import apply_rope
 from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_forward
@@ -24,7 +25,7 @@ LONGEST = {"softmax": 1024, "adam": 1 << 16, "l2norm": 1 << 16}
 """Sizes above are tried at this one, where the rows grow with the size or there are none."""
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of ‖apex - torch‖/‖torch‖, by the type of the activations."""
+"""Of ‖its - torch's‖/‖torch's‖, by the type of the activations."""
 
 Results = Mapping[str, torch.Tensor]
 
@@ -45,29 +46,34 @@ class Inputs:
         return torch.randint(below, (count,), generator=self._generator).to(self.device)
 
 
-def why_wrong(operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
+def why_wrong(
+    backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int
+) -> str | None:
     """Why a kernel must not serve an operation on a device of that type, or None.
 
     Args:
+        backend: whose kernel it is.
         kernel: the function, or the functions in a tuple.
         size: of the last dimension.
     """
-    return _why_wrong(operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
+    return _why_wrong(backend, operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
 @cache
-def _why_wrong(operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
+def _why_wrong(
+    backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int
+) -> str | None:
     case, reference = _CASES[operation]
     try:
         found = case(kernel, Inputs(dtype, device), size)
     except (RuntimeError, TypeError, AttributeError) as raised:
-        return f"apex's failed when it was tried here ({str(raised).partition(chr(10))[0]})"
+        return f"{backend}'s failed when it was tried here ({str(raised).partition(chr(10))[0]})"
     wanted = case(reference, Inputs(dtype, device), size)
     for name, right in wanted.items():
         error = _relative(found[name], right)
         if not error <= LIMITS[dtype]:  # NaN too
             return (
-                f"apex's gave other numbers than torch when it was tried here: {name} is off by {error:.1e} of "
+                f"{backend}'s gave other numbers than torch when it was tried here: {name} is off by {error:.1e} of "
                 f"itself, and {LIMITS[dtype]:.0e} is allowed"
             )
     return None
@@ -121,6 +127,14 @@ def _cross_entropy(kernel: Any, draw: Inputs, size: int) -> Results:
     }
 
 
+def _matmul(kernel: Any, draw: Inputs, size: int) -> Results:
+    x, weight, bias = draw.normal(2, ROWS // 2, size), draw.normal(ROWS, size), draw.normal(ROWS)
+    return {
+        "the output": kernel(x, weight.t(), bias),
+        "the input's gradient": kernel(draw.normal(2, ROWS // 2, ROWS), weight),
+    }
+
+
 def _weight_grad(kernel: Any, draw: Inputs, size: int) -> Results:
     grad_y, x = draw.normal(ROWS, ROWS), draw.normal(ROWS, size)
     results = {}
@@ -152,6 +166,7 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "rope": (_rope, apply_rope),
         "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
         "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),
+        "matmul": (_matmul, matmul),
         "weight_grad": (_weight_grad, accumulate_weight_grad),
         "adam": (_adam, adam),
         "l2norm": (_l2norm, l2norm),

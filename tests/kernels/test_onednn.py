@@ -1,0 +1,174 @@
+"""oneDNN's fp32 products: right numbers, where they are taken, and whole steps of several layouts with them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.kernels import onednn, preferences, self_check
+from megalite.kernels.implementations import Use
+from megalite.kernels.registry import Kernels, why_not
+from megalite.parity.trajectory import Trajectory
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, trajectory, whole
+
+CPU = torch.device("cpu")
+OPERATIONS = ("matmul", "weight_grad")
+
+pytestmark = pytest.mark.skipif(
+    onednn.why_not_onednn("cpu") is not None, reason=str(onednn.why_not_onednn("cpu"))
+)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_right(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """To fp32's rounding of the largest element."""
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    assert (found.double() - exact).abs().max() <= 1e-5 * exact.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (65,), (3, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("size", [(1, 1), (33, 17), (128, 130)], ids=str)
+def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int]) -> None:
+    inner, outer = size
+    a, bias = drawn(1, *shape, inner), drawn(2, outer)
+    b = drawn(3, outer, inner).t() if transposed else drawn(3, inner, outer)
+    exact = a.double() @ b.double()
+    if not a.numel():
+        assert onednn.matmul(a, b).shape == exact.shape
+        return
+    assert_right(onednn.matmul(a, b), exact)
+    assert_right(onednn.matmul(a, b, bias), exact + bias.double())
+    if a.dim() == 2:
+        out = torch.full_like(exact, 9.0, dtype=torch.float32)
+        assert onednn.matmul(a, b, bias, out=out) is out
+        assert_right(out, exact + bias.double())
+
+
+def test_parts_of_larger_tensors() -> None:
+    """As a tied embedding's slice, and activations that lie in another order."""
+    table, x = drawn(1, 50, 40), drawn(2, 9, 6, 20).transpose(0, 1)
+    assert_right(onednn.matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
+    assert_right(
+        onednn.matmul(x[..., :15], table[10:30, 8:23].t()),
+        x[..., :15].double() @ table[10:30, 8:23].double().t(),
+    )
+
+
+def test_what_is_no_number_is_seen() -> None:
+    a, b = drawn(1, 4, 8), drawn(2, 8, 3)
+    a[1, 2], a[3, 0] = torch.nan, torch.inf
+    found = onednn.matmul(a, b)
+    assert found[1].isnan().all() and not found[3].isfinite().any() and found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, onednn.LEAST_ROWS - 1, onednn.LEAST_ROWS, 200])
+def test_weight_gradients_are_added(rows: int) -> None:
+    x, grad_y = drawn(1, rows, 40), drawn(2, rows, 24)
+    flat = torch.full((30 + 24 * 40,), 0.5)
+    main_grad = flat[10:-20].view(24, 40)
+    for _ in range(2):
+        onednn.accumulate_weight_grad(main_grad, grad_y, x)
+    exact = 0.5 + 2.0 * (grad_y.double().t() @ x.double())
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-5, atol=1e-4)
+    assert (flat[:10] == 0.5).all() and (flat[-20:] == 0.5).all()
+
+
+@pytest.mark.parametrize("kind, backend", [(("amd-avx512",), "onednn"), ((), "torch")])
+def test_taken_where_mkl_leaves_half_behind(
+    kind: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preferences, "cpu_kinds", lambda: kind)
+    kernels = Kernels()
+    for operation in OPERATIONS:
+        kernels.get(operation, device=CPU, dtype=torch.float32, size=128)
+    assert [choice.backend for choice in kernels.chosen] == [backend] * 2
+
+
+def test_small_and_half_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At small sizes the operator's 15 microseconds are what counts."""
+    monkeypatch.setattr(preferences, "cpu_kinds", lambda: ("amd-avx512",))
+    kernels = Kernels()
+    for dtype, size in ((torch.float32, 127), (torch.bfloat16, 1024), (torch.float64, 1024)):
+        kernels.get("matmul", device=CPU, dtype=dtype, size=size)
+    assert {choice.backend for choice in kernels.chosen} == {"torch"}
+
+
+def test_there_is_none_on_other_devices() -> None:
+    assert (
+        why_not("matmul", "onednn", Use("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
+    )
+    with pytest.raises(ConfigError, match=r"cannot be had: it takes float32, not bfloat16; use matmul=torch"):
+        Kernels({"matmul": "onednn"}).get("matmul", device=CPU, dtype=torch.bfloat16, size=256)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none that torch documents."""
+    right = onednn._product
+    monkeypatch.setattr(onednn, "_product", lambda a, b, bias: 1.001 * right(a, b, bias))
+    self_check._why_wrong.cache_clear()
+    try:
+        reason = why_not(operation, "onednn", Use("cpu", torch.float32, 256))
+    finally:
+        self_check._why_wrong.cache_clear()
+    assert reason is not None and reason.startswith(
+        "onednn's gave other numbers than torch when it was tried"
+    )
+
+
+def test_a_torch_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    onednn.why_not_onednn.cache_clear()
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    try:
+        assert onednn.why_not_onednn("cpu") == f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
+    finally:
+        onednn.why_not_onednn.cache_clear()
+
+
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "micro_batch_size": 4,
+    "kernels": [],
+    "init_method_std": 0.05,
+    # Else Adam's first steps are as long for a gradient of nothing but rounding.
+    "adam_eps": 1e-2,
+}
+ONEDNN = [f"{operation}=onednn" for operation in OPERATIONS]
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 40}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank, recomputed": (1, {}, {"recompute_granularity": "full", "recompute_method": "uniform"}),
+    "llama": (1, LLAMA, {}),
+    "tp 2": (2, {}, {"tp": 2}),
+    "tp 2, overlapped": (2, {}, {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True}),
+    "pp 2, split backward": (2, {}, {"pp": 2, "pipeline_schedule": "zb-h1"}),
+    "experts, ep 2": (2, EXPERTS, {"dp": 2, "ep": 2, "micro_batch_size": 2}),
+}
+
+
+def _trained(context: RankContext, ranks: int, settings: dict[str, Any]) -> Any:
+    return trajectory(context, ranks, settings)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_whole_steps(name: str) -> None:
+    """Against one rank in fp64, whose products are torch's."""
+    ranks, model, layout = LAYOUTS[name]
+    exact = whole(run_ranks(1, _trained, 1, {**SETTINGS, **model}))
+    ours = {**SETTINGS, **model, **layout, "precision": "fp32", "kernels": ONEDNN}
+    _assert_near(whole(run_ranks(ranks, _trained, ranks, ours)), exact)
+
+
+def _assert_near(ours: Trajectory, exact: Trajectory) -> None:
+    for mine, right in zip(ours.steps, exact.steps, strict=True):
+        assert mine.loss == pytest.approx(right.loss, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(right.grad_norm, rel=1e-4)
+    for name, right in exact.weights.items():
+        assert np.abs(ours.weights[name] - right).max() <= 1e-4 * np.abs(right).max(), name
