@@ -49,7 +49,7 @@ MODEL = [
 WARM_UP = 4
 
 CATEGORIES = {
-    "GEMM": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "GEMM": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"),
     "attention": ("aten::_scaled_dot_product",),
     "log-softmax, loss": (
         "aten::_log_softmax",

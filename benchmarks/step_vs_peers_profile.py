@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Where a step of step_vs_peers.py goes, megalite's beside a peer's, on one rank with one thread.
+"""Where a step of step_vs_peers.py goes, megalite's beside a peer's, on one rank.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_vs_peers_profile.py [--model wide] [--peer "plain torch"] [--bf16]
+    OMP_NUM_THREADS=1 python benchmarks/step_vs_peers_profile.py [--model wide] [--peer "plain torch"] [--bf16] [--threads 2]
 
 Milliseconds of each kind of operation and of the largest operations alone (the least over some steps that torch's
 profiler watched, in turns), how often they ran, CPU seconds of a step that nobody watched, and its page faults: memory that
@@ -96,11 +96,17 @@ def main() -> None:
     parser.add_argument("--model", choices=step_vs_peers.MODELS, default="small")
     parser.add_argument("--peer", choices=worker.CONTENDERS, default="plain torch")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, watched and not (3)")
     parser.add_argument("--largest", type=int, default=30, help="single operations that are shown (30)")
     arguments = parser.parse_args()
     model = step_vs_peers.MODELS[arguments.model]
-    case = Case(size=model.size, layout=LAYOUTS["1"], family=model.family, bf16=arguments.bf16)
+    case = Case(
+        size=model.size,
+        layout=LAYOUTS["1" if arguments.threads == 1 else "1.2threads"],
+        family=model.family,
+        bf16=arguments.bf16,
+    )
     print(report(measure(case, [worker.MEGALITE, arguments.peer], arguments.rounds), arguments.largest))
 
 

@@ -30,7 +30,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
 """Operations that can have more than one kernel, and what they are."""
 
 
-ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "blocked", "math")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,9 @@ class ComputeConfig:
     by a table of measured speeds; `megalite kernels` lists operations, backends and what is there."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
     """Which of torch's kernels computes causal attention: flash or cudnn or efficient (half types on CUDA; efficient also
-    fp32), flash (on a CPU any type), or math, which keeps the scores in memory. auto: what torch prefers for the device;
-    the log says which that is. One that is not there is an error."""
+    fp32), flash (on a CPU any type), or math, which keeps the scores in memory; or our own for bf16 on a CPU, blocked.
+    auto: what torch prefers for the device, or blocked where that was measured to be quicker; the log says which it is.
+    One that is not there is an error."""
     tp_comm_overlap: bool = option(False)
     """With sequence parallelism: gather and multiply, and multiply and scatter, in tp pieces, so that each piece travels
     while another is multiplied. Same numbers to rounding."""

@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes causal attention: pinned by name, or found out where torch chooses.
+"""Which kernel computes causal attention: one of torch's, pinned by name or found out where torch chooses, or ours.
 
 A pinned kernel is torch's operator itself, so that nothing is decided a call.
 """
@@ -13,8 +13,11 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.kernels.attention import causal_attention
+from megalite.kernels.blocked_attention import blocked_attention, why_not_blocked
+from megalite.kernels.probes import cpu_kinds
 
 _HALF = (torch.bfloat16, torch.float16)
+BLOCKED_BECAUSE = "quicker than torch's flash in bf16 on processors like this one"
 _NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 """Of torch's SDPBackend."""
 
@@ -45,16 +48,17 @@ class AttentionChoice:
     kernel: Callable[..., torch.Tensor]
     """Takes what `causal_attention` takes."""
     backend: str
-    """flash, cudnn, efficient or math."""
+    """flash, cudnn, efficient, blocked or math."""
     why: str
-    """Asked for, or torch's choice."""
+    """Asked for, or torch's choice, or what was measured."""
 
 
 def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> AttentionChoice:
     """The kernel for causal attention.
 
     Args:
-        backend: flash, cudnn, efficient or math. auto: `causal_attention`, and which of them torch takes for it.
+        backend: flash, cudnn, efficient, blocked or math. auto: `blocked_attention` where that was measured to be quicker,
+            else `causal_attention`, and which of them torch takes for it.
         seq: length of a sequence, by which torch may choose.
 
     Raises:
@@ -63,6 +67,8 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
     if shape.device.type == "meta":  # shapes alone: nothing will be computed
         return AttentionChoice(causal_attention, backend, "not on a device")
     if backend == "auto":
+        if "amd-avx512" in cpu_kinds() and why_not_blocked(shape.device, shape.dtype) is None:
+            return AttentionChoice(blocked_attention, "blocked", BLOCKED_BECAUSE)
         return AttentionChoice(causal_attention, _torchs_choice(shape, seq), "torch's choice")
     reason = _why_not(backend, shape)
     if reason is None:
@@ -87,6 +93,8 @@ def _why_not(backend: str, shape: AttentionShape) -> str | None:
     if (backend, device) not in _KERNELS:
         there = ", ".join(name for name, of in _KERNELS if of == device)
         return f"there is none on {device}, which has {there}"
+    if backend == "blocked":
+        return why_not_blocked(shape.device, shape.dtype)
     if device == "cuda" and backend in ("flash", "cudnn"):
         if shape.dtype not in _HALF:
             return f"it takes bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
@@ -184,6 +192,7 @@ def _math(
 _KERNELS: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = MappingProxyType(
     {
         ("flash", "cpu"): _flash_on_cpu,
+        ("blocked", "cpu"): blocked_attention,
         ("math", "cpu"): _math,
         ("flash", "cuda"): _flash,
         ("cudnn", "cuda"): _cudnn,

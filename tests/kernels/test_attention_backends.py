@@ -82,7 +82,7 @@ def test_what_a_cpu_lacks(backend: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose_attention(backend, shape(), seq=12)
     assert str(error.value) == (
-        f"attention_backend {backend} cannot be had: there is none on cpu, which has flash, math; "
+        f"attention_backend {backend} cannot be had: there is none on cpu, which has flash, blocked, math; "
         "use attention_backend auto"
     )
 
