@@ -64,7 +64,7 @@ def damaged(draw: st.DrawFn) -> bytes:
         stop = min(start + draw(st.sampled_from([0, 0, 1, 2, 30])), len(content))
         new = draw(st.sampled_from(ODD) | st.binary(max_size=4) | st.just(2 * content[start:stop]))
         content = content[:start] + new + content[stop:]
-    return content
+    return content or b"\n"  # an empty file is refused as one
 
 
 def slowly(line: bytes) -> tuple[str | None, str]:
