@@ -189,7 +189,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=float(_DOCUMENT_MB),
         metavar="MB",
-        help=f"leave out longer ones; a tokenizer may need 70 times the document's size in memory; default {_DOCUMENT_MB}",
+        help="leave out longer ones; a tokenizer may need 70 times the document's size in memory, in each worker; "
+        f"default {_DOCUMENT_MB}",
     )
 
 

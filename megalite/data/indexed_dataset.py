@@ -191,8 +191,8 @@ class IndexedDataset:
         itemsize = self.dtype.itemsize
         sizes_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         end = 0
-        lengths = _blocks(descriptor, "<i4", sizes_at, sequences)
-        starts = _blocks(descriptor, "<i8", pointers_at, sequences)
+        lengths = _blocks(self.idx_path, descriptor, "<i4", sizes_at, sequences)
+        starts = _blocks(self.idx_path, descriptor, "<i8", pointers_at, sequences)
         for (first, sizes), (_, pointers) in zip(lengths, starts, strict=True):
             if sizes.min() < 0:
                 bad = int(np.argmax(sizes < 0))
@@ -214,7 +214,7 @@ class IndexedDataset:
     def _check_documents(self, descriptor: int, sequences: int, indices: int) -> None:
         start = HEADER.size + 12 * sequences
         before = 0
-        for first, documents in _blocks(descriptor, "<i8", start, indices):
+        for first, documents in _blocks(self.idx_path, descriptor, "<i8", start, indices):
             if first == 0 and documents[0] != 0:
                 raise self._fault(start, f"document indices start with {documents[0]}", "0")
             falls = documents[1:] < documents[:-1]
@@ -275,8 +275,8 @@ def open_for_reading(path: Path) -> int:
     raise ConfigError(f"{path} is {kind}, expected a plain file; give the prefix of a .bin and an .idx file")
 
 
-def read_into(descriptor: int, items: NDArray, offset: int) -> None:
-    """Fill `items` with the bytes of a file from byte `offset` on; a file that ends sooner is a ConfigError.
+def read_into(path: Path, descriptor: int, items: NDArray, offset: int) -> None:
+    """Fill `items` with the bytes of an open file from byte `offset` on; one that ends sooner is a ConfigError.
 
     Faster than a memory map where each byte is wanted once: no page tables to set up, and numpy gets aligned items.
     """
@@ -284,16 +284,16 @@ def read_into(descriptor: int, items: NDArray, offset: int) -> None:
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise ConfigError(
-                f"a token file ends at byte {offset}, sooner than when it was opened; {_REMEDY}"
-            )
+            raise ConfigError(f"{path} ends at byte {offset}, sooner than when it was opened; {_REMEDY}")
         view, offset = view[count:], offset + count
 
 
-def _blocks(descriptor: int, dtype: str, offset: int, count: int) -> Iterator[tuple[int, NDArray]]:
+def _blocks(
+    path: Path, descriptor: int, dtype: str, offset: int, count: int
+) -> Iterator[tuple[int, NDArray]]:
     """(number of the first item, items) of consecutive stretches of an array in a file; each is gone with the next."""
     buffer = np.empty(min(count, _BLOCK), dtype)
     for first in range(0, count, _BLOCK):
         items = buffer[: min(_BLOCK, count - first)]
-        read_into(descriptor, items, offset + first * buffer.itemsize)
+        read_into(path, descriptor, items, offset + first * buffer.itemsize)
         yield first, items

@@ -14,6 +14,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset
 from megalite.data.tools.verify import verify
 from tests.data.tools.layout import LETTERS, MIXED, NAMES, pack
+from tests.support.patience import within
 
 VOCAB_SIZE = 120
 SINGLE = [[[5, 6, 7]], [[8]], [], [[9, 10, 11, 12, 13]], [[14, 15]]]
@@ -136,16 +137,17 @@ def fuzz(folder: Path, seed: int, count: int) -> dict[str, int]:
     seen = {"refused": 0, "bad ids": 0, "sound": 0, "changed": 0}
     prefix = str(folder / "d")
     side = folder / "d.json"
-    for original, pair, code in damaged(seed, count):
+    for case, (original, pair, code) in enumerate(damaged(seed, count)):
         side.unlink(missing_ok=True)
         Path(f"{prefix}.bin").write_bytes(pair.bin)
         Path(f"{prefix}.idx").write_bytes(pair.idx)
         expected = read_slowly(bytes(pair.bin), bytes(pair.idx))
-        try:
-            fault = verify(prefix, vocab_size=VOCAB_SIZE).fault
-            unsupported = ""
-        except UnsupportedDataset as error:
-            fault, unsupported = None, str(error)
+        with within(f"case {case} of seed {seed}"):
+            try:
+                fault = verify(prefix, vocab_size=VOCAB_SIZE).fault
+                unsupported = ""
+            except UnsupportedDataset as error:
+                fault, unsupported = None, str(error)
         if expected is None:
             seen["refused"] += 1
             with pytest.raises(DatasetFault) as raised:

@@ -251,6 +251,21 @@ def test_a_file_that_may_not_be_read(prefix: Path) -> None:
         IndexedDataset(prefix)
 
 
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_header = IndexedDataset._read_header
+
+    def cut_then(self: IndexedDataset, descriptor: int) -> tuple[np.dtype, int, int]:
+        found = read_header(self, descriptor)
+        os.truncate(self.idx_path, 40)
+        return found
+
+    monkeypatch.setattr(IndexedDataset, "_read_header", cut_then)
+    with pytest.raises(ConfigError, match=rf"^{prefix}\.idx ends at byte 40, sooner than when it was opened"):
+        IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 def test_faults_are_found_at_the_edges_of_blocks(
     prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import json
+import sys
 from collections.abc import Sequence
 
 _SHOWN_KEYS = 5
@@ -78,11 +79,12 @@ def _decode_json(line: str) -> object:
     try:
         return _decoder.decode(line)
     except json.JSONDecodeError as error:
-        reason = f"{error.msg} at character {error.pos}"
+        # Some of these messages end with "at", some do not.
+        reason = f"{error.msg.removesuffix(' at')} at character {error.pos}"
     except RecursionError:
         reason = "nested too deep"
-    except ValueError as error:  # a number of thousands of digits
-        reason = str(error)
+    except ValueError:  # Python makes no int of so many
+        reason = f"a number has more than {sys.get_int_max_str_digits()} digits"
     raise BadDocument("invalid JSON", f"invalid JSON: {reason}")
 
 

@@ -44,7 +44,10 @@ def cut_parquet(
         ) from None
     open_regular(path).close()
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        # Checksums of pages are compared where the writer has left some; pyarrow does not by itself.
+        with pyarrow.parquet.ParquetFile(
+            path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        ) as file:
             _check_columns(path, file.schema_arrow, keys)
             rows = file.metadata.num_rows
             if start > rows:

@@ -180,7 +180,8 @@ class Run:
         if not self.progress.documents:
             bad = self.progress.bad_lines
             first = f"; the first of {bad} bad lines: {self.progress.faults[0]}" if bad else ""
-            raise ConfigError(f"no document in {len(self._inputs)} input files{first}")
+            others = f" and {len(self._inputs) - 1} more" if len(self._inputs) > 1 else ""
+            raise ConfigError(f"no document in {self._inputs[0].path}{others}{first}")
         assert self._place is not None
         self._require_unchanged(self._place.source)
         self._keeper.save_now(self._place, self.progress)

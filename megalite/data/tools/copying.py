@@ -226,7 +226,7 @@ def _tokens(
     try:
         for first in range(stretch.tokens.start, stretch.tokens.stop, len(buffer)):
             tokens = buffer[: min(len(buffer), stretch.tokens.stop - first)]
-            read_into(descriptor, tokens, first * dataset.dtype.itemsize)
+            read_into(dataset.bin_path, descriptor, tokens, first * dataset.dtype.itemsize)
             if ".bin" in digests:
                 sha256.update(tokens.data)
             if dtype != dataset.dtype:

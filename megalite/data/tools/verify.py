@@ -223,7 +223,7 @@ class _TokenCheck:
         try:
             for first in range(0, dataset.num_tokens, len(buffer)):
                 tokens = buffer[: min(len(buffer), dataset.num_tokens - first)]
-                read_into(descriptor, tokens, first * dataset.dtype.itemsize)
+                read_into(dataset.bin_path, descriptor, tokens, first * dataset.dtype.itemsize)
                 if self.sha256 is not None:
                     self.sha256.update(tokens.data)
                 fault = self._check(tokens, first)

@@ -220,6 +220,7 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("1")
     (tmp_path / "data.csv").write_text("1")
     (tmp_path / "bad.jsonl").write_text("x\n")
+    (tmp_path / "blank.jsonl").write_text("\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
     (tmp_path / "empty").mkdir()
     faults: list[tuple[list[Path], dict[str, object], str]] = [
@@ -231,7 +232,13 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
         (
             [tmp_path / "bad.jsonl"],
             {},
-            r"no document in 1 input files; the first of 1 bad lines: .*bad\.jsonl:1: invalid",
+            r"no document in .*bad\.jsonl; the first of 1 bad lines: .*bad\.jsonl:1: invalid",
+        ),
+        ([tmp_path / "blank.jsonl"], {}, r"no document in .*blank\.jsonl$"),
+        (
+            [tmp_path / "blank.jsonl", tmp_path / "bad.jsonl"],
+            {},
+            r"in .*blank\.jsonl and 1 more; the first of 1",
         ),
         ([good], {"workers": 0}, "workers 0 must be at least 1"),
         ([good], {"workers": 1025}, "workers 1025 must be at most 1024"),
