@@ -71,6 +71,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _CROSS_ENTROPY = ("cross_entropy_forward", "cross_entropy_backward")
+_LAMB = ("lamb_moments", "lamb_step")
 _SOFTMAX = ("causal_softmax_forward", "causal_softmax_backward")
 
 
@@ -167,6 +168,9 @@ def _table() -> Mapping[str, Mapping[str, Implementation]]:
                 "torch": Implementation("adam", ("adam",)),
                 "triton": Implementation("triton.adam", ("adam",), (torch.float32,)),
                 "apex": apex["adam"],
+            },
+            "lamb": {
+                "torch": Implementation("lamb", _LAMB),
             },
             "l2norm": {
                 "torch": Implementation("l2norm", ("l2norm",)),
