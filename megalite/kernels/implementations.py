@@ -171,6 +171,7 @@ def _table() -> Mapping[str, Mapping[str, Implementation]]:
             },
             "lamb": {
                 "torch": Implementation("lamb", _LAMB),
+                "triton": Implementation("triton.lamb", _LAMB, (torch.float32,)),
             },
             "l2norm": {
                 "torch": Implementation("l2norm", ("l2norm",)),
