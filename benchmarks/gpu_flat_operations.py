@@ -1,10 +1,11 @@
-"""Operations of which autograd does not make the backward: cross-entropy, softmax, weight gradients, Adam, the norm."""
+"""Operations of which autograd does not make the backward: cross-entropy, softmax, weight gradients, optimizers, the norm."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from gpu_lamb import LAMB
 from gpu_operations import DIFFERENTIABLE, Operation, Pass, Shape, Tensors, draw
 
 ADAM: dict[str, Any] = {
@@ -278,6 +279,7 @@ FLAT: Mapping[str, Operation] = {
         plain=plain_adam,
         dtype=torch.float32,
     ),
+    "lamb": LAMB,
     "l2norm": Operation(
         make=_norm_inputs,
         passes=lambda kernel, t: [Pass("norm", lambda: _norm_of(kernel, t))],

@@ -49,6 +49,7 @@ KINDS = {
     "swiglu": "mlp",
     "geglu": "mlp",
     "adam": "flat",
+    "lamb": "flat",
     "l2norm": "flat",
 }
 """Operation -> which shapes; others have shapes of their own."""

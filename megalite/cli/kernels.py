@@ -25,13 +25,14 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "softmax": 4096,
         "cross_entropy": 50304,
         "adam": 1 << 24,
+        "lamb": 1 << 24,
         "l2norm": 1 << 24,
     }
 )
 """Sizes of the last dimension, or of a flat buffer, in a model of hidden size 4096; the others have 4096 itself."""
 
 TYPES = (torch.bfloat16, torch.float32)
-FLAT = ("adam",)
+FLAT = ("adam", "lamb")
 """Operations on the optimizer's own fp32."""
 
 

@@ -24,6 +24,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "matmul": "output and input gradient of linear layers",
         "weight_grad": "weight gradients added to the main gradient",
         "adam": "AdamW",
+        "lamb": "LAMB",
         "l2norm": "gradient norm",
     }
 )

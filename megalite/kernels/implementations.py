@@ -71,6 +71,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _CROSS_ENTROPY = ("cross_entropy_forward", "cross_entropy_backward")
+_LAMB = ("lamb_moments", "lamb_step")
 _SOFTMAX = ("causal_softmax_forward", "causal_softmax_backward")
 
 
@@ -80,7 +81,7 @@ def _softmax_limit(use: Use) -> str | None:
 
 def _apex() -> Mapping[str, Implementation]:
     """Not FastLayerNorm, which has a list of sizes that differs between versions, nor FusedLAMB, which knows no bounds of
-    the trust ratio and no tensor that is split."""
+    the trust ratio and no tensor that is split: of LAMB the pieces that it is made of."""
     norms, multi, products = "fused_layer_norm_cuda", "amp_C", "fused_weight_gradient_mlp_cuda"
     rope, softmax = "fused_rotary_positional_embedding", "scaled_upper_triang_masked_softmax_cuda"
     rows: dict[str, tuple[str, tuple[str, ...], tuple[torch.dtype, ...], str]] = {
@@ -93,6 +94,7 @@ def _apex() -> Mapping[str, Implementation]:
         "weight_grad": ("weight_grad", ("accumulate_weight_grad",), FLOATS, products),
         # Its moments are fp32 whatever the parameter is, and bf16 parameters would have no fp32 copy.
         "adam": ("adam", ("adam",), (torch.float32,), multi),
+        "lamb": ("lamb", _LAMB, (torch.float32,), multi),
         "l2norm": ("l2norm", ("l2norm",), FLOATS, multi),
     }
     return {
@@ -167,6 +169,11 @@ def _table() -> Mapping[str, Mapping[str, Implementation]]:
                 "torch": Implementation("adam", ("adam",)),
                 "triton": Implementation("triton.adam", ("adam",), (torch.float32,)),
                 "apex": apex["adam"],
+            },
+            "lamb": {
+                "torch": Implementation("lamb", _LAMB),
+                "triton": Implementation("triton.lamb", _LAMB, (torch.float32,)),
+                "apex": apex["lamb"],
             },
             "l2norm": {
                 "torch": Implementation("l2norm", ("l2norm",)),

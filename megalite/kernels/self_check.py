@@ -14,6 +14,7 @@ import torch
 from megalite.kernels.adam import adam
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.l2norm import l2norm
+from megalite.kernels.lamb import lamb_moments, lamb_step
 from megalite.kernels.matmul import matmul
 from megalite.kernels.norms import layer_norm, rms_norm
 from megalite.kernels.rope import apply_rope
@@ -21,7 +22,7 @@ from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_for
 from megalite.kernels.weight_grad import accumulate_weight_grad
 
 ROWS = 64
-LONGEST = {"softmax": 1024, "adam": 1 << 16, "l2norm": 1 << 16}
+LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16, "l2norm": 1 << 16}
 """Sizes above are tried at this one, where the rows grow with the size or there are none."""
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -153,6 +154,22 @@ def _adam(kernel: Any, draw: Inputs, size: int) -> Results:
     return {"the weights": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "the copy": copy}
 
 
+def _lamb(kernel: Any, draw: Inputs, size: int) -> Results:
+    param, grad, exp_avg, exp_avg_sq = (draw.normal(size) for _ in range(4))
+    exp_avg_sq.square_()
+    # eps so large that it shows where it is added, and whether it is corrected.
+    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1, "step": 3}
+    norms = kernel[0](param, grad, exp_avg, exp_avg_sq, **settings, norms=True)
+    kernel[1](param, exp_avg, exp_avg_sq, **settings, rate=0.1)
+    return {
+        "the norms": torch.stack(norms),
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+        "the weights": param,
+        "the gradient": grad,
+    }
+
+
 def _l2norm(kernel: Any, draw: Inputs, size: int) -> Results:
     return {
         "the norm": kernel([draw.normal(size), draw.normal(0), draw.normal(size // 2 + 1), draw.normal(0)])
@@ -169,6 +186,7 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "matmul": (_matmul, matmul),
         "weight_grad": (_weight_grad, accumulate_weight_grad),
         "adam": (_adam, adam),
+        "lamb": (_lamb, (lamb_moments, lamb_step)),
         "l2norm": (_l2norm, l2norm),
     }
 )

@@ -1,15 +1,16 @@
 """LAMB: Adam whose step is as long, for each tensor, as the tensor is large."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.tensor_sums import Pieces, TensorSums, norm
+from megalite.optimizers.tensor_sums import Pieces, TensorSums
 from megalite.topology.group import Group
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -67,32 +68,6 @@ def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums) -> list[B
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Direction:
-    """m̂/(√v̂ + ε) = scale·m/(√v + eps) in one update."""
-
-    scale: float
-    """√(1 - β₂ᵗ)/(1 - β₁ᵗ)"""
-    eps: float
-    """ε·√(1 - β₂ᵗ)"""
-
-    @classmethod
-    def of(cls, config: OptimizerConfig, updates: int, *, frozen: int | None = None) -> "Direction":
-        """With the bias corrections of update number `updates`, from 1.
-
-        Args:
-            frozen: updates that v has had, where it has not had all.
-        """
-        below = math.sqrt(1.0 - config.adam_beta2 ** (updates if frozen is None else frozen))
-        return cls(scale=below / (1.0 - config.adam_beta1**updates), eps=config.adam_eps * below)
-
-    def add_to(
-        self, values: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, factor: float = 1.0
-    ) -> torch.Tensor:
-        """In place: values + factor·m̂/(√v̂ + ε)."""
-        return values.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(self.eps), value=factor * self.scale)
-
-
 class LAMB(Optimizer):
     """Large-batch Adam (arXiv 1904.00962), with bias correction as in its algorithm 2. For each tensor of the model
 
@@ -107,11 +82,19 @@ class LAMB(Optimizer):
 
     Args:
         group: all ranks that make the step.
+        kernels: where the kernel comes from: what comes before norms are summed over ranks, and what after.
 
     Collectives: one all-reduce of two fp64 numbers for each tensor a step.
     """
 
-    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, group: Group) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[FlatParameter],
+        config: OptimizerConfig,
+        *,
+        group: Group,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.parameters, self.notes = parameters, []
         self._config, self._updates = config, 0
         device = parameters[0].param.device
@@ -124,45 +107,54 @@ class LAMB(Optimizer):
             for flat in parameters
         }
         self._ratios = [1.0] * len(self._sums.names)
+        kernels = kernels or Kernels()
+        self._kernels = {
+            flat.param: kernels.get(
+                "lamb", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel()
+            )
+            for flat in parameters
+        }
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Moments and norms, the ratios, then the step. Waits for the device once, for the ratios."""
         assert exchange is None, "LAMB goes by reduced gradients"
         self._updates += 1
-        direction = Direction.of(self._config, self._updates)
+        c = self._config
+        terms: dict[str, Any] = {
+            "beta1": c.adam_beta1,
+            "beta2": c.adam_beta2,
+            "eps": c.adam_eps,
+            "step": self._updates,
+        }
         norms: list[torch.Tensor] = []
         for block in self._blocks:
-            self._take_gradient(block)
-            if block.column is not None and block.counts:
-                norms += self._norms(block, direction, update.weight_decay)
+            assert block.param.grad is not None
+            lamb_moments, _ = self._kernels[block.param]
+            norms += lamb_moments(
+                *(block.of(block.param.data), block.of(block.param.grad), *self._moments(block)),
+                **terms,
+                weight_decay=self._decay(block, update),
+                norms=block.column is not None and block.counts,
+            )
         squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
         self._sums.all_reduce(squares)
-        c = self._config
         self._ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff).tolist()
         for block in self._blocks:
-            lr, values = update.lr, block.of(block.param.data)
-            if block.column is not None:
-                lr *= self._ratios[block.column]
-                values.mul_(1.0 - lr * update.weight_decay)
-            direction.add_to(values, *self._moments(block), factor=-lr)
+            _, lamb_step = self._kernels[block.param]
+            lamb_step(
+                *(block.of(block.param.data), *self._moments(block)),
+                **terms,
+                rate=update.lr * (1.0 if block.column is None else self._ratios[block.column]),
+                weight_decay=self._decay(block, update),
+            )
 
     def _moments(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         exp_avg, exp_avg_sq = (self._states[block.param][name] for name in STATES)
         return block.of(exp_avg), block.of(exp_avg_sq)
 
-    def _take_gradient(self, block: Block) -> None:
-        assert block.param.grad is not None
-        grad = block.of(block.param.grad)
-        exp_avg, exp_avg_sq = self._moments(block)
-        exp_avg.lerp_(grad, 1.0 - self._config.adam_beta1)
-        exp_avg_sq.mul_(self._config.adam_beta2).addcmul_(grad, grad, value=1.0 - self._config.adam_beta2)
-
-    def _norms(self, block: Block, direction: Direction, weight_decay: float) -> tuple[torch.Tensor, ...]:
-        """‖x‖ and ‖u‖ of a block."""
-        values = block.of(block.param.data)
-        u = direction.add_to(values * weight_decay, *self._moments(block))
-        return norm(values), norm(u)
+    def _decay(self, block: Block, update: Update) -> float:
+        return 0.0 if block.column is None else update.weight_decay
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The two moments."""

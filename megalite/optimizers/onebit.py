@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.kernels.lamb import Direction
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.lamb import BLOCKS, Direction
+from megalite.optimizers.lamb import BLOCKS
 
 
 def second_moment_norm(
@@ -106,7 +107,14 @@ class FrozenMoments(Optimizer):
     @property
     def _direction(self) -> Direction:
         """m̂/(√v̂ + ε) of the update under way."""
-        return Direction.of(self._config, self._base.updates, frozen=self.freeze.updates)
+        c = self._config
+        return Direction.at(
+            self._base.updates,
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            eps=c.adam_eps,
+            frozen=self.freeze.updates,
+        )
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The two moments."""

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.kernels.lamb import norm
+from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Exchange
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
 from megalite.optimizers.lamb import LAMB, Block, make_blocks
 from megalite.optimizers.onebit import FrozenMoments
-from megalite.optimizers.tensor_sums import Pieces, TensorSums, norm
+from megalite.optimizers.tensor_sums import Pieces, TensorSums
 from megalite.topology.group import Group
 
 RATIO_SMOOTHING = 0.9
@@ -40,6 +42,7 @@ class OneBitLAMB(FrozenMoments):
 
     Args:
         group: all ranks that make the step.
+        kernels: where the warm-up's kernel comes from.
 
     Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers a tensor.
     """
@@ -51,8 +54,10 @@ class OneBitLAMB(FrozenMoments):
         freeze: FreezePoint,
         *,
         group: Group,
+        kernels: Kernels | None = None,
     ) -> None:
-        self._lamb = LAMB(parameters, config, group=group)
+        self._lamb = LAMB(parameters, config, group=group, kernels=kernels)
+        self._kernels = kernels
         super().__init__(parameters, self._lamb, config, freeze)
         device = parameters[0].param.device
         self._sums = TensorSums(parameters, group=group, device=device)
@@ -72,7 +77,8 @@ class OneBitLAMB(FrozenMoments):
 
     def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "OneBitLAMB":
         """Another one that no other rank takes part in."""
-        return OneBitLAMB(parameters, self._config, self.freeze.at(freeze_step), group=Group.solo("alone"))
+        freeze, group = self.freeze.at(freeze_step), Group.solo("alone")
+        return OneBitLAMB(parameters, self._config, freeze, group=group, kernels=self._kernels)
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Take up saved `counters`. Trust ratios may not have come with them."""

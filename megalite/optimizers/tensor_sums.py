@@ -8,18 +8,6 @@ import torch
 from megalite.optimizers.flat import FlatParameter, Segment
 from megalite.topology.group import Group
 
-ROW = 1 << 10
-"""Elements whose squares are added up in their own precision."""
-
-
-def norm(values: torch.Tensor) -> torch.Tensor:
-    """‖v‖ of a flat tensor, fp64 []. Row by row, as a plain fp32 sum on a CPU loses digits, most where all are alike."""
-    whole = values.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1)
-    if whole < values.numel():
-        rows = torch.cat([rows, torch.linalg.vector_norm(values[whole:]).view(1)])
-    return torch.linalg.vector_norm(rows, dtype=torch.float64)
-
 
 class TensorSums:
     """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`), and

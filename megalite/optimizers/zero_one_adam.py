@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.kernels.lamb import Direction
 from megalite.optimizers.base import Exchange, Optimizer
 from megalite.optimizers.flat import FlatParameter, Update
 from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.lamb import Direction
 from megalite.optimizers.onebit import ranges, second_moment_norm, silence
 
 STATES = ("exp_avg", "exp_avg_sq", "local_update", "synced_param")

@@ -59,7 +59,7 @@ def _make_optimizer(
     if config.optimizer.optimizer == "sgd":
         return SGD(parameters, config.optimizer)
     if config.optimizer.optimizer == "lamb":
-        return LAMB(parameters, config.optimizer, group=topology.world)
+        return LAMB(parameters, config.optimizer, group=topology.world, kernels=kernels)
     if config.optimizer.optimizer == "muon":
         kinds = [shard.bucket.kind for shard in strategy.shards]
         matrices = [flat for flat, kind in zip(parameters, kinds, strict=True) if kind.orthogonal]
@@ -70,17 +70,17 @@ def _make_optimizer(
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         return RoundedAdamW(parameters, config.optimizer, seed=config.training.seed)
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
-        return build_onebit_optimizer(config, parameters, topology)
+        return build_onebit_optimizer(config, parameters, topology, kernels)
     return AdamW(parameters, config.optimizer, kernels)
 
 
 def build_onebit_optimizer(
-    config: RunConfig, parameters: Sequence[FlatParameter], topology: Topology
+    config: RunConfig, parameters: Sequence[FlatParameter], topology: Topology, kernels: Kernels
 ) -> Optimizer:
     """One that exchanges its own state once it is frozen."""
     freeze = FreezePoint(config, world=topology.world)
     if config.optimizer.optimizer == "onebit-lamb":
-        return OneBitLAMB(parameters, config.optimizer, freeze, group=topology.world)
+        return OneBitLAMB(parameters, config.optimizer, freeze, group=topology.world, kernels=kernels)
     if config.optimizer.optimizer == "zero-one-adam":
         return ZeroOneAdam(parameters, config.optimizer, freeze)
     return OneBitAdam(parameters, config.optimizer, freeze)

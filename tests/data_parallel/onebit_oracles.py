@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megalite.kernels.lamb import norm
 from megalite.optimizers.flat import Update
-from megalite.optimizers.tensor_sums import norm
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext
 

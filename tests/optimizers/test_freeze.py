@@ -10,10 +10,9 @@ import torch
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
+from megalite.kernels.lamb import Direction
 from megalite.optimizers.freeze import FreezePoint, warmup_steps
-from megalite.optimizers.lamb import Direction
 from megalite.optimizers.onebit import silence
 from megalite.optimizers.zero_one_adam import exchanges, updates_variance
 from megalite.topology.group import Group
@@ -112,10 +111,10 @@ def test_one_step_of_warm_up_at_least() -> None:
 
 def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None:
     """v had 2 updates, m 3."""
-    config = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.9, adam_eps=1e-3)
+    direction = Direction.at(3, beta1=0.9, beta2=0.9, eps=1e-3, frozen=2)
     moment = torch.tensor([0.04, 0.0])
     momentum = silence(torch.tensor([-5.0, 7.0]), moment)
-    values = Direction.of(config, 3, frozen=2).add_to(torch.ones(2), momentum, moment, factor=-0.1)
+    values = direction.add_to(torch.ones(2), momentum, moment, factor=-0.1)
     below = math.sqrt(0.04 / (1.0 - 0.9**2)) + 1e-3
     assert values.tolist() == [pytest.approx(1.0 + 0.1 * 5.0 / (1.0 - 0.9**3) / below), 1.0]
 

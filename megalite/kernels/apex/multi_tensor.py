@@ -5,6 +5,7 @@ an empty last tensor has none, and what was gathered would never run. All tensor
 first, without a check.
 """
 
+import ctypes
 from functools import cache
 
 import torch
@@ -17,3 +18,8 @@ CHUNK = 1 << 16
 def flag(device: torch.device) -> torch.Tensor:
     """int32 [1], which the kernels set when they meet what is not finite. Nothing here reads it."""
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def as_float(value: float) -> float:
+    """What is left of a number that goes through a C++ float."""
+    return ctypes.c_float(value).value

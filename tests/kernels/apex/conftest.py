@@ -14,7 +14,7 @@ from megalite.kernels.apex.detect import EXTENSIONS
 from megalite.kernels.probes import why_not_apex
 
 RECORDED = Path(__file__).parent / "recorded"
-ADAPTERS = ("norms", "adam", "l2norm", "weight_grad", "rope", "softmax", "cross_entropy")
+ADAPTERS = ("norms", "adam", "lamb", "l2norm", "weight_grad", "rope", "softmax", "cross_entropy")
 """Modules that import an extension."""
 
 Adapter = Callable[[str], ModuleType]

@@ -54,6 +54,7 @@ WRONG = {
     "cross_entropy": ("xentropy_cuda", "backward", _scaled),
     "weight_grad": ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp16", _twice),
     "adam": ("amp_C", "multi_tensor_adam", _twice),
+    "lamb": ("amp_C", "multi_tensor_lamb_stage1_cuda", _twice),
     "l2norm": (
         "amp_C",
         "multi_tensor_l2norm",

@@ -9,6 +9,7 @@ from megalite.kernels.triton.adam import adam
 from megalite.kernels.triton.add_norm import add_norm
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.triton.l2norm import l2norm
+from megalite.kernels.triton.lamb import lamb_moments, lamb_step
 from megalite.kernels.triton.norms import layernorm, rmsnorm
 from megalite.kernels.triton.rope import rope
 
@@ -73,6 +74,13 @@ def updates(n: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
     )
 
 
+def lambs(n: int, *, norms: bool) -> None:
+    param, grad, exp_avg, exp_avg_sq = (empty(n, dtype=FP32, grad=False) for _ in range(4))
+    terms = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1, "step": 3}
+    lamb_moments(param, grad, exp_avg, exp_avg_sq, **terms, norms=norms)
+    lamb_step(param, exp_avg, exp_avg_sq, **terms, rate=1e-3)
+
+
 CALLS: Mapping[str, Callable[[], object]] = {
     "norms 1024 fp32": lambda: norms(1024, FP32),
     "norms 4096": lambda: norms(4096),
@@ -89,6 +97,8 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),
     "adam": lambda: updates(1 << 30, FP32, BF16),
     "adam bf16 gradients": lambda: updates(1 << 30, BF16, None),
+    "lamb": lambda: lambs(1 << 24, norms=True),
+    "lamb, no norms": lambda: lambs(1 << 24, norms=False),
     "l2norm": lambda: l2norm([empty(1 << 30, dtype=dtype) for dtype in (FP32, BF16)]),
 }
 """A name -> a call; each compiles one to six kernels, at a quarter of a second each."""

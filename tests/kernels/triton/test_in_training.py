@@ -51,9 +51,10 @@ def run(
     [
         {"precision": "fp32", "hidden_dropout": 0.1},
         {"precision": "fp32", **LLAMA},
+        {"precision": "fp32", "optimizer": "lamb"},
         {"precision": "bf16", **LLAMA, "activation": "geglu"},
     ],
-    ids=["gpt, dropout", "llama", "bf16"],
+    ids=["gpt, dropout", "llama", "lamb", "bf16"],
 )
 def test_steps_are_those_of_torch(settings: dict[str, Any]) -> None:
     theirs, their_weights, backends = run(settings, PRODUCTS)

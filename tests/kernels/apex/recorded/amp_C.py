@@ -1,5 +1,5 @@
-"""Stands for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu and
-multi_tensor_l2norm_kernel.cu."""
+"""Stands for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu,
+multi_tensor_lamb_stage_1.cu and multi_tensor_l2norm_kernel.cu."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.apex.signatures import FLOATS, bound, contiguous, of_type, require
 
-_MOST_TENSORS = {1: 110, 4: 36}
+_MOST_TENSORS = {1: 110, 4: 36, 5: 30}
 _MOST_BLOCKS = 320
 
 
@@ -61,6 +61,38 @@ def multi_tensor_adam(*arguments: Any) -> None:
         if mode:
             update = update + float(decay) * p.float()
         p.copy_(p.float() - float(lr) * update)
+
+
+def multi_tensor_lamb_stage1_cuda(*arguments: Any) -> None:
+    bound(arguments, "itltiffftf")
+    chunk, noop, lists, decays, step, beta1, beta2, eps, norm, most = arguments
+    of_type(norm, torch.float32)
+    require(norm.device.type == "cpu", "Segmentation fault: the host reads the norm")
+    of_type(decays, torch.float32)
+    run = _launched(chunk, noop, lists, 5)
+    require(
+        decays.numel() == len(lists[0]) and decays.device == lists[0][0].device, "a decay for each tensor"
+    )
+    require(0 <= step < 2**31 - 1, "step + 1 runs over")
+    for of in (0, 1, 4):
+        of_type(lists[of][0], torch.float32, torch.float16)
+    one, count = np.float32(1), np.float32(step + 1)
+    beta1, beta2, eps = (np.float32(value) for value in (beta1, beta2, eps))
+    first, second = (float(one - np.power(beta, count)) for beta in (beta1, beta2))
+    largest = float(np.float32(most))
+    clip = float(norm[0]) / largest if float(norm[0]) > largest else 1.0
+    for place, (g, p, m, v, update) in enumerate(zip(*lists, strict=True)):
+        require(p.numel() < 2**31, "n is an int")
+        of_type(g, lists[0][0].dtype)
+        for tensor in (p, m, v):
+            of_type(tensor, lists[1][0].dtype)
+        of_type(update, lists[4][0].dtype)
+        until = min(run[place] * chunk, p.numel())
+        g, p, m, v, update = (tensor[:until] for tensor in (g, p, m, v, update))
+        grad = g.to(p.dtype) / clip
+        m.copy_(m * float(beta1) + float(one - beta1) * grad)
+        v.copy_(v * float(beta2) + float(one - beta2) * grad * grad)
+        update.copy_((m / first) / ((v / second).sqrt() + float(eps)) + float(decays[place]) * p)
 
 
 def multi_tensor_l2norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

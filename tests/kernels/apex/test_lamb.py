@@ -1,0 +1,181 @@
+"""LAMB by apex's functions: numbers, what must not reach them, and what they must not do."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.kernels import self_check
+from megalite.kernels.implementations import IMPLEMENTATIONS, Use
+from megalite.kernels.registry import why_not
+from tests.kernels.apex.conftest import Adapter
+from tests.kernels.lamb_formula import NAMES, TERMS, exact, off, piece, run
+
+CHUNK = 1 << 16
+
+
+def kernel(adapter: Adapter) -> tuple[Any, Any]:
+    module = adapter("lamb")
+    return module.lamb_moments, module.lamb_step
+
+
+@pytest.mark.parametrize("n", [1, 1000, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("step", [1, 2, 7, 10**6])
+@pytest.mark.parametrize(
+    "settings, limit",
+    [
+        ({"beta2": 0.95}, 1e-6),
+        ({"beta2": 0.95, "weight_decay": 0.0}, 1e-6),
+        # 1 - β₂ in fp32 is 1.3e-5 of itself off, which shows beside moments that were made without apex.
+        ({"beta2": 0.999}, 1e-5),
+    ],
+)
+def test_one_step(adapter: Adapter, n: int, step: int, settings: dict[str, float], limit: float) -> None:
+    terms = {**TERMS, **settings, "step": step, "rate": 0.3}
+    tensors = piece(n)
+    wanted = exact(tensors, **terms)
+    found = off(run(kernel(adapter), tensors, **terms), wanted)
+    assert found["grad"] == 0.0
+    assert max(found.values()) < limit, found
+
+
+def test_directions_are_corrected_for_the_betas_that_apex_has(adapter: Adapter) -> None:
+    """From the first step on: fp32 powers, as apex would have them, are 1.5e-5 off at the second."""
+    fresh = [*piece(3000)[:2], torch.zeros(3000), torch.zeros(3000)]
+    terms = {**TERMS, "eps": 1e-8, "weight_decay": 0.0, "rate": 0.3}
+    right = [tensor.double() for tensor in fresh]
+    for step in range(1, 12):
+        generator = torch.Generator().manual_seed(step)
+        right[1] = torch.randn(3000, dtype=torch.float64, generator=generator)
+        fresh[1] = right[1].float()
+        wanted = exact(right, **terms, step=step)
+        found = run(kernel(adapter), fresh, **terms, step=step)
+        assert off(found, wanted)["norms"] < 5e-7, step
+        right = [wanted[name] for name in NAMES]
+    assert off(found, wanted)["param"] < 1e-6
+
+
+def test_a_long_gradient_is_not_clipped(adapter: Adapter) -> None:
+    tensors = piece(100)
+    tensors[1] *= 1e6
+    terms = {**TERMS, "step": 3, "rate": 0.3}
+    wanted = exact(tensors, **terms)
+    assert off(run(kernel(adapter), tensors, **terms), wanted)["exp_avg"] < 1e-6
+
+
+def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
+    """Also where their squares run over, since something stands in the gradient's place."""
+    param, _, exp_avg, exp_avg_sq = piece(300)
+    exp_avg[:3] = torch.tensor([3e38, -3e38, 1e-30])
+    before = exp_avg.clone(), exp_avg_sq.clone()
+    kernel(adapter)[1](param, exp_avg, exp_avg_sq, **TERMS, step=3, rate=1e-3)
+    assert torch.equal(exp_avg, before[0]) and torch.equal(exp_avg_sq, before[1])
+
+
+def test_where_its_arguments_lie(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads the norm that it clips by, the kernel the decay: one is on the CPU whatever the device is."""
+    module = adapter("lamb")
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module.amp_C, "multi_tensor_lamb_stage1_cuda", lambda *given: calls.append(given))
+    tensors = [torch.empty(8, device="meta") for _ in range(4)]
+    assert module.lamb_moments(*tensors, **TERMS, step=3, norms=False) == ()
+    (call,) = calls
+    (decay, norm), most = (call[3], call[8]), call[9]
+    assert (decay.device.type, norm.device.type) == ("meta", "cpu")
+    assert norm.item() <= most, "it would clip"
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({8: torch.zeros(1, device="meta")}, "the host reads the norm"),
+        ({8: 0.0}, "number 9 is float"),  # as before 2020
+        ({3: torch.zeros(1, dtype=torch.float64)}, "expected scalar type"),
+        ({3: torch.zeros(2)}, "a decay for each tensor"),
+        ({4: 2**31 - 1}, "runs over"),
+        ({2: [[torch.zeros(4, dtype=torch.bfloat16)] for _ in range(5)]}, "expected scalar type"),
+        ({2: [[torch.zeros(4)] for _ in range(4)]}, "depth"),
+    ],
+)
+def test_the_stand_in_refuses_what_apex_does(adapter: Adapter, wrong: dict[int, Any], reason: str) -> None:
+    amp_C = adapter("lamb").amp_C
+    flag, lists = torch.zeros(1, dtype=torch.int32), [[torch.zeros(4)] for _ in range(5)]
+    call = [CHUNK, flag, lists, torch.zeros(1), 0, 0.9, 0.999, 1e-6, torch.zeros(1), 1.0]
+    amp_C.multi_tensor_lamb_stage1_cuda(*call)
+    for place, value in wrong.items():
+        call[place] = value
+    with pytest.raises((RuntimeError, TypeError), match=reason):
+        amp_C.multi_tensor_lamb_stage1_cuda(*call)
+
+
+def test_the_stand_in_clips_as_apex_does(adapter: Adapter) -> None:
+    """The trap itself: a norm above the largest one."""
+    amp_C = adapter("lamb").amp_C
+    flag = torch.zeros(1, dtype=torch.int32)
+    for norm, wanted in ((8.0, 0.025), (1.0, 0.1)):
+        lists = [[torch.ones(1)], *([torch.zeros(1)] for _ in range(4))]
+        terms = (torch.zeros(1), 0, 0.9, 0.999, 1e-6, torch.tensor([norm]), 2.0)
+        amp_C.multi_tensor_lamb_stage1_cuda(CHUNK, flag, lists, *terms)
+        assert lists[2][0].item() == pytest.approx(wanted, rel=1e-6)
+
+
+FP32 = Use("cpu", torch.float32, 64)
+
+
+def averaged(real: Any) -> Any:
+    """Adam with a second beta of its own."""
+    return lambda *given: real(*given[:5], 0.9, *given[6:])
+
+
+def shorter(real: Any) -> Any:
+    """The first half, clipped whatever the norm is."""
+    return lambda *given: real(*given[:8], torch.full((1,), 2.0), 1.0)
+
+
+def without_norm(real: Any) -> Any:
+    """The first half as before 2020, when the norm was a number."""
+
+    def older(*given: Any) -> None:
+        if not isinstance(given[8], float):
+            raise TypeError("incompatible function arguments\nInvoked with: ...")
+        real(*given)
+
+    return older
+
+
+@pytest.mark.parametrize(
+    "name, spoil, reason",
+    [
+        (
+            "multi_tensor_adam",
+            averaged,
+            "apex's gave other numbers than torch when it was tried here: exp_avg_sq",
+        ),
+        ("multi_tensor_lamb_stage1_cuda", shorter, "apex's gave other numbers than torch"),
+        ("multi_tensor_lamb_stage1_cuda", without_norm, "apex's failed when it was tried here (incompatible"),
+    ],
+)
+def test_another_apex_is_refused(
+    installed: Adapter, name: str, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amp_C = installed("lamb").amp_C
+    assert why_not("lamb", "apex", FP32) is None
+    self_check._why_wrong.cache_clear()
+    monkeypatch.setattr(amp_C, name, spoil(getattr(amp_C, name)))
+    said = why_not("lamb", "apex", FP32)
+    assert said is not None and said.startswith(reason), said
+
+
+def test_nothing_to_update(adapter: Adapter) -> None:
+    """No launch, which would fail; and norms of nothing."""
+    found = run(kernel(adapter), [torch.empty(0) for _ in range(4)], **TERMS, step=1, rate=1.0)
+    assert found["norms"].tolist() == [0.0, 0.0]
+
+
+def test_only_dense_fp32(installed: Adapter) -> None:
+    use = Use("cpu", torch.bfloat16, 64)
+    assert IMPLEMENTATIONS["lamb"]["apex"].why_not(use) == "it takes float32, not bfloat16"
+    for wrong in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
+        tensors = [torch.zeros(4), wrong, torch.zeros(4), torch.zeros(4)]
+        with pytest.raises(AssertionError):
+            installed("lamb").lamb_moments(*tensors, **TERMS, step=1, norms=True)

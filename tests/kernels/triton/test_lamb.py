@@ -1,0 +1,91 @@
+"""The LAMB kernels against the formula in float64."""
+
+import pytest
+import torch
+
+from megalite.kernels.triton.lamb import BLOCK, lamb_moments, lamb_step
+from tests.kernels.lamb_formula import TERMS, exact, off, piece, run
+
+KERNEL = lamb_moments, lamb_step
+
+
+@pytest.mark.parametrize("n", [1, 1000, 2 * BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("step", [1, 10**6])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.usefixtures("poisoned")
+def test_one_step(n: int, step: int, weight_decay: float, device: torch.device) -> None:
+    terms = {**TERMS, "weight_decay": weight_decay, "step": step, "rate": 0.3}
+    tensors = piece(n, device=device)
+    wanted = exact(tensors, **terms)
+    found = off(run(KERNEL, tensors, **terms), wanted)
+    assert found["grad"] == 0.0
+    assert max(found.values()) < 5e-7, found
+
+
+def test_ten_steps(device: torch.device) -> None:
+    """Nothing adds up, and second moments keep the digits of 1 - β₂."""
+    n = BLOCK + 5
+    ours = [*piece(n, device=device)[:2], *(torch.zeros(n, device=device) for _ in range(2))]
+    right = [tensor.double() for tensor in ours]
+    terms = {**TERMS, "rate": 0.01}
+    for step in range(1, 11):
+        right[1] = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(
+            device
+        )
+        ours[1] = right[1].float()
+        wanted = exact(right, **terms, step=step)
+        found = off(run(KERNEL, ours, **terms, step=step), wanted)
+        right = [wanted[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+    assert max(found.values()) < 1e-6, found
+
+
+def test_moments_settle_where_the_gradient_stays(device: torch.device) -> None:
+    """With rates that fp32 does not hold, too: beta·m + (1 - beta)·g would come to rest beside g."""
+    grad = piece(64, device=device)[1]
+    tensors = [torch.ones_like(grad), grad, grad.clone(), grad.square()]
+    for step in (1, 2, 3):
+        lamb_moments(*tensors, **{**TERMS, "beta2": 0.9999}, step=step, norms=False)
+    assert torch.equal(tensors[2], grad)
+    assert torch.equal(tensors[3], grad.square())
+
+
+def test_norms_only_where_they_are_wanted(device: torch.device) -> None:
+    tensors, same = piece(BLOCK + 40, device=device), piece(BLOCK + 40, device=device)
+    assert lamb_moments(*tensors, **TERMS, step=3, norms=False) == ()
+    norms = [lamb_moments(*same, **TERMS, step=3, norms=True)]
+    assert all(torch.equal(one, other) for one, other in zip(tensors, same, strict=True))
+    again = piece(BLOCK + 40, device=device)
+    norms.append(lamb_moments(*again, **TERMS, step=3, norms=True))
+    assert torch.equal(torch.stack(norms[0]), torch.stack(norms[1])), "the same bits in every run"
+
+
+def test_nothing_beyond_the_piece_is_touched(device: torch.device) -> None:
+    """A piece lies between others in longer buffers."""
+    buffers = piece(200, device=device)
+    before = [tensor.clone() for tensor in buffers]
+    run(KERNEL, [tensor[13:150] for tensor in buffers], **TERMS, step=1, rate=0.1)
+    for now, old in zip(buffers, before, strict=True):
+        assert torch.equal(now[:13], old[:13])
+        assert torch.equal(now[150:], old[150:])
+    assert torch.equal(buffers[1], before[1]), "the gradient stays"
+    assert not torch.equal(buffers[0], before[0])
+
+
+def test_no_elements(device: torch.device) -> None:
+    found = run(KERNEL, [torch.empty(0, device=device) for _ in range(4)], **TERMS, step=1, rate=1.0)
+    assert found["norms"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_more_than_two_to_the_31_elements() -> None:
+    """The last elements lie beyond what 32 bits reach."""
+    n, device = 2**31 + 5, torch.device("cuda")
+    tensors = [torch.ones(n, device=device), torch.empty(n, device=device).normal_()]
+    tensors += [torch.zeros(n, device=device), torch.zeros(n, device=device)]
+    run(KERNEL, tensors, **TERMS, step=1, rate=0.1)
+    for end in (slice(0, 1000), slice(n - 1000, n)):
+        small = [torch.ones(1000, device=device), tensors[1][end].clone()]
+        small += [torch.zeros(1000, device=device), torch.zeros(1000, device=device)]
+        run(KERNEL, small, **TERMS, step=1, rate=0.1)
+        assert all(torch.equal(a[end], b) for a, b in zip(tensors, small, strict=True))
