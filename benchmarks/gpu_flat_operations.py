@@ -91,6 +91,13 @@ def plain_loss_backward(
     return ((probabilities - hit.float()) * grad.unsqueeze(-1)).to(logits.dtype)
 
 
+def _layer_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """x [rows, size], grad_y [rows, 4·size], weight [4·size, size]."""
+    rows, size = shape.rows, shape.size
+    sizes = {"x": (rows, size), "grad_y": (rows, 4 * size), "weight": (4 * size, size)}
+    return {name: draw(*each, dtype=dtype, device=device) for name, each in sizes.items()}
+
+
 def _product_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """x [rows, size], grad_y [rows, 4·size]."""
     return {
@@ -259,6 +266,21 @@ FLAT: Mapping[str, Operation] = {
         # Half of what is read is hidden; all of what is written is written.
         bytes=lambda s, e: (s.rows * s.size**2 * e * 3 // 2, s.rows * s.size**2 * e * 2),
         plain=(plain_softmax_forward, plain_softmax_backward),
+    ),
+    "matmul": Operation(
+        make=_layer_inputs,
+        passes=lambda kernel, t: [
+            Pass("output", lambda: kernel(t["x"], t["weight"].t())),
+            Pass("input gradient", lambda: kernel(t["grad_y"], t["weight"])),
+        ],
+        outputs=lambda kernel, t: {
+            "y": kernel(t["x"], t["weight"].t()),
+            "grad_x": kernel(t["grad_y"], t["weight"]),
+        },
+        formula=lambda t: {"y": t["x"] @ t["weight"].t(), "grad_x": t["grad_y"] @ t["weight"]},
+        rows=frozenset({"grad_y", "x", "y", "grad_x"}),
+        bytes=lambda s, e: 2 * ((5 * s.rows * s.size + 4 * s.size**2) * e,),
+        flops=lambda s: 2 * s.rows * s.size * 4 * s.size,
     ),
     "weight_grad": Operation(
         make=_product_inputs,

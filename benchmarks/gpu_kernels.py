@@ -48,6 +48,7 @@ KINDS = {
     "bias_gelu": "mlp",
     "swiglu": "mlp",
     "geglu": "mlp",
+    "matmul": "weight_grad",
     "adam": "flat",
     "lamb": "flat",
     "l2norm": "flat",
