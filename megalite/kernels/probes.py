@@ -34,8 +34,11 @@ def why_not_apex(device: str) -> str | None:
 
 
 @cache
-def cpu_kinds() -> tuple[str, ...]:
-    """What rules may call this machine's processor beside `cpu`: `amd-avx512`, or nothing."""
-    about = Path("/proc/cpuinfo")
+def cpu_kinds(about: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """What rules may call this machine's processor beside `cpu`: `amd-avx512`, or nothing.
+
+    Args:
+        about: where Linux describes it; there need be no such file.
+    """
     amd = about.is_file() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
     return ("amd-avx512",) if amd and torch.backends.cpu.get_cpu_capability() == "AVX512" else ()

@@ -1,5 +1,6 @@
 """oneDNN's fp32 products: right numbers, where they are taken, and whole steps of several layouts with them."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.kernels import onednn, preferences, self_check
 from megalite.kernels.implementations import Use
+from megalite.kernels.probes import cpu_kinds
 from megalite.kernels.registry import Kernels, why_not
 from megalite.parity.trajectory import Trajectory
 from tests.support.ranks import RankContext, run_ranks
@@ -89,6 +91,29 @@ def test_taken_where_mkl_leaves_half_behind(
     for operation in OPERATIONS:
         kernels.get(operation, device=CPU, dtype=torch.float32, size=128)
     assert [choice.backend for choice in kernels.chosen] == [backend] * 2
+
+
+@pytest.mark.parametrize(
+    "vendor, capability, kinds",
+    [
+        ("AuthenticAMD", "AVX512", ("amd-avx512",)),
+        ("AuthenticAMD", "AVX2", ()),
+        ("GenuineIntel", "AVX512", ()),
+        (None, "AVX512", ()),
+    ],
+)
+def test_which_processor(
+    vendor: str | None,
+    capability: str,
+    kinds: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    about = tmp_path / "cpuinfo"
+    if vendor is not None:
+        about.write_text(f"processor : 0\nvendor_id : {vendor}\n")
+    assert cpu_kinds(about) == kinds
 
 
 def test_small_and_half_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
