@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo test check format bench bench-gpu docs parity-fuzz test-faults test-cycles clean
+.PHONY: help demo test check format bench bench-gpu docs lock parity-fuzz test-mutants test-faults test-cycles clean
 help:
 	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
 	@echo "make test    set up .venv and run the tests"
@@ -14,7 +15,9 @@ help:
 	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
 	@echo "make bench-gpu  kernels, GPT-1.3B and peers on one H100 or H200, in less than 10 minutes; installs nothing"
 	@echo "make docs    write what is made from the code: docs/config.md, tables, drawings"
+	@echo "make lock    newest versions of all that is installed, written into constraints.txt"
 	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
+	@echo "make test-mutants [ONLY=cp2]  put each fault of a list into a copy, see that its test fails"
 	@echo "make test-faults N=100 [SEED=0]  kill training runs at N instants, restart them, compare to the bit"
 	@echo "make test-cycles N=200 [SEED=0]  start and stop training runs by signals, see that nothing is left behind"
 	@echo "make clean   remove .venv, runs/ and caches"
@@ -22,8 +25,8 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"megalite needs Python >= 3.11, $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt torch setuptools
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -43,10 +46,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python -m benchmarks.steps.run
 
 bench-gpu:
-	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --fp8 \
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.run --fp8 \
 		--json benchmarks/results/gpu.json --write-preferences benchmarks/results/gpu_preferences.yaml
 
 docs: $(STAMP)
@@ -54,10 +57,20 @@ docs: $(STAMP)
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/tables/write.py
 
+# The newest of everything that pyproject.toml allows. Run the tests before you commit what it writes.
+lock: $(STAMP)
+	$(PIP) --upgrade --upgrade-strategy eager torch setuptools
+	$(PIP) --upgrade --upgrade-strategy eager --no-build-isolation --editable '.[dev]'
+	$(BIN)/python tools/lock.py
+	@touch $(STAMP)
+
 SECONDS ?= 600
 SEED ?= 0
 parity-fuzz: $(STAMP)
 	$(BIN)/megalite parity --fuzz $(SECONDS) --seed $(SEED)
+
+test-mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ONLY)
 
 N ?= 10
 test-faults: $(STAMP)

@@ -1,6 +1,7 @@
 """What composes with what: every pair of features is put to the validator and the schedule's own check."""
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +12,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.pipeline import plan_stages, schedule_of
+from megalite.partition.pipeline import plan_stages, schedule_of
 
 DP = 4
 MICROBATCHES = 8
@@ -193,18 +194,30 @@ def _cells(feature: Feature, by_name: Mapping[str, Feature]) -> tuple[str, ...]:
 
 def flags_table() -> str:
     """How each feature is asked for."""
-    lines = ["| feature | asked for by |", "|---|---|"]
-    lines += [f"| {feature.name} | `{feature.flags}` |" for feature in FEATURES]
-    return "\n".join(lines) + "\n"
+    return "".join(f"- {feature.name}: `{feature.flags}`\n" for feature in FEATURES)
 
 
 def refused_table() -> str:
-    """Every pair that is refused, with what the validator says."""
-    lines = ["| | does not go with | the error |", "|---|---|---|"]
+    """Every pair that is refused: pairs with the same reason share a row, with the validator's error for the first of them."""
+    rows: dict[str, tuple[str, dict[str, list[str]]]] = {}
     for one, other in itertools.combinations(FEATURES, 2):
         if not alternatives(one, other) and (why := refusal(one.name, other.name)) is not None:
-            lines.append(f"| {one.name} | {other.name} | {why.replace('|', chr(92) + '|')} |")
+            _, pairs_of = rows.setdefault(_reason(why), (why.replace("|", chr(92) + "|"), {}))
+            pairs_of.setdefault(one.name, []).append(other.name)
+    lines = ["| | does not go with | the error, for the first pair |", "|---|---|---|"]
+    for why, pairs_of in rows.values():
+        by_others: dict[str, list[str]] = {}
+        for name, others in pairs_of.items():
+            by_others.setdefault("; ".join(others), []).append(name)
+        for number, (together, names) in enumerate(by_others.items()):
+            lines.append(f"| {'; '.join(names)} | {together} | {'the same' if number else why} |")
     return "\n".join(lines) + "\n"
+
+
+def _reason(why: str) -> str:
+    """An error without the values of its settings and without its remedy."""
+    text = re.sub(r"\b(dp_strategy|optimizer|schedule) [\w-]+", r"\1", why)
+    return re.sub(r"\b(an? )?(cp|ep)\b( \d+)?", "axis", text).partition("; ")[0]
 
 
 def counted() -> str:

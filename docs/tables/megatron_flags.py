@@ -1,5 +1,6 @@
 """Coming from Megatron-LM: its flags beside ours, those that set something else, and those that are refused."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -74,7 +75,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "lr_warmup_iters": SAME,
         "lr_warmup_samples": SAME,
         "lr_warmup_fraction": SAME,
-        "lr_warmup_init": "the first step already runs above it; theirs runs at it",
+        "lr_warmup_init": "the first step runs above it, and with `--lr-schedule-offset megatron` at it, as theirs",
         "lr_wsd_decay_iters": SAME,
         "lr_wsd_decay_samples": SAME,
         "lr_wsd_decay_style": SAME,
@@ -193,6 +194,7 @@ OURS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("sgd_nesterov", "lamb_min_coeff", "lamb_max_coeff", "muon_scale"), ""),
         **dict.fromkeys(("freeze_step", "freeze_threshold", "onebit_scale"), ""),
         **dict.fromkeys(("local_step_clipper", "local_step_scaler", "variance_update_scaler"), ""),
+        "lr_schedule_offset": "`megatron` is theirs",
         "main_params": "`--main-params-dtype`",
         "stochastic_rounding": "",
         # data
@@ -207,6 +209,7 @@ OURS: Mapping[str, str] = MappingProxyType(
         "exit_file": "",
         "exit_timeout_seconds": "",
         "hang_timeout_minutes": "NVIDIA Resiliency Extension's heartbeats",
+        "hang_save_timeout_minutes": "NVIDIA Resiliency Extension's heartbeats",
         "elastic": "",
         "elastic_cluster": "",
         # compute
@@ -246,21 +249,21 @@ _CANONICAL = ("microbatch_group_size_per_virtual_pipeline_stage", "norm_epsilon"
 
 
 def settings_table() -> str:
-    """Every setting that both have, in the order of our sections."""
-    lines = ["| Megatron-LM | here | default here | what is different |", "|---|---|---|---|"]
-    section = ""
+    """Every setting that both have, in the order of our sections: first those that are alike, then one line for each other."""
+    same: dict[str, list[str]] = {}
+    lines = []
     for name, setting in settings().items():
         if name not in THEIRS:
             continue
-        if setting.section != section:
-            section = setting.section
-            lines.append(f"| **{section.replace('_', ' ')}** | | | |")
-        flag = their_flag(name)
-        ours = "" if flag == setting.flags[0] else f"`{setting.flags[0]}`"
-        lines.append(
-            f"| `{flag}` | {ours} | {_default(setting.default)} | {THEIRS[name].replace('|', chr(92) + '|')} |"
-        )
-    return "\n".join(lines) + "\n"
+        flag, default = their_flag(name), _default(setting.default)
+        shown = f"`{flag}`" if flag == setting.flags[0] else f"`{flag}` = `{setting.flags[0]}`"
+        shown += f" ({default})" if default else ""
+        if THEIRS[name] in ("", SAME):
+            same.setdefault(setting.section, []).append(shown)
+        else:
+            lines.append(f"- {shown}: {THEIRS[name]}")
+    alike = [f"- **{section.replace('_', ' ')}**: {', '.join(flags)}" for section, flags in same.items()]
+    return "\n".join(["The same in both:\n", *alike, "\nWith a difference:\n", *lines]) + "\n"
 
 
 def other_flags_table() -> str:
@@ -269,23 +272,23 @@ def other_flags_table() -> str:
 
 
 def refused_table() -> str:
-    """Flags and words that are errors here, with what to use or why nothing is needed."""
-    lines = ["| Megatron-LM | instead |", "|---|---|", *refused_flags()]
+    """Flags and words that are errors here, by what to use or why nothing is needed."""
+    reasons: dict[str, list[str]] = {}
+    for row in refused_flags():
+        _, flags, why, _ = re.split(r"(?<!\\\\)\|", row)
+        reasons.setdefault(why.strip(), []).append(flags.strip())
     for name, words in REFUSED_VALUES.items():
-        flag = settings()[name].flags[0]
-        lines += [f"| `{flag} {word}` | {why} |" for word, why in words.items()]
-    return "\n".join(lines) + "\n"
+        for word, why in words.items():
+            reasons.setdefault(why, []).append(f"`{settings()[name].flags[0]} {word}`")
+    return "".join(f"- {', '.join(flags)}: {why}\n" for why, flags in reasons.items())
 
 
 def ours_table() -> str:
-    """Settings that Megatron-LM has no flag of that name for."""
-    lines = ["| here | what it is | there |", "|---|---|---|"]
-    lines += [
-        f"| `{setting.flags[0]}` | {_clause(setting.help)} | {OURS[name]} |"
-        for name, setting in settings().items()
-        if name in OURS
-    ]
-    return "\n".join(lines) + "\n"
+    """Settings that Megatron-LM has no flag of that name for; docs/config.md says what each is."""
+    ours = {setting.flags[0]: OURS[name] for name, setting in settings().items() if name in OURS}
+    rows = [f"- `{flag}`: there {there}" for flag, there in ours.items() if there]
+    alone = ", ".join(f"`{flag}`" for flag, there in ours.items() if not there)
+    return "\n".join([*rows, f"- nothing there: {alone}"]) + "\n"
 
 
 def tags_table() -> str:
@@ -293,11 +296,6 @@ def tags_table() -> str:
     lines = ["| tag | in metrics.jsonl |", "|---|---|"]
     lines += [f"| `{tag}` | `{name}` |" for name, tag in TENSORBOARD_TAGS.items()]
     return "\n".join(lines) + "\n"
-
-
-def _clause(text: str) -> str:
-    """The first sentence."""
-    return text.split(". ")[0].removesuffix(".").replace("|", chr(92) + "|")
 
 
 def _default(value: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import composition
 import megatron_flags
 import pages
+import sizes
 
 ROOT = pages.ROOT
 TABLES: dict[str, Callable[[], str]] = {
@@ -23,6 +24,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "Megatron-LM, ours alone": megatron_flags.ours_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
+    "sizes": sizes.table,
     "examples/walkthrough/run.yaml": pages.walkthrough_config,
 }
 PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "docs/walkthrough.md")
@@ -35,7 +37,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Write the pages anew."""
+    """Write the pages again."""
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -230,6 +230,7 @@ def verify_files(
     found = []
     for name in names[world.rank :: world.size]:
         fault = entry_fault(path / name, files[name], from_disk=from_disk)
+        world.heartbeat.beat()
         if fault is not None:
             found.append(fault)
     every = sorted(fault for faults in world.gather_json(found, device) for fault in faults)

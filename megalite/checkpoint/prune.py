@@ -1,20 +1,44 @@
 """Removing checkpoints that are no longer wanted, never the last sound one."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalite.checkpoint.agreement import agree
 from megalite.checkpoint.commit import discard
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates, step_name
 from megalite.checkpoint.load import verify_files
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, listed_files
-from megalite.checkpoint.retention import Retention
+from megalite.checkpoint.save import agree
 from megalite.topology.group import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What to keep of a run's checkpoints.
+
+    Args:
+        keep_latest: that many of the newest; None: all.
+        keep_every: and for ever those whose step is a multiple of this.
+    """
+
+    keep_latest: int | None = None
+    keep_every: int | None = None
+
+    def superfluous(self, steps: Iterable[int], newest: int) -> list[int]:
+        """The steps to be removed once `newest` is there and known to be sound, oldest first.
+
+        Steps beyond `newest` are damaged leftovers of the run before it was resumed, or another run's: they do not
+        count, and stay.
+        """
+        if self.keep_latest is None:
+            return []
+        passing = sorted(step for step in set(steps) if step <= newest)
+        old = passing[: -self.keep_latest]
+        return [step for step in old if self.keep_every is None or step % self.keep_every]
 
 
 def prune(

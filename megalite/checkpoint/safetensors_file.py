@@ -3,17 +3,54 @@
 Sizes are known before the data, so the header goes first and the tensors follow as they come; the hash runs along.
 """
 
+import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.digest import RunningDigest
 from megalite.checkpoint.files import CHUNK, create, named, open_plain, write_all
 from megalite.checkpoint.manifest import CheckpointError, FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
+
+_IN_FLIGHT = 4
+"""Chunks that may wait to be hashed; they keep what they are part of in memory."""
+
+
+class RunningDigest:
+    """The sha256 of everything given to `update`, in that order. No torch."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(_IN_FLIGHT)
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def update(self, chunk: memoryview) -> None:
+        """Add bytes, which must not change before `finish` has returned."""
+        self._chunks.put(chunk)
+
+    def finish(self) -> str:
+        """The hash in hexadecimal."""
+        self.close()
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """End the thread; again is harmless."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            self._chunks.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            self._hash.update(chunk)
+            del chunk  # or its tensor would stay alive while this waits for the next
+
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -26,6 +63,8 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _PAGE = 4096
+_SYNC_BYTES = 1 << 30
+"""After so many bytes what has been written is put on the disk."""
 
 
 class SafetensorsWriter:
@@ -36,6 +75,7 @@ class SafetensorsWriter:
         records: what will come, in this order.
         metadata: text by text, kept in the header.
         digest: hash what is written, on a thread of its own beside the writing.
+        progress: called after each chunk: a large file takes long, and whoever watches must see that it grows.
 
     Raises:
         OSError: here and from `write` and `finish`: disk full, no permission, the file exists, ...
@@ -48,8 +88,9 @@ class SafetensorsWriter:
         *,
         metadata: Mapping[str, str] = FORMAT_PT,
         digest: bool = True,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path = path
+        self._path, self._progress = path, progress
         self._pending = list(reversed(records))
         self._digest: RunningDigest | None = None
         self._length = 0
@@ -71,6 +112,14 @@ class SafetensorsWriter:
                 f"the tensor given is {tensor.dtype} {list(tensor.shape)}"
             )
         self._append(_bytes_of(tensor.detach().to("cpu").contiguous()))
+
+    def write_blocks(self, blocks: Iterable[torch.Tensor]) -> None:
+        """Append the next tensor from blocks of its type, contiguous and on the CPU, in the order of its elements."""
+        record, before = self._pending.pop(), self._length
+        for block in blocks:
+            assert DTYPE_NAMES[block.dtype] == record.dtype, (record, block.dtype)
+            self._append(_bytes_of(block))
+        assert self._length - before == record.nbytes, (record, self._length - before)
 
     def finish(self) -> FileEntry:
         """Put the file on the disk and return its length and hash (empty without `digest`)."""
@@ -99,9 +148,13 @@ class SafetensorsWriter:
                 self._digest.update(chunk)
             try:
                 write_all(self._descriptor, chunk)
+                self._length += len(chunk)
+                # All of it at the end could take longer than anybody who watches waits for.
+                if self._length // _SYNC_BYTES > (self._length - len(chunk)) // _SYNC_BYTES:
+                    os.fsync(self._descriptor)
             except OSError as error:
                 raise named(error, self._path) from None
-        self._length += len(data)
+            self._progress()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -163,6 +216,20 @@ class SafetensorsReader:
         shape = [part.stop - part.start for part in wanted]
         output = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
         self.read_into(output, record, wanted)
+        return output
+
+    def read_elements(self, key: str, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a tensor from the `start`-th on, in the order of the file: a new one of one dimension.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        dtype = TORCH_DTYPES[self.records[key].dtype]
+        output = torch.empty(count, dtype=dtype)
+        try:
+            self._read_exactly(_bytes_of(output), self._offsets[key] + start * dtype.itemsize)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: {key}: {error.strerror}") from None
         return output
 
     def read_into(self, output: torch.Tensor, record: Record, index: tuple[slice, ...]) -> None:

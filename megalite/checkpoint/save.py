@@ -2,6 +2,8 @@
 
 import errno
 import os
+import platform
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+import megalite
 from megalite import __version__
-from megalite.checkpoint.agreement import agree
-from megalite.checkpoint.code_version import code_version
 from megalite.checkpoint.commit import RankPart, abandon, prepare_staging, publish, write_rank_part
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.folders import staging_name, step_name
@@ -30,7 +31,89 @@ from megalite.checkpoint.manifest import (
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
 from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
+
+
+def agree(error: CheckpointError | None, *, world: Group, device: torch.device) -> None:
+    """Return on every rank if no rank has an error, else raise one with the same message on every rank.
+
+    `Group.agree` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
+
+    Collectives: one `gather_json`.
+
+    Raises:
+        CheckpointError: the first failing rank's, with how many others there are.
+    """
+    reports = world.gather_json(None if error is None else str(error), device)
+    failed = [rank for rank, report in enumerate(reports) if report is not None]
+    if not failed:
+        return
+    message = reports[failed[0]]
+    if world.size > 1:
+        others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        message = f"{message} (rank {failed[0]}{others} of {world.size})"
+    raise CheckpointError(message) from error
+
+
+def code_version() -> dict[str, Any]:
+    """Versions of megalite, Python and torch, and the git revision where megalite runs from a working copy."""
+    return {
+        "megalite": megalite.__version__,
+        "revision": git_revision(Path(megalite.__file__).parents[1]),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def git_revision(root: Path) -> str | None:
+    """The commit checked out in `root`, read from git's own files; None if there is none."""
+    git = root / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        loose = git / name
+        if loose.is_file():
+            return loose.read_text().strip()
+        packed = (git / "packed-refs").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+
+
+class BackgroundSave:
+    """A save under way. The thread does not keep the process alive: what it leaves behind the next save removes.
+
+    Args:
+        work: returns the checkpoint's folder, or raises.
+    """
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        self._work = work
+        self._outcome: Path | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="save", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """`result` would not wait."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait; the folder, or what the work raised."""
+        self._thread.join()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._work()
+        except BaseException as error:
+            self._outcome = error
+
 
 FILE_KINDS = {"weight": "weights", "optimizer": "optimizer"}
 
@@ -141,7 +224,7 @@ def save_checkpoint(
             failure = error
     _agree_or_abandon(failure, staging, needed, world, device)
 
-    failure = _write_shards(staging, world.rank, plan, tensors)
+    failure = _write_shards(staging, world, plan, tensors)
     _agree_or_abandon(failure, staging, needed, world, device)
     failure = None
     if world.rank == 0:
@@ -189,17 +272,18 @@ def _records_by_kind(plan: Sequence[SavedTensor]) -> dict[str, list[Record]]:
 
 
 def _write_shards(
-    staging: Path, rank: int, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor]
+    staging: Path, world: Group, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor]
 ) -> Exception | None:
     """Write this rank's files and their list. No collectives but those of `tensors`, which is iterated to its end
     whatever happens: other ranks' collectives wait for this one's."""
+    rank, beat = world.rank, world.heartbeat.beat
     failure: Exception | None = None
     writers: dict[str, SafetensorsWriter] = {}
     taken = 0
     try:
         try:
             for group, records in _records_by_kind(plan).items():
-                writers[group] = SafetensorsWriter(staging / _file_name(group, rank), records)
+                writers[group] = SafetensorsWriter(staging / _file_name(group, rank), records, progress=beat)
         except Exception as error:
             failure = error
         for tensor in tensors:

@@ -9,10 +9,9 @@ from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
-from megalite.config.files import dump
+from megalite.config.files import dump, preset_names
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.help import full_help, markdown
-from megalite.config.presets import preset_names
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 

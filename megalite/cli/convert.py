@@ -1,6 +1,7 @@
 """`megalite convert`: weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
 
 import argparse
+import errno
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,36 +10,31 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.cli.byte_progress import ByteProgress
-from megalite.cli.convert_report import (
-    described,
-    kept_line,
-    other_tokenizer,
-    show_written,
-    system_error,
-    tokenizer_line,
-)
+from megalite.cli.byte_progress import ByteProgress, decimal_bytes
+from megalite.cli.early_flags import DEFAULT_SHARD, VERIFIED_BELOW, convert_parser
 from megalite.cli.failures import command
 from megalite.cli.output import show
-from megalite.cli.parser import Parser
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS, Format
 from megalite.conversion.huggingface.families import family_named
-from megalite.conversion.huggingface.write import write_huggingface
-from megalite.conversion.megatron.write import IMPLEMENTATIONS, write_megatron, written_bytes
-from megalite.conversion.native import PRECISIONS, write_native
-from megalite.conversion.open import FORMATS, Format, open_weights
+from megalite.conversion.huggingface.weights import write_huggingface
+from megalite.conversion.megatron.write import write_megatron, written_bytes
+from megalite.conversion.native import PRECISIONS, NativeWeights, write_native
+from megalite.conversion.open import open_weights
 from megalite.conversion.output import check_target, workplace_of
-from megalite.conversion.tokenizer_files import named_tokenizer_files, tokenizer_folder_files
+from megalite.conversion.tokenizer_files import (
+    has_tokenizer,
+    named_tokenizer_files,
+    tokenizer_folder_files,
+    tokenizer_of,
+)
 from megalite.conversion.verify import verify
-from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
-from megalite.conversion.wrapped import Repadded, WithTokenizer
+from megalite.conversion.weights import ConversionError, Repadded, Weights, WithTokenizer, parameter_shapes
 from megalite.models.shapes import parameter_count
+from megalite.tokenizers.base import Tokenizer
 
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
-DEFAULT_SHARD = "5GB"
-VERIFIED_BELOW = 200_000_000
-"""Parameters of a model that is verified unless --no-verify says otherwise."""
 INTERRUPTED = 130
 """Exit status of Ctrl-C, as shells have it."""
 
@@ -57,7 +53,7 @@ _ONLY_FOR = {
 @command("megalite convert")
 def main(argv: Sequence[str]) -> int:
     """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
-    arguments = _parser().parse_args(argv)
+    arguments = convert_parser().parse_args(argv)
     try:
         return _run(arguments)
     except BrokenPipeError:
@@ -68,62 +64,6 @@ def main(argv: Sequence[str]) -> int:
         kept = kept_line(arguments.target) or "nothing was written"
         print(f"\ninterrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite convert",
-        "Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints. On the "
-        "CPU, a tensor at a time; interrupted, the same command goes on.",
-        examples=(
-            "megalite convert models/llama checkpoints --to native",
-            "megalite convert runs/first/checkpoints out --to huggingface --dtype bf16",
-        ),
-    )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write; must not exist yet")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="format of TARGET")
-    parser.add_argument(
-        "--from",
-        dest="source_format",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="format of SOURCE (auto)",
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of this step; default the newest")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of every tensor; default: as stored")
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help=f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron",
-    )
-    parser.add_argument(
-        "--family", metavar="NAME", help="huggingface: model type; default: the one that fits"
-    )
-    parser.add_argument("--tp", type=int, metavar="N", help="megatron: tensor-parallel files (1)")
-    parser.add_argument("--pp", type=int, metavar="N", help="megatron: pipeline-parallel files (1)")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=IMPLEMENTATIONS,
-        help=f"megatron: of the run that will load it, which decides some names ({IMPLEMENTATIONS[0]})",
-    )
-    parser.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        metavar="N",
-        help="native, megatron: multiple that the vocabulary is padded to; default: as in SOURCE",
-    )
-    tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to add: a file or folder"
-    )
-    tokenizer.add_argument("--without-tokenizer", action="store_true", help="leave the tokenizer's files out")
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        help=f"compare weights and logits afterwards; default below {VERIFIED_BELOW // 10**6} million parameters",
-    )
-    return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -247,7 +187,7 @@ def _write(
             tp=arguments.tp or 1,
             pp=arguments.pp or 1,
             advance=advance,
-            implementation=arguments.transformer_impl or IMPLEMENTATIONS[0],
+            implementation=arguments.transformer_impl or TRANSFORMER_IMPLEMENTATIONS[0],
             log=log,
         )
     size = parse_byte_size(arguments.max_shard_size or DEFAULT_SHARD)
@@ -289,3 +229,108 @@ def _verified(source: Weights, path: Path, format: Format) -> int:
     if not found.passed:
         print(f"error: {path} is not what {source.path} is; {left}", file=sys.stderr)
     return 0 if found.passed else 1
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room, or give another target",
+    errno.EDQUOT: "make room, or give another target",
+    errno.EROFS: "give a target in a folder that can be written to",
+    errno.EACCES: "give a target in a folder that can be written to",
+    errno.EPERM: "give a target in a folder that can be written to",
+}
+
+
+def described(weights: Weights) -> str:
+    """The model in a line."""
+    model, shapes = weights.model, parameter_shapes(weights.model)
+    dtypes = sorted({PRECISIONS.get(weights.dtype(name), str(weights.dtype(name))) for name in shapes})
+    experts = f", {model.num_experts} experts" if model.num_experts else ""
+    written = ""
+    if isinstance(weights, NativeWeights):
+        sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
+        by = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
+        written = f", written by {', '.join(by) or 'one rank'}"
+    return (
+        f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
+        f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "
+        f"{parameter_count(model):,} parameters in {len(shapes)} tensors, {' and '.join(dtypes)}{written}"
+    )
+
+
+def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
+    """Which tokenizer goes along, and if none does, why.
+
+    Args:
+        source: as it was opened.
+        weights: as they will be written.
+        left_out: as the user wants it.
+    """
+    if not has_tokenizer(weights.tokenizer_files):
+        if left_out:
+            return "no tokenizer goes along (--without-tokenizer)"
+        if isinstance(source, NativeWeights) and source.missing_tokenizer is not None:
+            gone = source.missing_tokenizer
+            return f"the checkpoint's tokenizer {gone}: none goes along; --tokenizer-model PATH adds it"
+        without_files = tokenizer_of(weights)
+        if without_files is not None:
+            return f"no tokenizer file goes along: {_about(without_files)}"
+        return "no tokenizer goes along; --tokenizer-model PATH adds one"
+    return f"tokenizer: {', '.join(path.name for path in weights.tokenizer_files)}"
+
+
+def _about(tokenizer: Tokenizer) -> str:
+    """What to know of a tokenizer that has no files."""
+    ids = (
+        "are the bytes of the text in UTF-8"
+        if tokenizer.name == "ByteLevelTokenizer"
+        else "stand for no text"
+    )
+    return f"{tokenizer.name} has none; ids {ids}, and {tokenizer.eod} ends a document"
+
+
+def other_tokenizer(source: Weights, weights: Weights) -> str | None:
+    """A warning, if the tokenizer to be written is not the one that a checkpoint was trained with."""
+    if not isinstance(source, NativeWeights) or source.recorded_tokenizer is None:
+        return None
+    recorded, file = source.recorded_tokenizer, weights.tokenizer_files[0]
+    theirs = f"sha256 {recorded[:12]}..., vocabulary {source.model.vocab_size}"
+    try:
+        given = tokenizer_of(weights)
+    except ConfigError as error:
+        return f"{file} was not compared with the checkpoint's tokenizer ({theirs}): {error}"
+    if given is None or given.fingerprint() == recorded:
+        return None
+    return (
+        f"{file} (sha256 {given.fingerprint()[:12]}..., vocabulary {given.vocab_size}) is not the tokenizer that "
+        f"{source.path} was trained with ({theirs})"
+    )
+
+
+def show_written(path: Path, seconds: float) -> None:
+    """Files, bytes and rate of the result."""
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    rate = f"{size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
+    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
+
+
+def kept_line(target: Path) -> str:
+    """Where the files of an unfinished conversion are kept, if there are any."""
+    try:
+        workplace = workplace_of(target)
+        if not workplace.is_dir():
+            return ""
+    except (OSError, ConfigError):  # this is asked while another error is reported
+        return ""
+    return f"what is done is kept in {workplace}: run the same command to continue, or remove it"
+
+
+def system_error(error: OSError, source: Path, target: Path) -> str:
+    """An error of the system in a line: what could not be done, why, and what helps."""
+    file = None if error.filename is None else str(error.filename)
+    is_source = file is not None and Path(file).absolute().is_relative_to(source.absolute())
+    what = f"cannot read {source}" if is_source else f"cannot write {target}"
+    where = f" ({file})" if file is not None and Path(file) not in (source, target) else ""
+    remedy = None if is_source else _REMEDIES.get(error.errno or 0)
+    hints = [hint for hint in (remedy, kept_line(target)) if hint]
+    return "; ".join([f"{what}: {error.strerror or error}{where}", *hints])

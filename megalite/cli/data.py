@@ -17,22 +17,23 @@ from megalite.cli.data_text import format_document, format_facts, format_verifie
 from megalite.cli.failures import command, explained
 from megalite.cli.output import show, tell, visible
 from megalite.cli.stopping import first_signal_raises
-from megalite.config.data import DataConfig
+from megalite.cli.tokenizer_flags import tokenizer_config
+from megalite.config.data import SPLITS
 from megalite.config.errors import ConfigError
-from megalite.config.split import SPLITS
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.made_with import require_recorded_tokenizer
-from megalite.data.output_prefix import check_output_prefix
-from megalite.data.side_file import unused_side_file
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
-from megalite.data.tools.copying import Stretch
-from megalite.data.tools.documents import parse_documents
-from megalite.data.tools.inspect import inspect, read_documents
-from megalite.data.tools.merge import merge
-from megalite.data.tools.prefixes import find_prefixes
-from megalite.data.tools.split import parts_of_equal_tokens, parts_of_split, split_dataset
-from megalite.data.tools.verify import dataset_bytes, verify
+from megalite.data.token_files import require_recorded_tokenizer, unused_side_file
+from megalite.preprocess.copying import Part, check_output_prefix
+from megalite.preprocess.merge_split import merge, parts_of_equal_tokens, parts_of_split, split_dataset
+from megalite.preprocess.verify import (
+    dataset_bytes,
+    find_prefixes,
+    inspect,
+    parse_documents,
+    read_documents,
+    verify,
+)
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
 
 OK, DAMAGED, BAD_INPUT = 0, 1, 2
 _BAR_SECONDS = 0.1
@@ -71,7 +72,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     for prefix in prefixes:
         try:
             _note_unused_side_file(prefix)
-            _check_tokenizer(prefix, tokenizer)
+            if tokenizer is not None:
+                require_recorded_tokenizer(prefix, tokenizer)
             with _showing(dataset_bytes(prefix)) as on_bytes:
                 result = verify(
                     prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes
@@ -126,7 +128,8 @@ def _facts(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | No
     dataset = IndexedDataset(prefix)
     facts = inspect(dataset)
     if arguments.documents is not None:
-        _check_tokenizer(prefix, tokenizer)
+        if tokenizer is not None:
+            require_recorded_tokenizer(prefix, tokenizer)
         chosen = parse_documents(arguments.documents, dataset)
         facts["shown_documents"] = [
             asdict(document) | _text(document.tokens, tokenizer, dataset)
@@ -193,7 +196,7 @@ def _split(arguments: argparse.Namespace) -> int:
         width = len(str(len(parts) - 1))
         names = [f"{base}_{number:0{width}d}" for number in range(len(parts))]
         outputs = list(zip(names if len(parts) > 1 else [base], parts, strict=True))
-    total = sum(Stretch.of(dataset, part).num_bytes for part in parts)
+    total = sum(Part.of(dataset, part).num_bytes for part in parts)
     with _showing(total) as on_bytes:
         all_written = split_dataset(prefix, outputs, on_bytes=on_bytes)
     for written, (_, part) in zip(all_written, outputs, strict=True):
@@ -222,27 +225,12 @@ def _bin_bytes(prefix: str) -> int:
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer of the flags, if they name one."""
-    tokenizer = build_tokenizer(
-        DataConfig(
-            tokenizer_type=arguments.tokenizer_type,
-            tokenizer_model=arguments.tokenizer_model,
-            vocab_file=arguments.vocab_file,
-            merge_file=arguments.merge_file,
-            tiktoken_pattern=arguments.tiktoken_pattern,
-        ),
-        arguments.vocab_size,
-    )
+    tokenizer = build_tokenizer(tokenizer_config(arguments), arguments.vocab_size)
     if tokenizer is not None and arguments.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"vocab_size {arguments.vocab_size} has no effect: {tokenizer.name} has {tokenizer.vocab_size}; leave it out"
         )
     return tokenizer
-
-
-def _check_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> None:
-    """The tokenizer that is given must be the one that the side file names, if it names one."""
-    if tokenizer is not None:
-        require_recorded_tokenizer(prefix, tokenizer)
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(

@@ -1,17 +1,14 @@
 """Flags of `megalite data`."""
 
 import argparse
-from dataclasses import fields
 
 from megalite.cli.parser import Parser
-from megalite.config.data import DataConfig
+from megalite.cli.tokenizer_flags import add_tokenizer
 from megalite.data.indexed_dataset import TOKEN_DTYPES
-from megalite.data.tokenizers.tiktoken_known import PATTERNS
 
 SHOWN_TOKENS = 64
-"""Of a document, unless told otherwise."""
+"""Of a document, by default."""
 _STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
-_PATTERN_HELP = f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regular expression"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         + _STOPPED,
     )
     _add_datasets(verifying)
-    _add_tokenizer(verifying, "ids must be below it, and below the side file's")
+    add_tokenizer(verifying, "ids must be below it, and below the side file's")
     verifying.add_argument(
         "--no-hash", action="store_true", help="do not compare sha256 with the side file: faster"
     )
@@ -48,13 +45,9 @@ def parser() -> argparse.ArgumentParser:
     _add_datasets(looking)
     looking.add_argument("--documents", metavar="A:B", help="show the tokens of these documents, as in 0:3")
     looking.add_argument(
-        "--max-tokens",
-        type=int,
-        default=SHOWN_TOKENS,
-        metavar="N",
-        help=f"of each; default {SHOWN_TOKENS}",
+        "--max-tokens", type=int, default=SHOWN_TOKENS, metavar="N", help=f"of each; default {SHOWN_TOKENS}"
     )
-    _add_tokenizer(looking, "for NullTokenizer")
+    add_tokenizer(looking, "for NullTokenizer")
     looking.add_argument("--json", action="store_true", help="print JSON")
 
     _add_merge(commands)
@@ -118,15 +111,3 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=text)
-
-
-def _add_tokenizer(parser: argparse.ArgumentParser, vocab_size: str) -> None:
-    kinds = next(
-        setting.metadata["choices"] for setting in fields(DataConfig) if setting.name == "tokenizer_type"
-    )
-    parser.add_argument("--tokenizer-type", choices=kinds, help="default: told from the files given")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="the model file of the tokenizer")
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 BPE vocab.json")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 BPE merges.txt")
-    parser.add_argument("--tiktoken-pattern", metavar="PATTERN", help=_PATTERN_HELP)
-    parser.add_argument("--vocab-size", type=int, metavar="N", help=vocab_size)

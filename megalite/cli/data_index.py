@@ -15,15 +15,14 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.help import full_help
 from megalite.config.run import RunConfig
-from megalite.config.validate import require_startable, validate
+from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
+from megalite.data.dataset import SampleSource
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset
-from megalite.data.run_datasets import open_run_datasets
-from megalite.data.run_samples import samples_to_read
-from megalite.data.sample_source import SampleSource
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.sources import open_run_datasets, samples_to_read
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
 
 _USAGE = """usage: megalite data index [SETTINGS ...]   (any flags of megalite train; --world-size N, --json)
 
@@ -109,8 +108,7 @@ def index(invocation: Invocation) -> Iterator[IndexReport]:
 def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
     """The complete config, and its tokenizer."""
     world_size = world_size_of(invocation)
-    config = validate(invocation.config, world_size, invocation.explicit)
-    require_startable(config)
+    config = validate(invocation.config, world_size, invocation.explicit, startable=True)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if config.model.vocab_size is None:
         assert tokenizer is not None

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megalite.cli.byte_progress import decimal_bytes
-from megalite.data.tools.copying import Written
-from megalite.data.tools.verify import Verified
+from megalite.preprocess.copying import Written
+from megalite.preprocess.verify import Verified
 
 _BAR = 30
 _COMMON = 5

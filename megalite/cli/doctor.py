@@ -6,39 +6,33 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
+from megalite.cli.early_flags import DOCTOR_SECONDS, doctor_parser
 from megalite.cli.failures import command
 from megalite.cli.kernels import chosen_kernels
 from megalite.cli.output import show, tell, visible
-from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
 from megalite.doctor import devices, disk, host, job, network, products, ranks, versions
-from megalite.doctor.finding import Finding, worst
+from megalite.doctor.host import Finding, worst
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 
 HEALTHY, SICK = 0, 1
 """Exit statuses: no error was found, or one was."""
 
-SECONDS = 5.0
 _SHARE_OF_PRODUCTS = 0.2
 _MOST_RANKS = 4
 """That are started on a CPU."""
 _JOB_MINUTES = 2.0
 """Until a collective of a job is given up."""
 
-_DESCRIPTION = """Look at versions, devices, kernels, network and disk, test matrix products and collectives for a few seconds, and say
-what to mend. Under torchrun all ranks of the job test together, and hosts that differ, fail or are slow are named.
-docs/doctor.md explains the findings. Exit status: 0 no error, 1 an error, 2 bad input."""
-
 
 @command("megalite doctor")
 def main(argv: Sequence[str]) -> int:
     """Look, test and report; 0 if there is no error, 1 if there is one."""
-    arguments = _parser().parse_args(argv)
+    arguments = doctor_parser().parse_args(argv)
     _check(arguments)
     launch = Launch.from_environment()
     device = launch.device(arguments.device)
@@ -56,39 +50,6 @@ def main(argv: Sequence[str]) -> int:
         return SICK
     finally:
         stop_distributed(agreed=agreed)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite doctor",
-        _DESCRIPTION,
-        examples=(
-            "megalite doctor --run-dir /scratch/runs",
-            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
-        ),
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder whose disk is tested; need not be there yet (default .)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="device that is tested (default auto: cuda where there is one)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="N",
-        help=f"that products and collectives take together (default {SECONDS:g})",
-    )
-    parser.add_argument("--no-self-test", action="store_true", help="look only: no products, no collectives")
-    parser.add_argument("--json", action="store_true", help="print JSON: every finding with its data")
-    return parser
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -113,7 +74,7 @@ def _alone(arguments: argparse.Namespace, device: torch.device) -> Iterator[Find
         ranks=count,
         device_type="cuda" if gpus > 1 else "cpu",
         host=platform.node(),
-        seconds=(1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or SECONDS),
+        seconds=(1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or DOCTOR_SECONDS),
     )
 
 
@@ -129,7 +90,7 @@ def _together(arguments: argparse.Namespace, launch: Launch, device: torch.devic
     start_distributed(launch, device, backend="auto", timeout_minutes=_JOB_MINUTES)
     layout = ParallelLayout(dp=launch.world_size)
     world = Topology.create(layout, rank=launch.rank, device=device, timeout_minutes=_JOB_MINUTES).world
-    seconds = (1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or SECONDS)
+    seconds = (1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or DOCTOR_SECONDS)
     yield from job.examine(world, device, own, host=platform.node(), seconds=seconds)
 
 
@@ -143,7 +104,9 @@ def _of_host(arguments: argparse.Namespace, device: torch.device) -> Iterator[Fi
     yield from network.examine(os.environ)
     yield from disk.examine(arguments.run_dir)
     if not arguments.no_self_test:
-        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or SECONDS))
+        yield from products.examine(
+            device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or DOCTOR_SECONDS)
+        )
 
 
 def _chosen(device: torch.device) -> Finding:

@@ -21,20 +21,20 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data.tokenizers.build import build_tokenizer
 from megalite.models.shapes import flops_per_token, parameter_count
-from megalite.pipeline.ir.memory import Sizes, memory_peaks
-from megalite.pipeline.ir.render import render_grid
-from megalite.pipeline.ir.schedule import Program, Schedule
-from megalite.planner.bubble import bubble_fraction
-from megalite.planner.memory import (
+from megalite.partition.memory import (
     RankMemory,
     activation_peaks,
     local_size,
     rank_memory,
 )
-from megalite.planner.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
-from megalite.planner.stages import StagePlan, shapes_of_rank
+from megalite.partition.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
+from megalite.partition.stages import StagePlan, shapes_of_rank
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
+from megalite.pipeline.ir.render import render_grid
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.planner.clock import bubble_fraction
+from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.layout import ParallelLayout
 
 __all__ = ["dry_run", "format_report", "report", "world_size_of"]

@@ -5,12 +5,18 @@ from typing import Any
 from megalite.config.batch import microbatch_counts
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
+from megalite.partition.memory import (
+    HeldBucket,
+    HeldParameter,
+    activation_peaks,
+    held_buckets,
+    held_parameters,
+    rank_memory,
+    stages_of_rank,
+)
+from megalite.partition.pipeline import layout_of, lowered, plan_stages, schedule_of
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.planner.communication import group_sizes, step_volumes, wire_factor
-from megalite.planner.data_parallel import time_basis
-from megalite.planner.held import HeldBucket, HeldParameter, held_buckets, held_parameters, stages_of_rank
-from megalite.planner.memory import activation_peaks, rank_memory
-from megalite.planner.pipeline import layout_of, lowered, plan_stages, schedule_of
+from megalite.planner.communication import group_sizes, step_volumes, time_basis, wire_factor
 from megalite.topology.layout import ParallelLayout
 
 

@@ -8,81 +8,51 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megalite.cli.early_flags import evaluate_parser
 from megalite.cli.failures import command
-from megalite.cli.model_flags import Ranks, add_model_flags, open_model, run_on_ranks
+from megalite.cli.model_flags import (
+    Ranks,
+    check_positive,
+    open_model,
+    refuse_given,
+    run_on_ranks,
+)
 from megalite.cli.output import show
-from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
-from megalite.data.inputs.places import Limits
-from megalite.generation.chain import Chain
-from megalite.generation.perplexity import Perplexity, Windows, check_windows, measure
-from megalite.generation.token_stream import TokenStream, stream_of_files, stream_of_texts
+from megalite.generation.generate import Chain
+from megalite.generation.perplexity import (
+    Perplexity,
+    TokenStream,
+    Windows,
+    check_windows,
+    measure,
+    stream_of_files,
+    stream_of_texts,
+)
+from megalite.preprocess.pieces import Limits
 from megalite.topology.topology import Topology
 
 _SEND_WINDOW = 2
-_FORMS = ("file", "line", "paragraph")
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "megalite evaluate",
-        "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
-        examples=("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
-    )
-    add_model_flags(parser, tp_default="1")
-    parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="text, jsonl or parquet: files, folders, globs; - is standard input",
-    )
-    parser.add_argument("--json-key", metavar="KEY", help="with --input: of the text (text)")
-    parser.add_argument(
-        "--text-documents", choices=_FORMS, help="with --input: what a document is in a .txt (file)"
-    )
-    parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's"
-    )
-    parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between windows; default: they do not overlap"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 @command("megalite evaluate")
 def main(argv: Sequence[str]) -> int:
     """Print what was measured; returns the exit status."""
-    return run_on_ranks(_parser(), argv, _check, _run, data_parallel=True)
+    return run_on_ranks(evaluate_parser(), argv, _check, _run, data_parallel=True)
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """What the flags alone tell, on every rank alike."""
+    """What is wrong with the flags alone, on every rank alike."""
     if (flags.data_path is None) == (flags.input is None):
-        given = "are given at once" if flags.data_path else "are both missing"
+        given = "are both given" if flags.data_path else "are both missing"
         raise ConfigError(
             f"--data-path and --input {given}; give token files with one, or text with the other"
         )
-    for name in ("json_key", "text_documents"):
-        if getattr(flags, name) is not None and flags.input is None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(flags, name)} has no effect on --data-path; leave it out"
-            )
-    for name in ("tokenizer_model", "tiktoken_pattern"):
-        if getattr(flags, name) is not None and flags.input is None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(flags, name)} has no effect on --data-path, which holds token ids; "
-                "leave it out"
-            )
-    for name in ("seq_length", "stride", "batch_size"):
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if flags.input is None:
+        refuse_given(flags, ("json_key", "text_documents"), "on --data-path")
+        refuse_given(flags, ("tokenizer_model", "tiktoken_pattern"), "on --data-path, which holds token ids")
+    check_positive(flags, ("seq_length", "stride", "batch_size"))
 
 
 def _run(ranks: Ranks) -> None:
@@ -99,7 +69,7 @@ def _run(ranks: Ranks) -> None:
 
 
 def _stream(flags: argparse.Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
-    """The tokens to predict: token files are read by every rank, text by rank 0, which tells the others.
+    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others.
 
     Raises:
         ConfigError: they cannot be read; the same on every rank.
@@ -111,16 +81,15 @@ def _stream(flags: argparse.Namespace, model: InferenceModel, topology: Topology
             stream = stream_of_files(flags.data_path, model.model.vocab_size)
         elif topology.rank == 0:
             assert model.tokenizer is not None
-            limits = Limits(text_documents=flags.text_documents or "file")
-            key = flags.json_key or "text"
+            limits, key = Limits(text_documents=flags.text_documents or "file"), flags.json_key or "text"
             stream = stream_of_texts(flags.input, key=key, limits=limits, tokenizer=model.tokenizer)
     except (ConfigError, OSError) as found:
         error = found if isinstance(found, ConfigError) else ConfigError(f"cannot read the data: {found}")
     topology.world.agree(error, topology.device)
-    return stream if flags.data_path is not None else _told(stream, topology)
+    return stream if flags.data_path is not None else _broadcast(stream, topology)
 
 
-def _told(stream: TokenStream, topology: Topology) -> TokenStream:
+def _broadcast(stream: TokenStream, topology: Topology) -> TokenStream:
     """Rank 0's stream of text on every rank."""
     if topology.world.size == 1:
         return stream
@@ -148,10 +117,10 @@ def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
 
 
 def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
+    cut = f"{found.windows:,} windows of {windows.length}, stride {windows.stride}"
     lines = [
         f"model          {model.path}",
-        f"tokens         {found.tokens:,} predicted, in {found.windows:,} windows of {windows.length}, stride "
-        f"{windows.stride}",
+        f"tokens         {found.tokens:,} predicted, in {cut}",
         f"loss           {found.loss:.6f}",
         f"perplexity     {found.perplexity:.4f}",
     ]

@@ -6,13 +6,15 @@ and where, and status 70. `--debug` behind any command, or MEGALITE_DEBUG=1, add
 
 import errno
 import functools
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from megalite.cli.output import (
     visible,
 )
 from megalite.cli.stopping import Stopped
+from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, RankError
 
 BAD_INPUT, BUG, INTERRUPTED = 2, 70, 128 + signal.SIGINT
@@ -33,8 +36,11 @@ BAD_INPUT, BUG, INTERRUPTED = 2, 70, 128 + signal.SIGINT
 
 DEBUG_FLAG, DEBUG_VARIABLE = "--debug", "MEGALITE_DEBUG"
 
-_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """A variable that torchrun sets."""
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torchrun looks for what a rank ended by."""
 
 _REMEDIES = {
     errno.ENOSPC: "make room, or give another folder",
@@ -51,80 +57,105 @@ _REMEDIES = {
 
 _OF_PATHS = frozenset(_REMEDIES) - {errno.ENOSPC, errno.EDQUOT, errno.EMFILE}
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
-"""What gloo says when another rank has gone; torch has no type for it."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "did not come within")
+"""What gloo says when another rank has gone, for which torch has no type, and `fresh_part` of one that never came."""
 
 Command = Callable[..., int | None]
 """`main(words, ...)` of a command: its words without the program's name -> exit status, None for 0."""
 
 
-def command(program: str, *, lasting: bool = False) -> Callable[[Command], Callable[..., int]]:
-    """Make a `main(argv=None)` of a function that is given a list of words and may raise whatever it likes.
+@dataclass
+class End:
+    """How a command ends."""
 
-    Args:
-        program: as `guarded`, for messages.
-        lasting: as `guarded`.
-    """
+    words: list[str]
+    """What was typed, without --debug."""
+    status: int | None = None
+    """Exit status, set by the command; None for 0."""
+
+
+def command(program: str, *, lasting: bool = False) -> Callable[[Command], Callable[..., int]]:
+    """Make a `main(argv=None)` of a function that takes a list of words, as `guarded` runs it."""
 
     def wrap(run: Command) -> Callable[..., int]:
         @functools.wraps(run)
         def main(argv: Sequence[str] | None = None, **options: Any) -> int:
-            words = list(sys.argv[1:] if argv is None else argv)
-            with _debugging(DEBUG_FLAG in words):
-                rest = [word for word in words if word != DEBUG_FLAG]
-                return guarded(lambda: run(rest, **options), program, lasting=lasting)
+            with guarded(program, argv, lasting=lasting) as end:
+                end.status = run(end.words, **options)
+            return end.status or 0
 
         return main
 
     return wrap
 
 
-def guarded(run: Callable[[], int | None], program: str, *, lasting: bool = False) -> int:
-    """Call a command and end it as the module says; returns its exit status.
+@contextmanager
+def guarded(program: str, argv: Sequence[str] | None = None, *, lasting: bool = False) -> Iterator[End]:
+    """Run a command inside; its end is the one that the module describes. A context, so that it adds no frame.
 
     Args:
-        run: the call.
-        program: what is being done, such as `megalite plan`.
-        lasting: a run that cannot simply be done again. Only what the user can mend is caught: a bug, or a disk that
-            fails in the midst of it, keeps its traceback with or without --debug, and torchrun its record of it.
+        program: what is being done, such as `megalite plan`, for messages.
+        argv: words of the command; default: those of the process. With --debug among them tracebacks are shown.
+        lasting: a run that a log that cannot be written does not end, and that cannot simply be started again. Only
+            what the user can fix is caught: a bug, or a disk that fails meanwhile, keeps its traceback with or without
+            --debug, and torchrun its record of it.
     """
-    try:
-        escape_unprintable()
-        status = _status_of(run)
-        flush_stdout()
-        return status
-    except Stopped as stopped:
-        tell(stopped.how)
-        return stopped.status
-    except KeyboardInterrupt:
-        # torchrun hands Ctrl-C on to every rank.
-        if _is_first_rank():
-            tell("interrupted")
-        return INTERRUPTED
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and stdout_has_no_reader():
-            drop_stdout()
-            return 0
-        if lasting and not (isinstance(error, ConfigError) or _is_of_a_path(error)):
-            raise
-        status = refuse(error, program)
-        # An answer that could not be written is dropped, lest Python tries again on its way out.
-        with suppress(OSError):
-            flush_stdout()
-        return status
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = End([word for word in words if word != DEBUG_FLAG])
+    with _debugging(DEBUG_FLAG in words):
+        try:
+            escape_unprintable()
+            try:
+                yield end
+            except SystemExit as stop:  # argparse exits by itself once it has shown the help
+                end.status = stop.code if isinstance(stop.code, int) else BAD_INPUT if stop.code else 0
+            with suppress(OSError) if lasting else nullcontext():
+                flush_stdout()
+        except Stopped as stopped:
+            tell(stopped.how)
+            end.status = stopped.status
+        except KeyboardInterrupt:
+            # torchrun sends Ctrl-C to every rank.
+            if is_first_rank():
+                tell("interrupted")
+            end.status = INTERRUPTED
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and stdout_has_no_reader():
+                drop_stdout()
+                end.status = 0
+            elif lasting and not (isinstance(error, ConfigError) or _is_of_a_path(error)):
+                raise
+            else:
+                end.status = refuse(error, program)
+                # An answer that could not be written is dropped: Python would try again at its exit.
+                with suppress(OSError):
+                    flush_stdout()
 
 
 def refuse(error: Exception, program: str) -> int:
-    """Say what is wrong, once if all ranks found it alike; returns the exit status."""
+    """Print what is wrong, once if all ranks found it alike; returns the exit status."""
     status, text = explained(error, program)
-    alike = isinstance(error, ConfigError) and not isinstance(error, RankError)
-    if not alike or _is_first_rank():
-        tell(f"error: {visible(text)}")
+    text = visible(redact_text(f"error: {text}"))
+    if isinstance(error, RankError) or not hasattr(error, "exit_code") or is_first_rank():
+        tell(text)
+        record_for_launcher(text)
         show_traceback(error)
-    elif _UNDER_TORCHRUN in os.environ:
+    elif UNDER_TORCHRUN in os.environ:
         # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
         time.sleep(5.0)
     return status
+
+
+def record_for_launcher(text: str) -> None:
+    """Leave the error where torchrun looks for it: it ends its report with that, below a traceback of its own which no
+    rank can prevent."""
+    file = os.environ.get(_ERROR_FILE)
+    if file:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8"
+            )
 
 
 def show_traceback(error: BaseException) -> None:
@@ -143,8 +174,8 @@ def explained(error: Exception, program: str) -> tuple[int, str]:
 def _explained(error: Exception, program: str) -> tuple[int, str]:
     names = {base.__name__ for base in type(error).__mro__}
     # torch's by name: most commands start without it.
-    if isinstance(error, ConfigError):
-        return BAD_INPUT, str(error)
+    if isinstance(status := getattr(error, "exit_code", None), int):
+        return status, str(error)
     if isinstance(error, OSError):
         return BAD_INPUT, _of_system(error)
     if isinstance(error, UnicodeError):
@@ -155,7 +186,10 @@ def _explained(error: Exception, program: str) -> tuple[int, str]:
             f"{program} ran out of memory{_first_line(error)}; give it less to do, or more memory",
         )
     if isinstance(error, ModuleNotFoundError) and not (error.name or "megalite").startswith("megalite"):
-        return BAD_INPUT, f"{program} needs the package {error.name}, which is not installed; pip install it"
+        return (
+            BAD_INPUT,
+            f"{program} needs the package {error.name}, which is not installed; pip install {error.name}",
+        )
     if "DistError" in names or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
     ):
@@ -198,14 +232,6 @@ def _place(error: Exception) -> str:
     return "an unknown place"
 
 
-def _status_of(run: Callable[[], int | None]) -> int:
-    """Of a command; argparse exits by itself once it has shown the help."""
-    try:
-        return run() or 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else BAD_INPUT if end.code else 0
-
-
 @contextmanager
 def _debugging(wanted: bool) -> Iterator[None]:
     """Tracebacks are shown, here and in the processes that are started meanwhile."""
@@ -221,6 +247,7 @@ def _debugging(wanted: bool) -> Iterator[None]:
                 os.environ[DEBUG_VARIABLE] = before
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Rank 0, or a process without a launcher."""
     rank = os.environ.get("RANK", "0")
     return not rank.isdecimal() or int(rank) == 0

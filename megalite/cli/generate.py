@@ -4,114 +4,48 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megalite.cli.early_flags import generate_parser
 from megalite.cli.failures import command
-from megalite.cli.model_flags import Ranks, add_model_flags, open_model, run_on_ranks
-from megalite.cli.parser import Parser
+from megalite.cli.model_flags import (
+    Ranks,
+    check_positive,
+    open_model,
+    refuse_given,
+    run_on_ranks,
+)
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
-from megalite.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megalite.generation.chain import Chain
-from megalite.generation.continuation import Continuation
-from megalite.generation.generate import BATCH_SIZE, generate_batch
-from megalite.generation.prompts import read_prompts
-from megalite.generation.sample import Sampling
-from megalite.generation.text import GrowingText
+from megalite.generation.continuation import Continuation, GrowingText
+from megalite.generation.generate import Chain, generate_batch
+from megalite.generation.sample import Sampling, read_prompts
+from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.topology import Topology
-
-_DEFAULTS = Sampling()
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "megalite generate",
-        "Continue prompts with a trained model. Under torchrun the ranks are tp x pp, by default one tp group.",
-        examples=("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
-    )
-    add_model_flags(parser, tp_default="all that --pp leaves")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="one a line, or a key of a line of JSON in a .jsonl; - is standard input",
-    )
-    parser.add_argument("--prompt-key", metavar="KEY", help="with --prompts FILE.jsonl (prompt)")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=_DEFAULTS.max_new_tokens,
-        metavar="N",
-        help=f"length of a continuation ({_DEFAULTS.max_new_tokens})",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=_DEFAULTS.temperature,
-        metavar="T",
-        help=f"0 takes the likeliest token ({_DEFAULTS.temperature})",
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
-    parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw among the fewest tokens that reach this probability"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="make tokens that were used less likely (1)",
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (0)")
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=BATCH_SIZE,
-        metavar="N",
-        help=f"prompts that go through the model together ({BATCH_SIZE})",
-    )
-    parser.add_argument(
-        "--add-bos",
-        action=argparse.BooleanOptionalAction,
-        help="begin prompts as the tokenizer.json says; default: of Hugging Face models alone",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the texts as JSON lines, not to the terminal"
-    )
-    return parser
 
 
 @command("megalite generate")
 def main(argv: Sequence[str]) -> int:
     """Print the prompts and their continuations; returns the exit status."""
-    return run_on_ranks(_parser(), argv, _check, _run, data_parallel=False)
+    return run_on_ranks(generate_parser(), argv, _check, _run, data_parallel=False)
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """What the flags alone tell, on every rank alike."""
+    """What is wrong with the flags alone, on every rank alike."""
     _sampling(flags)
     if not flags.prompt and flags.prompts is None:
         raise ConfigError("there is no prompt; give one with --prompt, or a file of them with --prompts")
     if flags.prompt and flags.prompts is not None:
-        raise ConfigError(f"--prompt and --prompts {flags.prompts} are given at once; use one of them")
-    if flags.prompt_key is not None and flags.prompts is None:
-        raise ConfigError(
-            f"--prompt-key {flags.prompt_key} has no effect without --prompts FILE.jsonl; leave it out"
-        )
+        raise ConfigError(f"--prompt and --prompts {flags.prompts} are both given; use one of them")
+    if flags.prompts is None:
+        refuse_given(flags, ("prompt_key",), "without --prompts FILE.jsonl")
     if flags.temperature == 0.0:
-        for name in ("top_k", "top_p", "seed"):
-            if getattr(flags, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(flags, name)} has no effect with --temperature 0, which takes "
-                    "the likeliest token; leave it out, or use a temperature above 0"
-                )
-    if flags.batch_size < 1:
-        raise ConfigError(f"--batch-size is {flags.batch_size}; it must be at least 1")
+        greedy = "with --temperature 0, which takes the likeliest token (a temperature above 0 draws)"
+        refuse_given(flags, ("top_k", "top_p", "seed"), greedy)
+    check_positive(flags, ("batch_size",))
     if flags.stop and "" in flags.stop:
         raise ConfigError("--stop is empty; give the text to end before, or leave it out")
 
@@ -156,16 +90,10 @@ def _run(ranks: Ranks) -> None:
         batch_size=flags.batch_size,
         make_text=text_of if topology.rank == 0 or flags.stop else None,
     )
-    if topology.rank:
-        _exhaust(made)
-    else:
+    if topology.rank == 0:
         _show(made, texts, output)
-
-
-def _exhaust(made: Iterator[Continuation]) -> None:
-    """Do this rank's part; another one tells."""
-    for _ in made:
-        pass
+    else:
+        deque(made, maxlen=0)  # this rank's part; rank 0 prints
 
 
 def _show(made: Iterator[Continuation], prompts: Sequence[str], output: TextIO | None) -> None:
@@ -201,7 +129,7 @@ def _refuse_existing(output: Path | None) -> None:
 
 
 def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
-    """The file, on rank 0; no rank goes on if it cannot be written."""
+    """The file, on rank 0; an error on every rank if it cannot be written."""
     output, error = None, None
     if topology.rank == 0 and path is not None:
         try:
@@ -247,12 +175,8 @@ class _Shown:
         if self._output is None:
             print(f"--- {done.index + 1} of {len(self._prompts)}\n{prompt}{done.text.text}", flush=True)
             return
-        record = {
-            "prompt": prompt,
-            "text": done.text.text,
-            "tokens": len(done.new),
-            "finish": done.finish,
-        }
+        text, tokens = done.text.text, len(done.new)
+        record = {"prompt": prompt, "text": text, "tokens": tokens, "finish": done.finish}
         self._output.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._output.flush()
 

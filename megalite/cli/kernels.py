@@ -1,6 +1,5 @@
 """`megalite kernels`: which kernels there are, which can run here, and which would."""
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,13 +7,12 @@ from types import MappingProxyType
 
 import torch
 
+from megalite.cli.early_flags import kernels_parser
 from megalite.cli.failures import command
 from megalite.cli.output import show
-from megalite.cli.parser import Parser
 from megalite.config.compute import OPERATIONS
 from megalite.config.errors import ConfigError
-from megalite.kernels.implementations import IMPLEMENTATIONS, Use
-from megalite.kernels.registry import Kernels, backends_of, why_not, why_not_backend
+from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, Use, backends_of, why_not, why_not_backend
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {
@@ -62,7 +60,7 @@ class Chosen:
 @command("megalite kernels")
 def main(argv: Sequence[str]) -> int:
     """Print the tables; 0, or 2 on bad input."""
-    arguments = _parser().parse_args(argv)
+    arguments = kernels_parser().parse_args(argv)
     device = _device(arguments.device)
     rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
     chosen = chosen_kernels(device)
@@ -73,20 +71,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(f"device {name}, torch {torch.__version__}\n\n{_table(rows)}\n\n{_choices(chosen)}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite kernels",
-        "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model "
-        "of hidden size 4096.\nBy hand: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
-        examples=("megalite kernels --device cpu --json",),
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="the device asked about (cuda where there is one)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _device(name: str | None) -> torch.device:

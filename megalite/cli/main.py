@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import megalite
+from megalite.cli.early_flags import READERS
 from megalite.cli.failures import BAD_INPUT, DEBUG_FLAG, command, guarded
 from megalite.cli.output import show, tell
 from megalite.config.values import nearest
@@ -84,12 +85,11 @@ def main(argv: Sequence[str]) -> int:
         tell(f"error: unknown {what} {name}{nearest(name, COMMANDS)} (one of {known})")
         return BAD_INPUT
     # Most commands guard themselves, for tools/ and `python -m`; here also their import is.
-    return guarded(lambda: _run(name, rest), f"megalite {name}", lasting=name in LASTING)
-
-
-def _run(name: str, words: Sequence[str]) -> int:
-    status: int | None = importlib.import_module(COMMANDS[name][0]).main(words)
-    return status or 0
+    with guarded(f"megalite {name}", rest, lasting=name in LASTING) as end:
+        if name in READERS:
+            READERS[name](end.words)
+        end.status = importlib.import_module(COMMANDS[name][0]).main(end.words)
+    return end.status or 0
 
 
 def usage() -> str:

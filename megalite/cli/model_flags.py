@@ -3,13 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError, RankError
-from megalite.conversion.inference import InferenceModel, load_model
-from megalite.conversion.inference_tokenizer import TokenizerChoice
+from megalite.conversion.inference import InferenceModel, TokenizerChoice, load_model
 from megalite.conversion.native import PRECISIONS
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
@@ -17,26 +15,20 @@ from megalite.topology.topology import Launch, Topology, start_distributed, stop
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
-def add_model_flags(parser: argparse.ArgumentParser, *, tp_default: str) -> None:
-    """--load and what goes with it; `tp_default` is what the help says of --tp."""
-    parser.add_argument(
-        "--load",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="checkpoints (the newest that verifies is used), one checkpoint, or a Hugging Face model",
-    )
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="use the checkpoint of this step instead")
-    parser.add_argument("--tp", type=int, metavar="N", help=f"tensor parallel ranks ({tp_default})")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline parallel ranks (1)")
-    for axis in ("cp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="to compute in; default: as stored")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="default: the model's own")
-    parser.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="with --tokenizer-model: how its words are cut"
-    )
+def refuse_given(flags: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError if one of these flags is given, which has no effect: `why`."""
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect {why}; leave it out")
+
+
+def check_positive(flags: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise ConfigError if one of these flags is given and below 1."""
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
 
 
 def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
@@ -55,9 +47,7 @@ def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool
             raise ConfigError(
                 f"--{axis} {getattr(flags, axis)}: there is no {axis} here ({instead}); leave it out and use --tp and --pp"
             )
-    for name in ("tp", "pp"):
-        if getattr(flags, name) is not None and getattr(flags, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(flags, name)}; it must be at least 1")
+    check_positive(flags, ("tp", "pp"))
     pp = flags.pp or 1
     tp = flags.tp or (1 if data_parallel else max(1, world_size // pp))
     if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):

@@ -1,31 +1,21 @@
-"""Flags of a command, refused like everything else that is not right."""
+"""Flags of a command: declared and shown as argparse has them, read here, so that one answer names all that is wrong."""
 
 import argparse
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megalite.config.errors import ConfigError
-from megalite.config.values import nearest
+from megalite.config.errors import ConfigError, Problems
+from megalite.config.values import closest, nearest
 
 _LARGEST = 1 << 63
 _MANY = 60
 """Characters of a flag's choices."""
-_WORDING = (
-    (r"argument (\S+): expected one argument", r"\1 needs a value"),
-    (r"argument (.+): expected at least one argument", r"\1 needs one or more values"),
-    (r"argument (.+): expected (\d+) arguments", r"\1 needs \2 values"),
-    (r"argument (\S+): not allowed with argument (\S+)", r"\2 and \1 contradict; keep one of them"),
-    (r"argument (\S+): ignored explicit argument '(.*)'", r"\1 takes no value, got \2"),
-    (r"one of the arguments (.+) is required", r"give one of \1"),
-    (r"the following arguments are required: (.+)", r"missing: \1"),
-    (r"unrecognized arguments: (.+)", r"unexpected: \1"),
-    (r"argument (.+?): (.+)", r"\1: \2"),
-)
-"""What argparse says, and how it is said here."""
+_FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,56 +41,183 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _number)
         self.register("type", Path, _path)
 
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        for pattern, ours in _WORDING:
-            match = re.fullmatch(pattern, message, re.DOTALL)
-            if match is not None:
-                message = match.expand(ours)
-                break
-        raise ConfigError(f"{message}; {self.prog} --help lists the flags")
-
-    # argparse's own reports missing flags before unknown ones, and the unknown one is the reason.
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, of flags that are known."""
-        words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._with_known_flags(words), namespace)
-
-    def _with_known_flags(self, words: list[str]) -> list[str]:
-        """The words with dashes in the names of flags.
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's.
 
         Raises:
-            ConfigError: a flag that there is not.
+            ConfigError: everything that is wrong with the words, in one.
         """
-        known = self._option_string_actions
-        found: list[str] = []
-        for index, word in enumerate(words):
-            # What stands behind a subcommand is the subcommand's.
-            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                return found + words[index:]
-            flag, equals, value = word.partition("=")
-            if not re.match(r"--?[A-Za-z]", word) or " " in flag:
-                found.append(word)
-                continue
-            flag = flag.replace("_", "-") if flag.startswith("--") else flag
-            if flag not in known:
-                shown = [name for name, action in known.items() if action.help != argparse.SUPPRESS]
-                before = words[index - 1] if index else ""
-                hint = f"; if it is the value of {before} write {before}={word}" if before in known else ""
-                meant = nearest(flag, shown) if flag.startswith("--") else ""
-                self.error(f"unknown flag {flag}{meant}{hint}")
-            found.append(f"{flag}{equals}{value}")
+        words = deque(sys.argv[1:] if args is None else args)
+        problems, found = Problems(), argparse.Namespace() if namespace is None else namespace
+        program = _Reading(self, found, problems).read(words)
+        if problems.found:
+            error = ConfigError(*problems.found)
+            error.add_note(f"{program} --help lists the flags")
+            raise error
         return found
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """One of the choices, or an error with the nearest of them."""
-        if action.choices is None or value in action.choices:
+
+class _Reading:
+    """One pass over the words of a command: values go to the namespace, what is wrong to the problems."""
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, found: argparse.Namespace, problems: Problems
+    ) -> None:
+        self.parser, self.found, self.problems = parser, found, problems
+        self.flags = parser._option_string_actions
+        self.seen: list[argparse.Action] = []
+        self.unknown: list[str] = []
+        self._takes_more = False
+        """The flag before has less values than it needs."""
+
+    def read(self, words: deque[str]) -> str:
+        """All words; returns the name of the program or of the subcommand that they end in."""
+        for action in self.parser._actions:
+            if action.dest != argparse.SUPPRESS and action.default != argparse.SUPPRESS:
+                default = action.default
+                given = self._converted(action, action.dest, default) if isinstance(default, str) else default
+                setattr(self.found, action.dest, given)
+        commands = next((a for a in self._positionals() if isinstance(a, argparse._SubParsersAction)), None)
+        loose: list[str] = []
+        while words:
+            word = words.popleft()
+            if word == "--":
+                loose += words
+                break
+            if _FLAG.fullmatch(word):
+                self._flag(word, words)
+            elif commands is not None:
+                return self._command(commands, word, words)
+            else:
+                loose.append(word)
+        if not self.unknown:  # or else a word may be the value of a flag that is not known
+            self._place(loose)
+        self._missing()
+        return self.parser.prog
+
+    def _command(self, commands: "argparse._SubParsersAction[Any]", word: str, rest: deque[str]) -> str:
+        if word not in commands.choices:
+            known = list(commands.choices)
+            self.problems.add(f"unknown command {word}{nearest(word, known)} (one of {', '.join(known)})")
+            return self.parser.prog
+        setattr(self.found, commands.dest, word)
+        return _Reading(commands.choices[word], self.found, self.problems).read(rest)
+
+    def _flag(self, word: str, rest: deque[str]) -> None:
+        """A flag and, taken off the rest, its values."""
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        if flag not in self.flags:
+            shown = [name for name, action in self.flags.items() if action.help != argparse.SUPPRESS]
+            meant = nearest(flag, shown) if flag.startswith("--") else ""
+            before = self.seen[-1].option_strings[0] if self.seen and self._takes_more else ""
+            hint = f"; if it is the value of {before} write {before}={word}" if before else ""
+            self.problems.add(f"unknown flag {flag}{meant}{hint}")
+            self.unknown.append(flag)
             return
+        action = self.flags[flag]
+        values = [value] if equals else []
+        while not equals and rest and len(values) < _most(action) and not self._ends(rest[0]):
+            values.append(rest.popleft())
+        self.seen.append(action)
+        self._takes_more = len(values) < _least(action)
+        if equals and action.nargs == 0:
+            self.problems.add(f"{flag} takes no value, got {value}")
+        elif not self._takes_more:
+            self._store(action, flag, values)
+        elif not (rest and _FLAG.fullmatch(rest[0]) and self._is_unknown(rest[0])):  # that says what to write
+            count = action.nargs
+            wanted = (
+                "a value" if count is None else "one or more values" if count == "+" else f"{count} values"
+            )
+            self.problems.add(f"{flag} needs {wanted}")
+
+    def _ends(self, word: str) -> bool:
+        """The values of a flag are at their end."""
+        return word == "--" or _FLAG.fullmatch(word) is not None
+
+    def _is_unknown(self, word: str) -> bool:
+        return word.partition("=")[0].replace("_", "-") not in self.flags
+
+    def _store(self, action: argparse.Action, name: str, words: list[str]) -> None:
+        with self.problems.collecting():
+            values: Any = [self._converted(action, name, word) for word in words]
+            for value in values:
+                _check_choice(action, name, value)
+            if action.nargs in (None, "?"):
+                values = values[0] if values else action.const if action.option_strings else action.default
+            elif not words and not action.option_strings:
+                values = action.default or []
+            action(self.parser, self.found, values, name)
+
+    def _converted(self, action: argparse.Action, name: str, word: str) -> Any:
+        convert = self.parser._registry_get("type", action.type, action.type)
+        try:
+            return convert(word)
+        except ConfigError:
+            raise
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: {word!r} is not a value of it") from None
+
+    def _positionals(self) -> list[argparse.Action]:
+        return [action for action in self.parser._actions if not action.option_strings]
+
+    def _place(self, loose: list[str]) -> None:
+        """Words that belong to no flag, over the arguments that have a place: each gets the least that it needs."""
+        places = self._positionals()
+        missing = []
+        for index, action in enumerate(places):
+            later = sum(map(_least, places[index + 1 :]))
+            count = int(min(_most(action), max(len(loose) - later, _least(action))))
+            if len(loose) < _least(action):
+                missing.append(_name(action))
+                continue
+            taken, loose = loose[:count], loose[count:]
+            self.seen.append(action)
+            self._store(action, _name(action), taken)
+        if missing:
+            self.problems.add(f"missing: {', '.join(missing)}")
+        if loose:
+            self.problems.add(f"unexpected: {' '.join(loose)}")
+
+    def _missing(self) -> None:
+        """Flags that must be there, but for those that an unknown one may be meant for; and those that exclude others."""
+        meant = {self.flags[name] for flag in self.unknown for name in closest(flag, self.flags)}
+        given = {*self.seen, *meant}
+        required = [a for a in self.parser._actions if a.required and a.option_strings and a not in given]
+        if required:
+            self.problems.add(f"missing: {', '.join(map(_name, required))}")
+        for group in self.parser._mutually_exclusive_groups:
+            both = [_name(action) for action in self.seen if action in group._group_actions]
+            both = list(dict.fromkeys(both))
+            if len(both) > 1:
+                self.problems.add(f"{both[0]} and {both[1]} contradict; keep one of them")
+            if group.required and not given & set(group._group_actions):
+                self.problems.add(f"give one of {' '.join(map(_name, group._group_actions))}")
+
+
+def _least(action: argparse.Action) -> int:
+    """Values that an argument needs."""
+    return action.nargs if isinstance(action.nargs, int) else {"?": 0, "*": 0}.get(action.nargs or "", 1)
+
+
+def _most(action: argparse.Action) -> float:
+    """Values that an argument can take."""
+    return action.nargs if isinstance(action.nargs, int) else math.inf if action.nargs in ("*", "+") else 1
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+
+
+def _check_choice(action: argparse.Action, name: str, value: Any) -> None:
+    if action.choices is not None and value not in action.choices:
         known = [str(choice) for choice in action.choices]
-        meant = f"{nearest(str(value), known)} (one of {', '.join(known)})"
-        if isinstance(action, argparse._SubParsersAction):
-            self.error(f"unknown command {value}{meant}")
-        raise argparse.ArgumentError(action, f"there is no {value}{meant}")
+        raise ConfigError(
+            f"{name}: there is no {value}{nearest(str(value), known)} (one of {', '.join(known)})"
+        )
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -13,7 +13,7 @@ from megalite.cli.plan_chain_text import as_data, drawing, format_plan
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.svg import Panel, draw_svg
-from megalite.planner.chain.cluster import read_cluster
+from megalite.planner.chain.inputs import read_cluster
 from megalite.planner.chain.planning import plan_chain
 from megalite.planner.chain.twins import TWINS, find_profile
 

@@ -5,13 +5,10 @@ from typing import Any
 from megalite.config.byte_size import format_bytes
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.simulate import Timeline
-from megalite.planner.chain.cluster import ChainCluster
-from megalite.planner.chain.costs import plan_costs
-from megalite.planner.chain.judging import Judged
-from megalite.planner.chain.plan import device_ids
+from megalite.planner.chain.inputs import ChainCluster, ChainProfile
+from megalite.planner.chain.judge import Judged, run, timeline
+from megalite.planner.chain.plan import device_ids, plan_costs
 from megalite.planner.chain.planning import Planned
-from megalite.planner.chain.profile import ChainProfile
-from megalite.planner.chain.simulate import run, timeline
 
 _WIDTH = 160
 

@@ -10,11 +10,16 @@ from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.run import RunConfig
-from megalite.data.tokenizers.build import build_tokenizer
-from megalite.planner.hardware.cluster import Cluster, load_cluster
-from megalite.planner.hardware.stack import SoftwareStack, load_stack
-from megalite.planner.search.asking import USUAL_MEMORY, fixed_settings, refuse_not_searched, request_for
-from megalite.planner.search.request import Request, parse_constraint
+from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
+from megalite.planner.search.request import (
+    USUAL_MEMORY,
+    Request,
+    fixed_settings,
+    parse_constraint,
+    refuse_not_searched,
+    request_for,
+)
+from megalite.tokenizers.build import build_tokenizer
 
 FLAGS: Mapping[str, tuple[str, str]] = {
     "--cluster": ("NAME", "machines: a name that comes with megalite, or a YAML file"),

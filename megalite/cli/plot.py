@@ -9,6 +9,7 @@ from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
+from megalite.config.reading import read_text
 from megalite.training.sinks import parse_record
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give the --run-dir of a run that has started")
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    lines = read_text(path, errors="replace").splitlines(keepends=True)
     records = [record for line in lines if (record := parse_record(line)) is not None]
     if not records:
         raise ConfigError(f"{path} has no records yet; wait for the first step")

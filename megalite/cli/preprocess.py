@@ -11,9 +11,8 @@ from megalite.cli.preprocess_flags import parse
 from megalite.cli.preprocess_progress import ProgressLine, summary
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.preprocess.job import PreprocessJob, Progress
-from megalite.data.preprocess.plan import plan
-from megalite.data.preprocess.run import preprocess
+from megalite.preprocess.job import PreprocessJob, Progress
+from megalite.preprocess.run import plan, preprocess
 
 _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
@@ -66,7 +65,7 @@ def _report(result: Progress, seconds: float, show_bad: int) -> None:
 
 def _show_plan(job: PreprocessJob) -> None:
     found = plan(job)
-    show(f"{len(found.inputs):,} inputs, {decimal_bytes(found.num_bytes)}:")
+    show(f"{len(found.inputs):,} inputs, {decimal_bytes(sum(item.size or 0 for item in found.inputs))}:")
     for item in found.inputs[:_SHOWN_INPUTS]:
         size = "stdin" if item.size is None else decimal_bytes(item.size)
         show(f"  {item.path}: {item.kind}{f', {item.compression}' if item.compression else ''}, {size}")
@@ -77,14 +76,11 @@ def _show_plan(job: PreprocessJob) -> None:
     show(
         f"{tokenizer.name}: {tokenizer.vocab_size:,} ids stored as {stored}, end of document {tokenizer.eod}"
     )
-    if found.first is not None:
-        first = found.first
-        text, ids = first.text[:_SHOWN_CHARACTERS], " ".join(map(str, first.ids[:_SHOWN_IDS]))
-        show(
-            f"first document, {first.path}:{first.line}: {len(first.text):,} characters, {len(first.ids):,} tokens"
-        )
-        show(f"  {text!r}{'...' if len(first.text) > _SHOWN_CHARACTERS else ''}")
-        show(f"  {ids}{' ...' if len(first.ids) > _SHOWN_IDS else ''}")
+    if found.place:
+        text, ids = found.text[:_SHOWN_CHARACTERS], " ".join(map(str, found.ids[:_SHOWN_IDS]))
+        show(f"first document, {found.place}: {len(found.text):,} characters, {len(found.ids):,} tokens")
+        show(f"  {text!r}{'...' if len(found.text) > _SHOWN_CHARACTERS else ''}")
+        show(f"  {ids}{' ...' if len(found.ids) > _SHOWN_IDS else ''}")
     show(f"{job.workers} workers would write:")
     for prefix in job.prefixes:
         show(f"  {prefix}.bin, .idx and .json")

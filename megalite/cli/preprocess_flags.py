@@ -3,14 +3,12 @@
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 
 from megalite.cli.parser import Parser
-from megalite.config.data import DataConfig
+from megalite.cli.tokenizer_flags import add_tokenizer, tokenizer_config
 from megalite.config.errors import ConfigError
-from megalite.config.values import nearest
-from megalite.data.inputs.places import Limits
-from megalite.data.preprocess.job import MAX_FAULTS, PreprocessJob, usable_cores
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, usable_cores
+from megalite.preprocess.pieces import Limits
 
 MIB = 1 << 20
 _DOCUMENT_MB = Limits.max_document_bytes // MIB
@@ -41,23 +39,12 @@ REFUSED = {
     "--tokenizer-special-tokens": _IN_FILES,
     "--tiktoken-special-tokens": _IN_FILES,
     "--tiktoken-num-special-tokens": _IN_FILES,
-    "--tokenizer-metadata": "leave it out: the kind of tokenizer is told from its files, or by --tokenizer-type",
+    "--tokenizer-metadata": "leave it out: the kind of tokenizer is known by its files, or by --tokenizer-type",
     "--legacy-tokenizer": "leave it out: there is one set of tokenizers",
 }
 """Flag -> what to do instead."""
 _FITTING = {"--dataset-impl": "mmap", "--log-interval": "[0-9]+", "--partitions": "1"}
 """Flag -> values with which it asks for what happens anyway."""
-
-KINDS: Sequence[str] = next(
-    setting.metadata["choices"] for setting in fields(DataConfig) if setting.name == "tokenizer_type"
-)
-_OTHER_KINDS = {
-    "gptsentencepiecetokenizer": "SentencePieceTokenizer",
-    "llama3tokenizer": "HuggingFaceTokenizer",
-    "qwentokenizer": "HuggingFaceTokenizer",
-}
-"""Other names that scripts have, in lower case, of kinds that give the same ids."""
-_ADDS_START = "llama2tokenizer"
 
 
 def parse(argv: Sequence[str] | None) -> tuple[PreprocessJob, argparse.Namespace]:
@@ -80,13 +67,7 @@ def parse(argv: Sequence[str] | None) -> tuple[PreprocessJob, argparse.Namespace
     job = PreprocessJob(
         inputs=tuple(flags.input),
         output_prefix=flags.output_prefix,
-        tokenizer=DataConfig(
-            tokenizer_type=None if flags.tokenizer_type is None else tokenizer_kind(flags.tokenizer_type),
-            tokenizer_model=flags.tokenizer_model,
-            vocab_file=flags.vocab_file,
-            merge_file=flags.merge_file,
-            tiktoken_pattern=flags.tiktoken_pattern,
-        ),
+        tokenizer=tokenizer_config(flags),
         vocab_size=flags.vocab_size,
         json_keys=tuple(flags.json_keys),
         append_eod=flags.append_eod,
@@ -97,22 +78,6 @@ def parse(argv: Sequence[str] | None) -> tuple[PreprocessJob, argparse.Namespace
         restart=flags.restart,
     )
     return job, flags
-
-
-def tokenizer_kind(name: str) -> str:
-    """The kind that a script means, in whatever case it is written.
-
-    Raises:
-        ConfigError: there is none, or its ids would differ.
-    """
-    known = {kind.lower(): kind for kind in KINDS} | _OTHER_KINDS
-    if name.lower() in known:
-        return known[name.lower()]
-    if name.lower() == _ADDS_START:
-        raise ConfigError(
-            f"--tokenizer-type {name} would put <s> before each document; use SentencePieceTokenizer, which adds nothing"
-        )
-    raise ConfigError(f"--tokenizer-type {name} is unknown{nearest(name, KINDS)} (one of {', '.join(KINDS)})")
 
 
 def _foreign_parser() -> argparse.ArgumentParser:
@@ -143,8 +108,8 @@ def _check_foreign(given: argparse.Namespace) -> str:
 def _parser(foreign: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = Parser(
         "megalite preprocess",
-        "Turn jsonl, text or parquet files into token files. A run that was stopped goes on where it was when the same "
-        "command is given again.",
+        "Turn jsonl, text or parquet files into token files. A run that was stopped resumes when the same command is "
+        "given again.",
         examples=(
             "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
             "--append-eod",
@@ -152,7 +117,7 @@ def _parser(foreign: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parents=[foreign],
     )
     _add_data(parser)
-    _add_tokenizer(parser)
+    add_tokenizer(parser.add_argument_group("tokenizer"), "for NullTokenizer")
     _add_running(parser)
     return parser
 
@@ -192,26 +157,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="leave out longer ones; a tokenizer may need 70 times the document's size in memory, in each worker; "
         f"default {_DOCUMENT_MB}",
     )
-
-
-def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type",
-        metavar="KIND",
-        help=f"one of {', '.join(KINDS)}; default: told from the files given",
-    )
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder that holds one",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="GPT-2 BPE vocab.json")
-    group.add_argument("--merge-file", metavar="FILE", help="GPT-2 BPE merges.txt")
-    group.add_argument(
-        "--tiktoken-pattern", metavar="REGEX", help="for a tiktoken file that is not a well-known one"
-    )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:

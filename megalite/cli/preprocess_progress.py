@@ -7,7 +7,7 @@ from collections import deque
 
 from megalite.cli.byte_progress import decimal_bytes
 from megalite.cli.output import tell
-from megalite.data.preprocess.job import Progress
+from megalite.preprocess.job import Progress
 
 _TTY_SECONDS = 0.2
 _LOG_SECONDS = 5.0

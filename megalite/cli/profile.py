@@ -12,19 +12,17 @@ from pathlib import Path
 
 import torch
 
+from megalite.cli.early_flags import profile_parser
 from megalite.cli.failures import command
 from megalite.cli.output import show
-from megalite.cli.parser import Parser
 from megalite.cli.profile_text import format_profile
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
-from megalite.planner.hardware.cluster import Cluster, save_cluster
-from megalite.planner.hardware.stack import SoftwareStack, load_stack, save_stack
-from megalite.profiling.cluster_file import describe, fit_cluster, stand_in
-from megalite.profiling.machine import Machine, describe_machine
+from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
+from megalite.profiling.collectives import Machine, describe_machine
+from megalite.profiling.files import describe, fit_cluster, fit_stack, stand_in
 from megalite.profiling.passes import with_passes
 from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_dtypes, measure
-from megalite.profiling.stack_file import fit_stack
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -45,44 +43,7 @@ _BASE_STACK = "fused"
 @command("megalite profile")
 def main(argv: Sequence[str]) -> int:
     """Measure and write; 0 if all went well, 2 on bad input."""
-    return profile(_parser().parse_args(argv), command=shlex.join(["megalite", "profile", *argv]))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite profile",
-        "Measure matrix products, attention, memory and small operations of this machine, and under torchrun what moves "
-        "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
-        examples=(
-            "megalite profile --output my-cluster.yaml",
-            "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
-        ),
-    )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="cluster file to write (.yaml)"
-    )
-    parser.add_argument(
-        "--output-stack",
-        type=Path,
-        metavar="FILE",
-        help="write a stack file too: what the host takes to start operations on this machine",
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long to measure (60)")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        metavar="NAME",
-        help=f"precisions to measure, of {', '.join(DTYPES)}; the first decides efficiencies (bf16 on a GPU, fp32 on a CPU)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
-    parser.add_argument(
-        "--like",
-        metavar="CLUSTER",
-        help="name or file of the cluster whose figures stand for what is not measured; default: the one with this "
-        "accelerator, or cpu-box",
-    )
-    parser.add_argument("--name", help="of the cluster; default: that of the file")
-    return parser
+    return profile(profile_parser().parse_args(argv), command=shlex.join(["megalite", "profile", *argv]))
 
 
 def profile(

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from megalite.planner.hardware.cluster import Cluster, Node
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.profiling.cluster_file import Fitted
+from megalite.planner.hardware import Cluster, Node, SoftwareStack
+from megalite.profiling.files import Fitted
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import Timing
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megalite.config.errors import ConfigError
+from megalite.config.reading import read_text
 from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
 from megalite.training.sinks import parse_record
 
@@ -141,7 +142,7 @@ def _touched(path: Path) -> float:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        lines = read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:
         return []
     return [record for line in lines if (record := parse_record(line)) is not None]
@@ -160,7 +161,7 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, fl
 
 def _total_steps(path: Path) -> int | None:
     try:
-        steps = yaml.safe_load(path.read_text())["training"]["train_iters"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        steps = yaml.safe_load(read_text(path))["training"]["train_iters"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return None
     return steps if isinstance(steps, int) else None

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import ConfigError
+from megalite.config.reading import read_text
 from megalite.config.values import nearest
-from megalite.pipeline.ir.auto import build_auto
+from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
+from megalite.pipeline.ir.generators.auto import build_auto
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, forward_only, placement_for
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.render import render_grid
@@ -158,7 +158,7 @@ def read_schedule(path: Path) -> Schedule:
         ScheduleError: its text is no schedule.
     """
     try:
-        return Schedule.from_csv(path.read_text(encoding="utf-8-sig"), name=path.name)
+        return Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}; give a CSV file, one line a rank") from None

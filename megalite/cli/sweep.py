@@ -13,17 +13,11 @@ from megalite.cli.parser import Parser
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.cli.sweep_table import LiveTable, format_table
 from megalite.config.errors import ConfigError
-from megalite.sweep.calibrate import calibrate, refuse_taken
-from megalite.sweep.candidates import expand
-from megalite.sweep.check import Run, check_all, refusals
+from megalite.sweep.candidates import Run, check_all, expand, read_machine, refusals
 from megalite.sweep.execute import Progress, execute, launchable
-from megalite.sweep.launchers.base import Launcher
-from megalite.sweep.launchers.local import LocalLauncher
-from megalite.sweep.launchers.sbatch import SbatchLauncher
-from megalite.sweep.outcome import refused
-from megalite.sweep.predict import read_machine
-from megalite.sweep.report import REPORT, summary, write_report
-from megalite.sweep.results import RESULTS, TABLE, Result, Store
+from megalite.sweep.launchers import Launcher, LocalLauncher, SbatchLauncher
+from megalite.sweep.report import REPORT, calibrate, refuse_taken, summary, write_report
+from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
 DONE = 0
@@ -134,9 +128,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             )
     expansion = expand(spec)
     launcher = _launcher(arguments.launcher, spec)
-    runs = launchable(
-        check_all(expansion.candidates, memory_limit=spec.memory_limit, machine=machine), launcher
-    )
+    runs = launchable(check_all(expansion, memory_limit=spec.memory_limit, machine=machine), launcher)
     print(_opening(spec, runs, left_out=expansion.left_out, ignored=expansion.ignored), flush=True)
     impossible = list(refusals(runs))
     if arguments.strict and impossible:

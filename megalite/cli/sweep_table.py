@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from megalite.config.byte_size import format_bytes
-from megalite.sweep.check import Run
+from megalite.sweep.candidates import Run
 from megalite.sweep.execute import Progress
 from megalite.sweep.results import Result
 

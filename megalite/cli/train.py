@@ -1,109 +1,141 @@
 """`megalite train`, and what pretrain_gpt.py calls."""
 
+import contextlib
 import gc
 import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import megalite
-from megalite.cli.dry_run import dry_run
-from megalite.cli.failures import command, show_traceback
-from megalite.cli.output import show
-from megalite.config.errors import ConfigError, RankError
-from megalite.config.exit_codes import BAD_INPUT, INTERRUPTED
+from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
+from megalite.cli.output import show, tell
+from megalite.config.describe import redact_text
+from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, parse_arguments
-from megalite.config.help import basic_help, full_help
-from megalite.config.secrets import redact_text
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig
 from megalite.training.ending import write_ending
 from megalite.training.stopping import StopRequests, StopRun
+from megalite.watchdog.processes import started_at
+
+_IMPORTED = time.time()
+"""Stands for the start of the process where the system does not say it; torch is imported later."""
 
 EXIT_FILE = "STOP"
 """In the folder of the run, where no other is given."""
 
-_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""A variable that torchrun sets."""
+ANSWERS: Registry[Callable[..., str]] = Registry(
+    "answer",
+    {
+        "basic": "megalite.config.help:basic_help",
+        "all": "megalite.config.help:full_help",
+        "dry run": "megalite.cli.dry_run:dry_run",
+    },
+)
+"""What is printed in place of training."""
 
 
-@command("megalite train", lasting=True)
-def main(argv: Sequence[str], *, program: str = "megalite train") -> int:
+def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
-    try:
-        invocation = parse_arguments(list(argv))
+    with guarded("megalite train", argv, lasting=True) as end:
+        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1))
         if invocation.help is not None:
-            show(basic_help(program) if invocation.help == "basic" else full_help(program))
+            show(ANSWERS.get(invocation.help)(program))
         elif invocation.version:
             print(f"megalite {megalite.__version__}")
         elif invocation.dry_run:
-            show(dry_run(invocation))
+            show(ANSWERS.get("dry run")(invocation))
         else:
-            return _train(invocation)
-    except ConfigError as error:
-        return _refuse(error, BAD_INPUT)
-    except KeyboardInterrupt:
-        # torchrun hands Ctrl-C on to every rank; a traceback of each would bury what was printed before.
-        if _is_first_rank():
-            print("interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    return 0
+            stops = _stop_requests(invocation.config)
+            with _training(invocation.config, stops, end):
+                # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
+                from megalite.training.trainer import Trainer
+
+                end.status = (
+                    Trainer(
+                        invocation.config,
+                        explicit=invocation.explicit,
+                        fixed=_flags(invocation),
+                        log=_Log(),
+                        stops=stops,
+                        watched=True,
+                        started=started_at(os.getpid()) or _IMPORTED,
+                        take_layout=_take_layout(invocation.config),
+                    )
+                    .fit()
+                    .exit_code
+                )
+            # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive;
+            # gloo aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
+            gc.collect()
+            if end.status == INTERRUPTED and is_first_rank():
+                tell("interrupted")
+    return end.status or 0
 
 
-def _train(invocation: Invocation) -> int:
-    logging, training = invocation.config.logging, invocation.config.training
-    run_dir = None if logging.run_dir is None else Path(logging.run_dir)
+def _run_dir(config: RunConfig) -> Path | None:
+    return None if config.logging.run_dir is None else Path(config.logging.run_dir)
+
+
+def _stop_requests(config: RunConfig) -> StopRequests:
+    training, run_dir = config.training, _run_dir(config)
     file = training.exit_file or (run_dir and run_dir / EXIT_FILE)
-    stops = StopRequests(
+    return StopRequests(
         signals=training.exit_signals,
         minutes=training.exit_duration_in_mins,
         file=None if file is None else Path(file),
         patience=training.exit_timeout_seconds,
-        say=lambda line: print(f"rank {_rank()}: {line}", file=sys.stderr, flush=True),
+        say=lambda line: tell(f"rank {_of_environment('RANK', 0)}: {line}"),
     )
+
+
+@contextlib.contextmanager
+def _training(config: RunConfig, stops: StopRequests, end: End) -> Iterator[None]:
+    """Listen for stops, and end as the exit statuses say; torchrun gets the traceback of an unexpected error."""
     try:
-        with stops.listen():
-            return _run(invocation, stops)
+        with stops.listen(), _recorded():
+            try:
+                yield
+            except Exception as error:
+                if not hasattr(error, "exit_code"):
+                    _let_the_first_be_seen(error)
+                    raise
+                with contextlib.suppress(
+                    StopRun
+                ):  # torchrun's SIGTERM, because rank 0 has ended by the same error
+                    end.status = refuse(error, "megalite train")
     except StopRun as stop:  # while torch was being imported
-        if _is_first_rank():
-            write_ending(run_dir, stop.request.ending(None, "before the start"))
-        return stop.request.exit_code
+        if is_first_rank():
+            write_ending(_run_dir(config), stop.request.ending(None, "before the start"))
+        end.status = stop.request.exit_code
 
 
-def _run(invocation: Invocation, stops: StopRequests) -> int:
-    # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
-    from torch.distributed.elastic.multiprocessing.errors import record
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """What torchelastic's `record` does, without its frame."""
+    if UNDER_TORCHRUN not in os.environ:
+        yield
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from megalite.data_parallel.lost_peers import others_failed_first
-    from megalite.training.loop import train
-    from megalite.training.non_finite import NonFiniteError
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        yield
+    except Exception as error:
+        handler.record_exception(error)
+        raise
 
-    def run() -> int:
-        try:
-            status = train(
-                invocation.config,
-                explicit=invocation.explicit,
-                fixed=_flags(invocation),
-                log=_log,
-                stops=stops,
-                watched=True,
-            ).exit_code
-        except (ConfigError, NonFiniteError) as error:
-            status = _refuse(error, error.exit_code)
-        except RuntimeError as error:
-            if others_failed_first(error):
-                _let_the_first_be_seen(error)
-            raise
-        # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive; gloo
-        # aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
-        gc.collect()
-        if status == INTERRUPTED and _is_first_rank():
-            print("interrupted", file=sys.stderr, flush=True)
-        return status
 
-    # torchrun then has the traceback of an unexpected error for its summary.
-    status = record(run)() if _UNDER_TORCHRUN in os.environ else run()
-    assert status is not None
-    return status
+def _take_layout(config: RunConfig) -> Callable[..., Any] | None:
+    """Chooses the layout of an elastic run."""
+    if not config.parallel.elastic:
+        return None
+    from megalite.planner.elastic import take_layout
+
+    return take_layout
 
 
 def _flags(invocation: Invocation) -> frozenset[str]:
@@ -111,36 +143,38 @@ def _flags(invocation: Invocation) -> frozenset[str]:
     return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
 
 
-def _refuse(error: Exception, status: int) -> int:
-    _report(f"error: {error}", alone=isinstance(error, RankError))
-    show_traceback(error)
-    return status
+class _Log:
+    """Prints lines on stdout. That it cannot be written, as on a full disk, ends no run; that its reader has gone does."""
 
+    def __init__(self) -> None:
+        self._failed = 0
 
-def _log(line: str) -> None:
-    print(redact_text(line), flush=True)
-
-
-def _report(message: str, *, alone: bool = False) -> None:
-    """Print an error that all ranks share, once; or one that this rank found alone."""
-    if alone or _is_first_rank():
-        print(redact_text(message), file=sys.stderr, flush=True)
-    elif _UNDER_TORCHRUN in os.environ:
-        # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
-        time.sleep(5.0)
+    def __call__(self, line: str) -> None:
+        try:
+            print(redact_text(line), flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._failed:
+                tell(f"warning: cannot write the log: {error.strerror}; training continues")
+            self._failed += 1
+            return
+        if self._failed:
+            failed, self._failed = self._failed, 0
+            self(f"the log is written again; up to {failed} lines before this one are missing")
 
 
 def _let_the_first_be_seen(error: Exception) -> None:
     """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
-    if _UNDER_TORCHRUN in os.environ:
+    from megalite.data_parallel.lost_peers import others_failed_first
+
+    if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and others_failed_first(error):
         rank = os.environ.get("RANK", "0")
-        print(f"rank {rank} was not the first to fail: {error}", file=sys.stderr, flush=True)
+        tell(f"rank {rank} was not the first to fail: {error}")
         time.sleep(2.0)
 
 
-def _is_first_rank() -> bool:
-    return _rank() == 0
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _of_environment(name: str, default: int) -> int:
+    """What torchrun says; that it is a number is checked where the ranks meet."""
+    word = os.environ.get(name, "")
+    return int(word) if word.isdecimal() else default

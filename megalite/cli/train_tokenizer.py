@@ -11,11 +11,15 @@ from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.inputs.find import find_inputs
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
-from megalite.data.tokenizers.train import WORD_PATTERNS, train_byte_level, train_sentencepiece
-from megalite.data.tokenizers.training_text import TrainingText
+from megalite.preprocess.inputs import find_inputs
+from megalite.preprocess.train_tokenizer import (
+    WORD_PATTERNS,
+    TrainingText,
+    train_byte_level,
+    train_sentencepiece,
+)
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
 
 _BYTE_LEVEL = "byte-level-bpe"
 _VOCAB_SIZE, _MEGABYTES = 2048, 20.0

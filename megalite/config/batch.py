@@ -4,6 +4,8 @@ Everything is a pure function of the resolved config and of the samples consumed
 dry run and the learning-rate schedule agree.
 """
 
+from collections.abc import Iterator
+
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 
@@ -45,13 +47,22 @@ def microbatch_counts(config: RunConfig) -> tuple[int, ...]:
     return tuple(sorted({size // samples_per_microbatch(config) for size in batch_sizes(config)}))
 
 
-def _ramp(config: RunConfig) -> tuple[int, int]:
-    """(steps, samples) until the batch has its final size."""
-    steps = consumed = 0
-    while batch_size(config, consumed) != batch_sizes(config)[-1]:
-        consumed += batch_size(config, consumed)
-        steps += 1
-    return steps, consumed
+def ramp(config: RunConfig, consumed: int = 0) -> Iterator[tuple[int, int]]:
+    """(batch size, steps of it) one after the other, from `consumed` samples until the batch has its final size.
+
+    There are as many as the ramp-up has sizes, however many steps it takes.
+    """
+    if not config.training.rampup_batch_size:
+        return
+    start, increment, samples = config.training.rampup_batch_size
+    final = config.training.global_batch_size
+    assert final is not None, "validate() resolves global_batch_size"
+    while (size := batch_size(config, consumed)) != final:
+        # The size after this one comes from k·SAMPLES/n samples on, rounded up.
+        ends = -(-((size - start) // increment + 1) * samples // ((final - start) // increment))
+        steps = -(-(ends - consumed) // size)
+        yield size, steps
+        consumed += steps * size
 
 
 def total_steps(config: RunConfig) -> int:
@@ -77,11 +88,13 @@ def steps_left(config: RunConfig, *, step: int, samples: int) -> int:
     if training.train_iters is not None:
         return max(training.train_iters - step, 0)
     assert training.train_samples is not None, "a validated, startable config has a length"
-    final, steps = batch_sizes(config)[-1], 0
-    while (size := batch_size(config, samples)) != final and samples + size <= training.train_samples:
-        samples += size
-        steps += 1
-    return steps + (max(training.train_samples - samples, 0) // final if size == final else 0)
+    room, left = max(training.train_samples - samples, 0), 0
+    for size, steps in ramp(config, samples):
+        taken = min(steps, room // size)
+        left, room = left + taken, room - taken * size
+        if taken < steps:
+            return left
+    return left + room // batch_sizes(config)[-1]
 
 
 def total_samples(config: RunConfig) -> int:
@@ -89,12 +102,20 @@ def total_samples(config: RunConfig) -> int:
     return samples_after(config, total_steps(config))
 
 
-def samples_after(config: RunConfig, steps: int) -> int:
-    """Samples consumed by the first `steps` steps."""
-    ramp_steps, consumed = _ramp(config)
-    if steps >= ramp_steps:
-        return consumed + (steps - ramp_steps) * batch_sizes(config)[-1]
-    consumed = 0
-    for _ in range(steps):
-        consumed += batch_size(config, consumed)
-    return consumed
+def samples_after(config: RunConfig, steps: int, *, consumed: int = 0) -> int:
+    """Samples consumed once `steps` steps follow on the first `consumed` samples."""
+    for size, count in ramp(config, consumed):
+        taken = min(steps, count)
+        consumed, steps = consumed + taken * size, steps - taken
+        if not steps:
+            return consumed
+    return consumed + steps * batch_sizes(config)[-1]
+
+
+def steps_until(config: RunConfig, samples: int) -> int:
+    """Steps after which at least so many samples have been consumed."""
+    done = 0
+    for size, count in ramp(config):
+        taken = min(count, -(-samples // size))
+        done, samples = done + taken, max(samples - taken * size, 0)
+    return done + -(-samples // batch_sizes(config)[-1])

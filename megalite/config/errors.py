@@ -1,21 +1,58 @@
-"""The one exception that means "the user can mend this"."""
+"""What the user can fix: one exception that carries every problem that was found, and how they are gathered."""
+
+import reprlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias, TypeVar
 
 from megalite.config.exit_codes import BAD_INPUT
+
+T = TypeVar("T")
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
+_MOST = 30
+"""Problems that are shown."""
+
+
+def shortened(value: object) -> str:
+    """A value of unknown origin for a message: as Python writes it, cut to a line, however large or nested it is."""
+    text = _REPR.repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 class ConfigError(ValueError):
     """Bad input: a flag, a config key, a file, a layout that does not divide.
 
-    The message names the setting, the values that clash and a value that works. Command lines print it on one
-    line without a traceback and exit with status 2.
+    Each problem names the setting, the values that clash and a value that works. Command lines print them without a
+    traceback and exit with status 2.
     """
 
     exit_code = BAD_INPUT
     """Exit status of a run that ends by it."""
 
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One text each."""
+        return self.args
+
+    def __str__(self) -> str:
+        if len(self.problems) < 2:
+            return "".join(self.problems)
+        lines = [
+            f"there are {len(self.problems)} problems:",
+            *(f"- {text}" for text in self.problems[:_MOST]),
+        ]
+        more = [f"- and {len(self.problems) - _MOST} more"] if len(self.problems) > _MOST else []
+        return "\n".join(lines + more)
+
 
 class RankError(ConfigError):
-    """A ConfigError that only some ranks have found: whoever has it says so, since rank 0 may not know of it.
+    """A ConfigError that only some ranks have found: each that has it says so, since rank 0 may not know of it.
 
     Args:
         exit_code: of the error that it stands for.
@@ -24,3 +61,79 @@ class RankError(ConfigError):
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Reported(Exception):
+    """A rule reads a setting that is known to be wrong: there is nothing more to say."""
+
+
+Findings: TypeAlias = "Iterator[str | Findings]"
+"""What a rule yields: problems, and other rules, each of which ends alone where it reads a wrong setting."""
+
+
+class Problems:
+    """What is wrong so far, and the settings that are known to be wrong, so that one answer names all of it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+        self.wrong: set[str] = set()
+        """Names of settings; rules that read them are skipped."""
+
+    def add(self, text: str, *wrong: str) -> None:
+        """Record a problem, once, and the settings that are wrong by it."""
+        self.found.setdefault(text)
+        self.wrong.update(wrong)
+
+    @contextmanager
+    def collecting(self, *wrong: str) -> Iterator[None]:
+        """A ConfigError inside is recorded, ends the block, and means that the settings are wrong; Reported likewise."""
+        try:
+            yield
+        except ConfigError as error:
+            for text in error.problems:
+                self.add(text)
+            self.wrong.update(wrong)
+        except Reported:
+            self.wrong.update(wrong)
+
+    def extend(self, findings: Findings, *wrong: str) -> None:
+        """Record what a rule finds, and that the settings are wrong if it finds anything."""
+        before = len(self.found)
+        with self.collecting(*wrong):
+            for found in findings:
+                if isinstance(found, str):
+                    self.add(found)
+                else:
+                    self.extend(found)
+        if len(self.found) > before:
+            self.wrong.update(wrong)
+
+    def raise_all(self) -> None:
+        """Raise ConfigError if anything was found."""
+        if self.found:
+            raise ConfigError(*self.found)
+
+
+@contextmanager
+def gathered(problems: Problems | None) -> Iterator[Problems]:
+    """The caller's problems to add to; without any, those of the block, which are raised together at its end."""
+    found = Problems() if problems is None else problems
+    yield found
+    if problems is None:
+        found.raise_all()
+
+
+def hide(section: T, wrong: Collection[str]) -> T:
+    """A copy of a section of settings in which to read one of `wrong` raises Reported."""
+    names = set(wrong) & vars(section).keys()
+    if not names:
+        return section
+
+    def refuse(_: object) -> None:
+        raise Reported
+
+    kind = type(section)
+    hidden = type(kind.__name__, (kind,), dict.fromkeys(names, property(refuse)))
+    copy: T = object.__new__(hidden)
+    copy.__dict__.update(vars(section))
+    return copy

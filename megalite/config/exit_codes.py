@@ -24,7 +24,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         NON_FINITE: "loss, gradient or weights are NaN or infinite; the newest checkpoint is sound",
         NOT_SAVED: "a checkpoint could not be written; earlier ones are as they were",
         NO_PROGRESS: "the same step has failed again and again: starting once more would change nothing",
-        HUNG: "no rank went on for `--hang-timeout-minutes`: ended from outside, with a report of who stood still",
+        HUNG: "no rank progressed for `--hang-timeout-minutes`: ended from outside, with a report of who stood still",
         REQUEUE: "stopped by a signal or a time limit, and saved: start the same command again",
         INTERRUPTED: "stopped by Ctrl-C; after one, saved",
     }

@@ -1,7 +1,7 @@
 """The flat command line: `parse_arguments(sys.argv[1:])` gives a RunConfig and what else was asked for.
 
-A small parser over the table of settings rather than argparse: no abbreviations, one error for each way to be wrong,
-and Megatron-LM's spellings beside ours.
+A small parser over the table of settings rather than argparse: no abbreviations, everything that is wrong in one
+answer, and Megatron-LM's spellings beside ours.
 """
 
 import dataclasses
@@ -9,23 +9,24 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 
-from megalite.config.data_paths import DATA_FILES
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import Setting, settings
-from megalite.config.errors import ConfigError
-from megalite.config.files import read_level
+from megalite.config.errors import ConfigError, Problems
+from megalite.config.files import read_level, read_preset
 from megalite.config.megatron import (
     DERIVED,
     NO_EFFECT,
     REFUSED_VALUES,
     SHORTHANDS,
+    STANDS_FOR,
     VALUES,
     WORDS,
     settings_of_word,
 )
-from megalite.config.merge import Level, merge
-from megalite.config.presets import read_preset
+from megalite.config.merge import Level, Merged, merge
 from megalite.config.run import RunConfig
-from megalite.config.values import from_words, nearest
+from megalite.config.validate import validate
+from megalite.config.values import closest, from_words, nearest
 
 RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -74,46 +75,97 @@ class _Occurrence:
     words: list[str]
 
 
-def parse_arguments(argv: list[str], *, others: Iterable[str] = ()) -> Invocation:
+def parse_arguments(
+    argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None
+) -> Invocation:
     """Read a command line (without the program's name): default < preset < --config files < flags.
+
+    If anything is wrong with flags or files, the rules are asked too about what is right in them, so that one answer
+    names everything.
 
     Args:
         others: flags that the caller has taken out; an unknown one may be meant for one of them.
+        world_size: number of ranks of the run that is about to start, for those rules; default: nothing starts.
 
     Raises:
-        ConfigError: an unknown flag (the nearest are named), a value of the wrong type, one setting given two values,
-            a flag that has no effect here.
+        ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
+            flags that have no effect here.
     """
     for flag in ("--help-all", "--help", "-h", "--version"):
         if flag in argv:
             merged = merge([])
             asked = {"--help-all": "all", "--help": "basic", "-h": "basic"}.get(flag)
             return Invocation(**vars(merged), help=asked, version=flag == "--version")
+    problems = Problems()
     run_options: dict[str, list[str]] = {}
     level = Level(always_explicit=True)
-    for occurrence in _occurrences(argv):
-        if occurrence.flag in RUN_OPTIONS:
-            _add_run_option(run_options, occurrence)
-        else:
-            _add_setting(level, occurrence, others)
-    presets = [read_preset(name) for name in run_options.get("--preset", [])]
-    files = [read_level(path) for path in run_options.get("--config", [])]
-    merged = merge([*presets, *files, level])
+    for occurrence in _occurrences(argv, problems):
+        with problems.collecting(*_meant_by(occurrence.flag)):
+            if occurrence.flag in RUN_OPTIONS:
+                _add_run_option(run_options, occurrence)
+            else:
+                _add_setting(level, occurrence, others)
+    files = _files(run_options, level, problems)
+    merged = merge([*files, level], problems)
+    invocation = _invocation(merged, run_options, problems)
+    if problems.found:
+        starts = world_size is not None and not invocation.dry_run
+        ranks = _world_size(invocation) if invocation.dry_run else world_size
+        validate(merged.config, ranks, merged.explicit, startable=starts, problems=problems)
+    problems.raise_all()
+    return invocation
+
+
+def _files(run_options: Mapping[str, list[str]], level: Level, problems: Problems) -> list[Level]:
+    """The preset and the files. One that cannot be read could have held every setting that no flag gives."""
+    levels = []
+    wrong = set(settings()) - set(level.given)
+    for name in run_options.get("--preset", []):
+        with problems.collecting(*wrong):
+            levels.append(read_preset(name, problems))
+    for path in run_options.get("--config", []):
+        with problems.collecting(*wrong):
+            levels.append(read_level(path, problems=problems))
+    return levels
+
+
+def _invocation(merged: Merged, run_options: Mapping[str, list[str]], problems: Problems) -> Invocation:
     dry_run = "--dry-run" in run_options
     for flag in ("--json", "--world-size", "--rank"):
         if flag in run_options and not dry_run:
-            raise ConfigError(f"{flag} has no effect without --dry-run; add --dry-run or remove it")
-    world_size, rank = run_options.get("--world-size"), run_options.get("--rank")
+            problems.add(f"{flag} has no effect without --dry-run; add --dry-run or remove it")
+    world_size = rank = None
+    with problems.collecting("dp"):
+        if "--world-size" in run_options:
+            world_size = _whole_number("--world-size", run_options["--world-size"][0])
+    with problems.collecting():
+        if "--rank" in run_options:
+            rank = _whole_number("--rank", run_options["--rank"][0], least=0)
     return Invocation(
-        **vars(merged),
-        dry_run=dry_run,
-        json="--json" in run_options,
-        world_size=_whole_number("--world-size", world_size[0]) if world_size else None,
-        rank=_whole_number("--rank", rank[0], least=0) if rank else None,
+        **vars(merged), dry_run=dry_run, json="--json" in run_options, world_size=world_size, rank=rank
     )
 
 
-def _occurrences(argv: list[str]) -> list[_Occurrence]:
+def _world_size(invocation: Invocation) -> int:
+    """Of a dry run: what --world-size says, or the least that the layout needs."""
+    p = invocation.config.parallel
+    return invocation.world_size or max(p.tp * p.pp * p.cp * (p.dp or 1), 1)
+
+
+def _meant_by(flag: str) -> set[str]:
+    """The settings that a flag, or a flag like it, gives."""
+    known = {**STANDS_FOR, "--world-size": ("dp",)} | dict.fromkeys(
+        ("--config", "--preset"), tuple(settings())
+    )
+    for name, setting in settings().items():
+        for spelling in setting.flags:
+            known[spelling] = (name,)
+            if setting.type is bool:
+                known["--no-" + spelling.removeprefix("--")] = (name,)
+    return {name for close in ([flag] if flag in known else closest(flag, known)) for name in known[close]}
+
+
+def _occurrences(argv: list[str], problems: Problems) -> list[_Occurrence]:
     """Cut the command line into flags with the words that follow them."""
     found: list[_Occurrence] = []
     for argument in argv:
@@ -124,7 +176,7 @@ def _occurrences(argv: list[str]) -> list[_Occurrence]:
         elif found:
             found[-1].words.append(argument)
         else:
-            raise ConfigError(f"unexpected argument {argument}; settings are flags such as --num-layers 4")
+            problems.add(f"unexpected argument {argument}; settings are flags such as --num-layers 4")
     return found
 
 

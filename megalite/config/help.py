@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.data_paths import DATA_FILES
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import Setting, sections, settings
+from megalite.config.files import preset_names
 from megalite.config.flags import RUN_OPTIONS
 from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES, WORDS
-from megalite.config.presets import preset_names
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
 

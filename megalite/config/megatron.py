@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 
@@ -70,6 +71,26 @@ DERIVED: Mapping[str, bool] = MappingProxyType(
     }
 )
 """Flag that needs other settings before it means anything (see merge.py) -> whether it takes a whole number."""
+
+_OF_DERIVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--num-layers-per-virtual-pipeline-stage": ("vpp",),
+        "--decoder-first-pipeline-num-layers": ("pipeline_layers",),
+        "--decoder-last-pipeline-num-layers": ("pipeline_layers",),
+        "--group-query-attention": (),
+    }
+)
+STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **{flag: tuple(fixed) for flag, fixed in SHORTHANDS.items()},
+        **{
+            flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()
+        },
+        **_OF_DERIVED,
+        **dict.fromkeys(DATA_FILES, PATH_SETTINGS),
+    }
+)
+"""Flag that is no setting -> the settings that it gives."""
 
 _FUSED = "the fastest kernel for the device is picked by itself"
 _ONE_MODEL = "there is one implementation of the model"

@@ -1,14 +1,13 @@
 """Levels of settings (preset, files, flags) and how they become one RunConfig."""
 
 import dataclasses
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from megalite.config.describe import replace, settings
-from megalite.config.errors import ConfigError
-from megalite.config.parallel import V_SCHEDULES
-from megalite.config.pipeline_layout import parse_pipeline_layout
+from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
+from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
+from megalite.config.rules.files import save_folder
 from megalite.config.run import RunConfig
 
 
@@ -38,7 +37,7 @@ class Level:
         _add(self.given, name, Given(value, source))
 
     def add_derived(self, flag: str, value: Any, source: str) -> None:
-        """Record one of megatron.DERIVED; `resolve` turns it into settings."""
+        """Record one of megatron.DERIVED; `merge` turns it into settings."""
         _add(self.derived, flag, Given(value, source))
 
 
@@ -46,7 +45,7 @@ def _add(table: dict[str, Given], name: str, new: Given) -> None:
     old = table.setdefault(name, new)
     if old.value != new.value:
         raise ConfigError(
-            f"{name} is given twice: {reprlib.repr(old.value)} by {old.source} and {reprlib.repr(new.value)} by "
+            f"{name} is given twice: {shortened(old.value)} by {old.source} and {shortened(new.value)} by "
             f"{new.source}; keep one of them"
         )
 
@@ -62,18 +61,23 @@ class Merged:
     """Settings that someone asked for: by a flag, or by a file with a value that is not the default."""
 
 
-def merge(levels: Sequence[Level]) -> Merged:
+def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     """Lay the levels over the defaults, later ones on top.
+
+    Args:
+        problems: gets what is wrong; default: raised, all in one.
 
     Raises:
         ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly.
     """
-    _resolve_derived(levels)
+    with gathered(problems) as found:
+        _resolve_derived(levels, found)
     top = _overlay(levels)
+    _forget_former_folder(levels, top)
     explicit = set()
     for level in levels:
         for name, given in level.given.items():
-            if top[name] is given:
+            if top.get(name) is given:
                 asked = level.always_explicit or given.value != settings()[name].default
                 explicit |= {name} if asked and not given.source.startswith("preset ") else set()
     provenance = {name: top[name].source if name in top else "default" for name in settings()}
@@ -85,28 +89,55 @@ def _overlay(levels: Sequence[Level]) -> dict[str, Given]:
     return {name: given for level in levels for name, given in level.given.items()}
 
 
-def _resolve_derived(levels: Sequence[Level]) -> None:
+def _forget_former_folder(levels: Sequence[Level], top: dict[str, Given]) -> None:
+    """A file may say the folder of checkpoints that follows from its run_dir, as files written by former versions do. Where
+    a later level gives another run_dir, that would be another run's folder: it then follows from the new one."""
+    values = {name: given.value for name, given in top.items() if name != "save"}
+    for level in levels:
+        save, run_dir = level.given.get("save"), level.given.get("run_dir")
+        if (
+            level.always_explicit
+            or save is None
+            or top.get("save") is not save
+            or top.get("run_dir") is run_dir
+        ):
+            continue
+        former = None if run_dir is None else run_dir.value
+        if save.value is not None and save.value == save_folder(
+            replace(RunConfig(), **{**values, "run_dir": former})
+        ):
+            del top["save"]
+
+
+def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
     """Add to each level the settings that its derived flags stand for, given everything else."""
     for level in levels:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
-            level.add("vpp", _chunks(per_chunk, _sizes(levels)), per_chunk.source)
-    _chunks_of_layout_and_schedule(levels)
+            with problems.collecting("vpp"):
+                level.add("vpp", _chunks(per_chunk, _sizes(levels, problems)), per_chunk.source)
+    with problems.collecting("pipeline_layout", "vpp"):
+        _chunks_of_layout_and_schedule(levels, problems)
     for level in levels:
         first = level.derived.get("--decoder-first-pipeline-num-layers")
         last = level.derived.get("--decoder-last-pipeline-num-layers")
         given = first or last
         if given:
-            level.add("pipeline_layers", _uneven_layers(first, last, _sizes(levels)), given.source)
+            with problems.collecting("pipeline_layers"):
+                cut = _uneven_layers(first, last, _sizes(levels, problems))
+                level.add("pipeline_layers", cut, given.source)
         grouped = level.derived.get("--group-query-attention")
-        if grouped and _value(levels, "num_query_groups") is None:
-            raise ConfigError(
+        unknown = "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None
+        if grouped and unknown:
+            problems.add(
                 f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8"
             )
 
 
-def _chunks_of_layout_and_schedule(levels: Sequence[Level]) -> None:
-    """Where nobody says vpp, a layout in words says it by its stages, as Megatron-LM's does, and a V has two."""
+def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) -> None:
+    """Where vpp is not given, a layout in words says it by its stages, as Megatron-LM's does, and a V has two."""
+    if problems.wrong & {"pp", "vpp", "pipeline_layout", "pipeline_schedule"}:
+        raise Reported
     pp = _value(levels, "pp")
     if "vpp" in _overlay(levels) or pp < 2:
         return
@@ -129,14 +160,12 @@ def _value(levels: Sequence[Level], name: str) -> Any:
     return top[name].value if name in top else settings()[name].default
 
 
-def _sizes(levels: Sequence[Level]) -> tuple[int, int, int]:
-    """(num_layers, pp, vpp); sizes below 1 are refused here because the divisions that follow need them."""
-    sizes = []
-    for name in ("num_layers", "pp", "vpp"):
-        size = _value(levels, name)
-        if size < 1:
-            raise ConfigError(f"{name} is {size}; it must be at least 1")
-        sizes.append(size)
+def _sizes(levels: Sequence[Level], problems: Problems) -> tuple[int, int, int]:
+    """(num_layers, pp, vpp), which divide one another; Reported if one of them is wrong, as the rules then say."""
+    names = ("num_layers", "pp", "vpp")
+    sizes: list[int] = [_value(levels, name) for name in names]
+    if problems.wrong & set(names) or min(sizes) < 1:
+        raise Reported
     return sizes[0], sizes[1], sizes[2]
 
 

@@ -1,10 +1,24 @@
 """Optimizer, clipping, learning-rate and weight-decay schedules."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalite.config.option import option
 
-OPTIMIZERS = ("adam", "sgd", "lamb", "muon", "onebit-adam", "onebit-lamb", "zero-one-adam")
+STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "adam": ("exp_avg", "exp_avg_sq"),
+        "sgd": ("momentum_buffer",),
+        "lamb": ("exp_avg", "exp_avg_sq"),
+        "muon": ("momentum_buffer",),
+        "onebit-adam": ("exp_avg", "exp_avg_sq"),
+        "onebit-lamb": ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
+        "zero-one-adam": ("exp_avg", "exp_avg_sq", "local_update", "synced_param"),
+    }
+)
+"""Optimizer -> what it keeps of each element, in the precision of main parameters; see `state_names`."""
+OPTIMIZERS = tuple(STATES)
 ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 """They exchange their own state instead of gradients once they are frozen."""
 
@@ -35,7 +49,10 @@ class OptimizerConfig:
     lr_warmup_fraction: float | None = option(None, basic=True)
     """Warm-up as a fraction of the decay length."""
     lr_warmup_init: float = option(0.0)
-    """Learning rate before the first step; the first step already runs above it."""
+    """Learning rate that the warm-up starts from; see lr_schedule_offset for whether the first step has it."""
+    lr_schedule_offset: str = option("step-end", choices=("step-end", "megatron"))
+    """A step's learning rate and weight decay are those that the schedules have at its end, so that the first one learns
+    although a warm-up starts from 0; or, with megatron, at its start, as in Megatron-LM: one step later."""
     lr_wsd_decay_iters: int | None = option(None)
     """Length of the final decay of WSD, in steps."""
     lr_wsd_decay_samples: int | None = option(None)
@@ -93,3 +110,10 @@ class OptimizerConfig:
     """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
     """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
+
+
+def state_names(config: OptimizerConfig, *, hidden_matrix: bool = True) -> tuple[str, ...]:
+    """The optimizer's states of a parameter. Without momentum SGD has none; what is no hidden matrix Muon leaves to AdamW."""
+    if config.optimizer == "sgd" and not config.sgd_momentum:
+        return ()
+    return STATES["adam" if config.optimizer == "muon" and not hidden_matrix else config.optimizer]

@@ -1,7 +1,10 @@
-"""How ranks are split: the sizes of the parallel axes and what runs over each."""
+"""How ranks are split: the parallel axes, what data-parallel ranks exchange, layouts of pipeline stages."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megalite.config.errors import ConfigError
 from megalite.config.option import option
 
 PIPELINE_SCHEDULES = (
@@ -87,6 +90,9 @@ class ParallelConfig:
     hang_timeout_minutes: float | None = option(None)
     """If no rank progresses for so long, a process beside the run names the rank that stands still, writes all stacks to
     run_dir, and ends the run with status 44; 0: never. Default: 0.8 of distributed_timeout_minutes."""
+    hang_save_timeout_minutes: float | None = option(None)
+    """The same while a rank saves, starts or makes its first step, where files are written and kernels compiled. Default:
+    six times hang_timeout_minutes, but not more than 0.9 of distributed_timeout_minutes."""
     elastic: bool = option(False)
     """Take as many ranks as there are at each start: where the layout of the settings does not fit them, the planner gives
     another one. Settings of the layout given as flags stay; those in files are where it begins. docs/multi_node.md."""
@@ -107,6 +113,138 @@ class ParallelConfig:
         return 0.8 * self.distributed_timeout_minutes if given is None else given
 
     @property
+    def hang_save_timeout(self) -> float:
+        """Minutes, with the default filled in."""
+        if self.hang_save_timeout_minutes is not None:
+            return self.hang_save_timeout_minutes
+        return max(self.hang_timeout, min(6.0 * self.hang_timeout, 0.9 * self.distributed_timeout_minutes))
+
+    @property
     def expert_tp(self) -> int:
         """Tensor-parallel size inside experts."""
         return self.etp or self.tp
+
+
+COMPRESSIONS = ("none", "onebit", "uint8", "topk", "powersgd")
+GOSSIP_GRAPHS = ("ring", "one-peer")
+GOSSIP_ALGORITHMS = ("d-psgd", "decentlam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """Settings of the data-parallel strategies; each has an effect with some of them only."""
+
+    wire_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider either way. fp32 is
+    fp64 in a run of that precision. Parameters that ZeRO and servers hand out travel in the run's precision."""
+    reduction_order: str = option("backend", choices=("backend", "rank"))
+    """Order in which gradients of ranks are added: the backend's own, or by rank. Then all-reduce, fused-all-reduce,
+    distributed-optimizer and the synchronous servers (which always add by rank) give the same bits."""
+    shard_gradients: bool = option(False)
+    """distributed-optimizer: keep only the owned part of the gradients between microbatches, as ZeRO-2 does."""
+    fusion_threshold_mb: float = option(64.0)
+    """fused-all-reduce: gradients that are ready are reduced together once they are this many MB."""
+    server_chunk_mb: float = option(4.0)
+    """parameter-server, sharded-parameter-server, async-parameter-server: MB in one message to or from a server."""
+    max_staleness: int = option(1)
+    """async-parameter-server: steps that a worker may be ahead of the slowest one; 0 makes it synchronous."""
+    staleness_aware_lr: bool = option(True)
+    """async-parameter-server: divide the learning rate of an update by 1 + the updates that its weights are behind, where
+    that is more than dp, by which it is divided otherwise."""
+    sync_interval: int = option(20)
+    """local-sgd, diloco: steps between two exchanges of weights."""
+    sync_warmup_steps: int = option(0)
+    """local-sgd, diloco, gossip: first steps in which gradients are all-reduced instead."""
+    average_optimizer_state: bool = option(False)
+    """local-sgd: average the optimizer's state with the weights."""
+    outer_lr: float = option(0.7)
+    """diloco: learning rate of the outer Nesterov step on the averaged change of the weights."""
+    outer_momentum: float = option(0.9)
+    """diloco: momentum of the outer step."""
+    sync_fragments: int = option(1)
+    """diloco: fragments of the network, each exchanged at a time of its own (streaming DiLoCo)."""
+    sync_delay: int = option(0)
+    """diloco: steps during which an exchange may be under way before its result is used."""
+    sync_mix: float = option(0.0)
+    """diloco: share of a rank's own weights that stays when a fragment's result is taken up; 0 takes the result."""
+    gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
+    """gossip: average with both neighbours of a ring, or with one peer that changes from step to step."""
+    gossip_algorithm: str = option("d-psgd", choices=GOSSIP_ALGORITHMS)
+    """gossip: average weights before the optimizer's update, or correct momentum for what averaging does (DecentLaM)."""
+    grad_compression: str = option("none", choices=COMPRESSIONS)
+    """all-reduce: lossy gradients with error feedback: signs, 8-bit integers, the largest elements, or low rank."""
+    compression_warmup_steps: int = option(0)
+    """First steps with whole gradients."""
+    topk_density: float = option(0.01)
+    """topk: share of the elements that is sent."""
+    powersgd_rank: int = option(4)
+    """powersgd: rank of the matrices that stand for a gradient."""
+    check_replicas_interval: int | None = option(
+        None, flags=("--check-weight-hash-across-dp-replicas-interval",)
+    )
+    """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*"
+)
+_MOST = 1_000_000
+_EXAMPLE = 'e.g. "Et*3|t*4|t*4|t*2L" for four stages of 3, 4, 4 and 2 layers'
+
+
+def parse_pipeline_layout(text: str) -> list[int]:
+    """Layers of each stage. `E` is the embedding, `t` a layer, `L` head and loss, `|` the next stage; `x*n` and
+    `(...)*n` repeat, commas and spaces say nothing. The language is Megatron-LM's, without its `m`.
+
+    Raises:
+        ConfigError: the text is not in that language, or embedding or head are not where the model has them.
+    """
+    items = "".join(_expanded(text))
+    stages = items.split("|")
+    if items.count("E") != 1 or not items.startswith("E"):
+        raise _wrong(
+            text, f"the embedding E must come once, at the very beginning, but here it reads {items[:40]}"
+        )
+    if items.count("L") != 1 or not items.endswith("L"):
+        raise _wrong(text, f"the head L must come once, at the very end, but here it reads ...{items[-40:]}")
+    empty = next((index for index, stage in enumerate(stages) if not stage), None)
+    if empty is not None:
+        raise _wrong(text, f"stage {empty} of {len(stages)} is empty, and each needs something to do")
+    return [stage.count("t") for stage in stages]
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """The text with repetitions written out."""
+    groups: list[list[str]] = [[]]
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None and text[position] == "m":
+            raise _wrong(text, "multi-token prediction (m) is not supported")
+        if token is None:
+            raise _wrong(text, f"{text[position]!r} at character {position + 1} means nothing")
+        position = token.end()
+        if token["item"]:
+            groups[-1].append(token["item"])
+        elif token["open"]:
+            groups.append([])
+        elif token["close"]:
+            if len(groups) == 1:
+                raise _wrong(text, f"the ) at character {position} closes nothing")
+            group = "".join(groups.pop())
+            groups[-1].append(group)
+        elif token["times"]:
+            times = int(token["times"])
+            if not groups[-1] or times < 1:
+                raise _wrong(text, f"*{times} at character {position} repeats nothing")
+            repeated = groups[-1].pop()
+            if times * len(repeated) > _MOST:
+                raise _wrong(text, f"*{times} at character {position} makes more than {_MOST} items")
+            groups[-1].append(repeated * times)
+    if len(groups) > 1:
+        raise _wrong(text, "a ( is not closed")
+    return iter(groups[0])
+
+
+def _wrong(text: str, reason: str) -> ConfigError:
+    return ConfigError(f"pipeline_layout {text!r}: {reason}; {_EXAMPLE}")

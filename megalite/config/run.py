@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
-from megalite.config.data_parallel import DataParallelConfig
-from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.training import TrainingConfig
+from megalite.config.parallel import DataParallelConfig, ParallelConfig
+from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

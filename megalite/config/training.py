@@ -1,4 +1,4 @@
-"""The run: batch sizes, length, precision, recompute, evaluation."""
+"""The run: batch sizes, length, precision, recompute, evaluation; checkpoints; what is logged."""
 
 from dataclasses import dataclass
 
@@ -64,8 +64,86 @@ class TrainingConfig:
     exit_timeout_seconds: float = option(300.0)
     """A rank that has got a signal leaves without a checkpoint if the ranks have not agreed by then: one may be gone."""
     check_for_nan_in_loss_and_grad: bool = option(True)
-    """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips by itself)."""
+    """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips gradients that overflow)."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
     max_consecutive_skips: int = option(10)
-    """With on_non_finite skip: stop when more steps in a row would be skipped."""
+    """Stop when more steps in a row would be skipped: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are written and which one a run starts from."""
+
+    save: str | None = option(None, basic=True)
+    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that says that folder of its own
+    run_dir means the default: with another --run-dir checkpoints go there."""
+    save_interval: int | None = option(None, basic=True)
+    """Steps between checkpoints; one is also written at the end."""
+    async_save: bool = option(False, basic=True)
+    """Copy the state to host memory and write it from there while training goes on."""
+    keep_latest: int | None = option(None, basic=True)
+    """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
+    keep_every: int | None = option(None)
+    """With keep_latest: keep those whose step is a multiple of this for ever."""
+    on_save_error: str = option("stop", choices=("stop", "continue"))
+    """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and go on to the next one."""
+    check_weights_before_save: bool = option(True)
+    """Look through all that is about to be saved, and stop the run if anything in it is not finite."""
+    max_failures_at_step: int = option(3)
+    """Refuse to start once the run has failed that often in the same step with nothing saved in between; 0: never."""
+    load: str | None = option(None, basic=True)
+    """Folder to resume from: the newest checkpoint in it that verifies."""
+    ckpt_step: int | None = option(None)
+    """Resume from this step rather than from the newest."""
+    fresh_if_missing: bool = option(False, basic=True)
+    """Start from step 0 if load holds no checkpoint; otherwise that is an error."""
+    finetune: bool = option(False)
+    """Load weights alone: optimizer, step and data position start afresh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Log lines, TensorBoard, JSONL, timers, profiler."""
+
+    log_interval: int = option(10, basic=True)
+    """Steps between log lines."""
+    run_dir: str | None = option(None, basic=True)
+    """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none of them is
+    written."""
+    tensorboard_dir: str | None = option(None)
+    """TensorBoard event files; default <run_dir>/tensorboard."""
+    metrics: list[str] = option([])
+    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb."""
+    wandb_project: str | None = option(None)
+    """Project at Weights & Biases; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
+    wandb_entity: str | None = option(None)
+    """Team or user there; default: that of the key."""
+    wandb_exp_name: str | None = option(None)
+    """Name of the run there; default: that of run_dir."""
+    timing_log_level: int = option(1)
+    """1: a line a log interval with the time of each phase of the step, least and most over ranks, and ranks that are
+    slower than their peers; 0: neither."""
+    straggler_threshold: float = option(1.2)
+    """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
+    trace: bool = option(False)
+    """Write the measured pipeline of the steps in trace_steps beside the simulated one: <run_dir>/trace-N.json, for
+    Perfetto."""
+    trace_steps: list[int] = option([3])
+    """Steps to trace, counted from where this run starts."""
+    loss_spike_threshold: float = option(10.0)
+    """A line in the log when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
+    loss_spike_window: int = option(100)
+    """Recent steps that a loss is compared with."""
+    profile: bool = option(False)
+    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile."""
+    profile_step_start: int = option(10)
+    """First step to profile, counted from where this run starts; in the one before the profiler warms up."""
+    profile_step_end: int = option(12)
+    """The step before which profiling ends."""
+    profile_ranks: list[int] = option([0])
+    """Ranks to profile."""
+    record_memory_history: bool = option(False)
+    """CUDA: note every allocation, and write them to <run_dir>/out-of-memory-rank-N.pickle when memory runs out."""
+    peak_tflops: float | None = option(None)
+    """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""

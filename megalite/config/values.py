@@ -2,25 +2,27 @@
 
 import difflib
 import math
-import reprlib
 from collections.abc import Iterable
 from typing import Any
 
 from megalite.config.describe import Setting
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, shortened
 
+_LARGEST = 2**63
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
+
+
+def closest(word: str, known: Iterable[str]) -> list[str]:
+    """The known words that `word` may be meant for: the best one, and others only if they are almost as good."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
+    return [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    if not close:
-        return ""
-    likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
-    # The best one, and others only if they are almost as good.
-    named = [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
-    return f": did you mean {' or '.join(named)}?"
+    named = closest(word, known)
+    return f": did you mean {' or '.join(named)}?" if named else ""
 
 
 def _number(text: str, kind: type) -> int | float | None:
@@ -28,10 +30,13 @@ def _number(text: str, kind: type) -> int | float | None:
     try:
         if kind is int:
             try:
-                return int(text)
+                whole = int(text)
             except ValueError:
                 value = float(text)
-                return int(value) if math.isfinite(value) and value == int(value) else None
+                if not math.isfinite(value) or value != int(value):
+                    return None
+                whole = int(value)
+            return whole if abs(whole) < _LARGEST else None
         value = float(text)
     except ValueError:
         return None
@@ -42,9 +47,10 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
     """One value of the setting's element type; text that spells a number exactly is taken as that number."""
     if setting.type is str:
         if not isinstance(value, str):
+            nested = isinstance(value, list | tuple | dict)
+            remedy = "" if nested else f"; write it in quotes if you mean it: '{value}'"
             raise ConfigError(
-                f"{where}: {setting.name} takes text, got the {type(value).__name__} {reprlib.repr(value)}; "
-                f"write it in quotes if you mean it: '{value}'"
+                f"{where}: {setting.name} takes text, got the {type(value).__name__} {shortened(value)}{remedy}"
             )
         if not value.strip():
             raise ConfigError(f"{where}: {setting.name} is empty; leave it out or give it a value")
@@ -52,14 +58,16 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
     if setting.type is bool:
         if isinstance(value, bool):
             return value
-        raise ConfigError(f"{where}: {setting.name} takes true or false, got {reprlib.repr(value)}")
+        raise ConfigError(f"{where}: {setting.name} takes true or false, got {shortened(value)}")
     if not isinstance(value, bool):
         number = _number(str(value), setting.type) if isinstance(value, str | int | float) else None
         if number is not None:
             return number
     kind = "a whole number" if setting.type is int else "a number"
+    if str(value).lstrip("+-").isdecimal():
+        kind += " below 2^63"
     raise ConfigError(
-        f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {reprlib.repr(value)}"
+        f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {shortened(value)}"
     )
 
 
@@ -67,7 +75,7 @@ def check_choice(setting: Setting, value: Any, where: str) -> None:
     """Raise ConfigError unless the value is one of the setting's choices (if it has any)."""
     if setting.choices and value is not None and value not in setting.choices:
         raise ConfigError(
-            f"{where}: {setting.name} cannot be {reprlib.repr(value)}{nearest(str(value), setting.choices)} "
+            f"{where}: {setting.name} cannot be {shortened(value)}{nearest(str(value), setting.choices)} "
             f"(one of {', '.join(setting.choices)})"
         )
 
@@ -88,12 +96,12 @@ def coerce(setting: Setting, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             example = f"[{_EXAMPLES[setting.type]}]"
             raise ConfigError(
-                f"{where}: {setting.name} takes a list such as {example}, got {reprlib.repr(value)}"
+                f"{where}: {setting.name} takes a list such as {example}, got {shortened(value)}"
             )
         return [_element(setting, element, where) for element in value]
     if isinstance(value, list | tuple | dict):
         raise ConfigError(
-            f"{where}: {setting.name} takes one {setting.type.__name__}, got {reprlib.repr(value)}"
+            f"{where}: {setting.name} takes one {setting.type.__name__}, got {shortened(value)}"
         )
     coerced = _element(setting, value, where)
     check_choice(setting, coerced, where)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
 from megalite.kernels.attention import tile_backward, tile_forward
 from megalite.topology.group import DONE, Group
-from megalite.topology.sequence import sequence_spans
+from megalite.topology.layout import sequence_spans
 
 
 def ring_attention(

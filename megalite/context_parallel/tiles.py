@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 
-from megalite.kernels.tile_kind import TileKind
-from megalite.topology.sequence import Span
+from megalite.kernels.attention import TileKind
+from megalite.topology.layout import Span
 
 WINDOW_BLOCK = 2048
 """Rows of a window at most that are cut as one block: long enough to fill a device, and a multiple of its tiles."""
@@ -98,7 +98,7 @@ def _band(q: Span, k: Span, window: int | None) -> Iterator[Tile]:
 
 
 def _window_blocks(rows: Span, window: int) -> Iterator[Tile]:
-    """Rows whose both bounds move, in blocks of which the far edge and the diagonal do not meet."""
+    """Rows of which both bounds move, in blocks of which the far edge and the diagonal do not meet."""
     block = max(min(window - 1, WINDOW_BLOCK), 1)
     for a in range(rows[0], rows[1], block):
         b = min(a + block, rows[1])
@@ -155,14 +155,14 @@ def _merged(found: list[Tile]) -> list[Tile]:
     """Full rectangles that share a whole side become one; one launch of a large tile is faster than two."""
     full = [tile for tile in found if tile.kind is TileKind.FULL]
     rest = [tile for tile in found if tile.kind is not TileKind.FULL]
-    beside: list[Tile] = []
+    across: list[Tile] = []
     for tile in sorted(full, key=lambda tile: (tile.q, tile.k)):
-        if beside and beside[-1].q == tile.q and beside[-1].k[1] == tile.k[0]:
-            beside[-1] = Tile(tile.q, (beside[-1].k[0], tile.k[1]), TileKind.FULL)
+        if across and across[-1].q == tile.q and across[-1].k[1] == tile.k[0]:
+            across[-1] = Tile(tile.q, (across[-1].k[0], tile.k[1]), TileKind.FULL)
         else:
-            beside.append(tile)
+            across.append(tile)
     below: list[Tile] = []
-    for tile in sorted(beside, key=lambda tile: (tile.k, tile.q)):
+    for tile in sorted(across, key=lambda tile: (tile.k, tile.q)):
         if below and below[-1].k == tile.k and below[-1].q[1] == tile.q[0]:
             below[-1] = Tile((below[-1].q[0], tile.q[1]), tile.k, TileKind.FULL)
         else:

@@ -1,37 +1,62 @@
-"""Attention by heads: an all-to-all trades the split of the sequence for a split of the heads, and one trades it back.
+"""Attention over a split sequence by exchanging heads (Ulysses, arXiv 2309.14509) or by gathering keys and values.
 
-Between the two every rank has the whole sequence of some heads, and attention is that of one rank. Source: DeepSpeed
-Ulysses (arXiv 2309.14509).
+The all-to-all trades the split of the sequence for a split of the heads, so that attention is that of one rank.
 """
-
-from typing import Any
 
 import torch
 
-from megalite.context_parallel.order import to_rank_order, to_true_order
+from megalite.topology.conjugate import conjugate
 from megalite.topology.group import Group
+from megalite.topology.layout import sequence_spans
 
 
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: Group, seq_length: int) -> torch.Tensor:
-        ctx.cp = cp
-        return _split_heads(x, cp, seq_length)
+def to_true_order(by_rank: torch.Tensor, seq_length: int) -> torch.Tensor:
+    """[cp, s/cp, ...] with the rows that each rank holds -> [s, ...] in true order."""
+    output = by_rank.new_empty(seq_length, *by_rank.shape[2:])
+    for rank, rows in enumerate(by_rank):
+        parts = _parts(output, rank, by_rank.shape[0])
+        for part, piece in zip(parts, rows.split([part.shape[0] for part in parts])):
+            part.copy_(piece)
+    return output
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _split_sequence(grad, ctx.cp), None, None
+
+def to_rank_order(sequence: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """[s, ...] in true order -> [cp, s/cp, ...] with the rows that each rank holds."""
+    return torch.stack([torch.cat(_parts(sequence, rank, cp_size)) for rank in range(cp_size)])
 
 
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: Group) -> torch.Tensor:
-        ctx.cp = cp
-        return _split_sequence(x, cp)
+def _parts(sequence: torch.Tensor, rank: int, cp_size: int) -> list[torch.Tensor]:
+    spans = sequence_spans(sequence.shape[0], cp_rank=rank, cp_size=cp_size)
+    return [sequence[first:stop] for first, stop in spans]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _split_heads(grad, ctx.cp, grad.shape[0] * ctx.cp.size), None
+
+def gather_sequence(tensor: torch.Tensor, cp: Group, dim: int, seq_length: int) -> torch.Tensor:
+    """The rows of all cp ranks in true order: dimension `dim` grows from s/cp to s.
+
+    Args:
+        tensor: dimension `dim` holds the rows of `sequence_spans`.
+        cp: the ranks that share the sequence; with one rank the tensor itself is returned.
+        dim: the dimension of the sequence.
+        seq_length: s.
+
+    Collectives: forward all-gather, backward reduce-scatter, over cp.
+    """
+    if cp.size == 1:
+        return tensor
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        part = x.movedim(dim, 0).contiguous()
+        by_rank = part.new_empty(cp.size, *part.shape)
+        cp.all_gather(by_rank.flatten(0, 1), part)
+        return to_true_order(by_rank, seq_length).movedim(0, dim)
+
+    def reduce_scatter(grad: torch.Tensor) -> torch.Tensor:
+        by_rank = to_rank_order(grad.movedim(dim, 0), cp.size)
+        output = torch.empty_like(by_rank[0])
+        cp.reduce_scatter(output, by_rank.flatten(0, 1))
+        return output.movedim(0, dim)
+
+    return conjugate(tensor, gather, reduce_scatter)
 
 
 def sequence_to_heads(packed: torch.Tensor, cp: Group, seq_length: int) -> torch.Tensor:
@@ -45,7 +70,9 @@ def sequence_to_heads(packed: torch.Tensor, cp: Group, seq_length: int) -> torch
 
     Collectives: one all-to-all of equal parts over cp, forward and backward.
     """
-    return _SequenceToHeads.apply(packed, cp, seq_length)
+    return conjugate(
+        packed, lambda x: _split_heads(x, cp, seq_length), lambda grad: _split_sequence(grad, cp)
+    )
 
 
 def heads_to_sequence(out: torch.Tensor, cp: Group, seq_length: int) -> torch.Tensor:
@@ -54,7 +81,7 @@ def heads_to_sequence(out: torch.Tensor, cp: Group, seq_length: int) -> torch.Te
     Collectives: one all-to-all of equal parts over cp, forward and backward.
     """
     assert out.shape[0] == seq_length, (out.shape, seq_length)
-    return _HeadsToSequence.apply(out, cp)
+    return conjugate(out, lambda x: _split_sequence(x, cp), lambda grad: _split_heads(grad, cp, seq_length))
 
 
 def _split_heads(x: torch.Tensor, cp: Group, seq_length: int) -> torch.Tensor:

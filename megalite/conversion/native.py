@@ -1,16 +1,16 @@
 """megalite's own checkpoints: read whatever the layout that wrote them, written as weights alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from megalite import __version__
-from megalite.checkpoint.code_version import code_version
 from megalite.checkpoint.folders import LATEST_NAME, candidates, step_name, step_of
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import (
@@ -25,6 +25,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
+from megalite.checkpoint.save import code_version
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text
@@ -33,10 +34,19 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
-from megalite.conversion.output import Advance, Log, Output, identity_of, silent
-from megalite.conversion.pieces import Piece
-from megalite.conversion.stream import Target, split_files, write_file
+from megalite.conversion.huggingface.config_json import read_json
+from megalite.conversion.output import (
+    Advance,
+    Log,
+    Output,
+    Target,
+    identity_of,
+    silent,
+    split_files,
+    write_file,
+)
 from megalite.conversion.tokenizer_files import (
+    GENERATION,
     has_tokenizer,
     missing_tokenizer,
     named_tokenizer_files,
@@ -45,9 +55,15 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
     tokenizer_settings,
 )
-from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
-from megalite.conversion.wrapped import LastRead, Repadded
-from megalite.data.tokenizers.kind import TIKTOKEN
+from megalite.conversion.weights import (
+    ConversionError,
+    LastRead,
+    Piece,
+    Weights,
+    first_rows,
+    parameter_shapes,
+)
+from megalite.tokenizers.build import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 
@@ -125,12 +141,15 @@ class NativeWeights:
                 )
         return files
 
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        home = self.path.parent / TOKENIZER_FOLDER
+        return (read_json(home, GENERATION) or {}) if home.is_dir() else {}
+
     def dtype(self, name: str) -> torch.dtype:
-        """See `Weights`."""
         return TORCH_DTYPES[self._checkpoint.entry(self._keys[name]).dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """See `Weights`."""
         return self._checkpoint.read(self._keys[name], device=_CPU)
 
 
@@ -185,7 +204,6 @@ def write_native(
     dtype: torch.dtype | None,
     max_file_bytes: int,
     advance: Advance,
-    vocab_divisible_by: int | None = None,
     log: Log = silent,
 ) -> Path:
     """A folder of checkpoints with one of step 0, of weights alone; returns the folder.
@@ -195,7 +213,6 @@ def write_native(
     Args:
         dtype: of every tensor; None: as it is in the source.
         max_file_bytes: no file is larger, but for a tensor that is so by itself.
-        vocab_divisible_by: multiple that the vocabulary's rows are padded to; None: as in the source.
         log: see `Output`.
 
     Raises:
@@ -203,12 +220,10 @@ def write_native(
         ConfigError: the model is none that megalite could train.
         OSError: disk full, no permission, ...
     """
-    if vocab_divisible_by is not None:
-        weights = Repadded(weights, vocab_divisible_by)
     folder = folder.resolve()
     shapes = parameter_shapes(weights.model)
     targets = [
-        Target(name, Piece(name, name, shape.shape), dtype or weights.dtype(name))
+        Target(name, Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
         for name, shape in shapes.items()
     ]
     files = weights.tokenizer_files
@@ -230,6 +245,9 @@ def write_native(
         tensors |= {weight_key(target.key): _entry(target, name) for target in part}
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
+    if weights.generation and GENERATION not in named:
+        text = json.dumps(dict(weights.generation), indent=2, ensure_ascii=False)
+        output.write(f"{TOKENIZER_FOLDER}/{GENERATION}", text.encode())
     manifest = Manifest(
         step=0,
         files=entries,

@@ -1,18 +1,15 @@
 """A model on disk, whatever wrote it."""
 
 from pathlib import Path
-from typing import Literal
 
 from megalite.checkpoint.folders import candidates, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing
-from megalite.conversion.huggingface.read import HuggingFaceWeights
-from megalite.conversion.megatron.folders import TRACKER
-from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.formats import Format
+from megalite.conversion.huggingface.weights import HuggingFaceWeights
+from megalite.conversion.megatron.dist import MegatronDistWeights
+from megalite.conversion.megatron.read import TRACKER, MegatronWeights, is_dist, step_folder
 from megalite.conversion.native import NativeWeights
 from megalite.conversion.weights import ConversionError, Weights
-
-Format = Literal["native", "huggingface", "megatron"]
-FORMATS: tuple[Format, ...] = ("native", "huggingface", "megatron")
 
 
 def open_weights(path: Path, *, format: Format | None = None, step: int | None = None) -> Weights:
@@ -20,7 +17,7 @@ def open_weights(path: Path, *, format: Format | None = None, step: int | None =
 
     Args:
         path: a folder: checkpoints of megalite's or one of them, a Hugging Face model, or what Megatron-LM saved.
-        format: None: told from what is in the folder.
+        format: None: detected from the names in the folder.
         step: which checkpoint, of a folder of several; not of Hugging Face's, which has one.
 
     Raises:
@@ -34,6 +31,19 @@ def open_weights(path: Path, *, format: Format | None = None, step: int | None =
     if step is not None:
         raise ConversionError(f"--step {step} has no effect on {path}: a Hugging Face folder holds one model")
     return HuggingFaceWeights(path)
+
+
+def open_megatron(folder: Path, *, iteration: int | None = None) -> Weights:
+    """Open the checkpoint in a folder that Megatron-LM saved to, or in the folder of one iteration.
+
+    Args:
+        iteration: which one; default the newest.
+
+    Raises:
+        ConversionError: there is none, or none that can be read.
+    """
+    step = step_folder(folder, iteration)
+    return MegatronDistWeights(step) if is_dist(step) else MegatronWeights(step)
 
 
 def detect_format(path: Path) -> Format:

@@ -1,19 +1,26 @@
-"""Where a conversion writes: a folder aside that keeps finished files across interruptions and becomes visible whole.
+"""Where a conversion writes: a folder beside the target that keeps finished files across interruptions, then one rename.
 
 .tmp-convert-NAME/        beside the target NAME
   progress.json           which conversion it is, and the files that are finished
   lock                    held by the process that writes
   files/                  what becomes the target by one rename
+
+Safetensors files are written from `Weights` a tensor at a time by the checkpoints' own writer: the safetensors library
+writes a file from tensors that are all in memory, and hashes nothing.
 """
 
 import errno
 import fcntl
 import json
+import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megalite import __version__
 from megalite.checkpoint.files import (
@@ -24,8 +31,10 @@ from megalite.checkpoint.files import (
     sync_folder,
     write_durably,
 )
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
+from megalite.checkpoint.manifest import CheckpointError, FileEntry
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
+from megalite.checkpoint.safetensors_header import Record
+from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, parameter_shapes
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just written, for a progress bar."""
@@ -53,7 +62,7 @@ class Output:
         identity: plain JSON of everything that the result depends on: source and its state, settings (see
             `identity_of`). What another identity has left is removed.
         files: names of the large files that will be written, for the line that says how many are done.
-        log: told, once no other process can be at it, whether an interrupted conversion goes on.
+        log: gets a line, once no other process can be at it: whether an interrupted conversion continues.
 
     Raises:
         ConversionError: the target is there already, or another process is writing it; see `workplace_of` too.
@@ -76,12 +85,12 @@ class Output:
         former = self._former_marks()
         self._marks = former or {}
         if former is None and not is_new:
-            log("starts anew: the source or a setting is another one than what was interrupted here")
+            log("starts again: the source or a setting has changed since the interruption")
         elif former is not None:
             done = sum(
                 name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files
             )
-            log(f"goes on: {done} of {len(files)} files are done")
+            log(f"continues: {done} of {len(files)} files are done")
         self.staging.mkdir(exist_ok=True)
         self._remove_unfinished()
         self._save_progress()
@@ -154,7 +163,7 @@ class Output:
             ):
                 return dict(former["marks"])
         except (CheckpointError, ValueError, LookupError, TypeError, AttributeError):
-            pass  # nothing that could be gone on with
+            pass  # nothing to continue
         remove_tree(self.staging)
         return None
 
@@ -255,3 +264,136 @@ def _is_whole(path: Path, length: int) -> bool:
         return file_length(path) == length
     except CheckpointError:
         return False
+
+
+_HEADER_ROOM = 160
+"""Bytes that a tensor takes in a file's header at most, beside its key: dtype, shape and two offsets."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor to be written.
+
+    Args:
+        key: its name in the file.
+        piece: from which of our tensors, and how.
+        dtype: that it is stored in.
+    """
+
+    key: str
+    piece: Piece
+    dtype: torch.dtype
+
+    @property
+    def record(self) -> Record:
+        """The tensor as its file declares it."""
+        return Record(self.key, DTYPE_NAMES[self.dtype], self.piece.shape)
+
+
+def split_files(targets: Sequence[Target], max_file_bytes: int) -> list[list[Target]]:
+    """The targets in order, in files of at most that many bytes; a larger tensor gets a file for itself."""
+    files: list[list[Target]] = []
+    room = 0
+    for target in targets:
+        size = target.record.nbytes + len(target.key.encode()) + _HEADER_ROOM
+        if not files or size > room:
+            files.append([])
+            room = max_file_bytes - _HEADER_ROOM
+        files[-1].append(target)
+        room -= size
+    return files
+
+
+def write_file(
+    output: Output,
+    name: str,
+    targets: Sequence[Target],
+    weights: Weights,
+    advance: Advance,
+    *,
+    digest: bool,
+    metadata: Mapping[str, str],
+) -> FileEntry:
+    """Write one file, or, if an earlier run has finished it, pass over it (and advance by its bytes all the same).
+
+    Args:
+        name: below `output.staging`; folders are made.
+        targets: in the order of the file. Those that are pieces of one tensor should follow each other: then it is read
+            once, also across files if `weights` is a `LastRead`.
+        digest: hash what is written.
+
+    Raises:
+        ConversionError: a value is too large for the type that it is to be stored in, and what `weights.read` raises.
+        OSError: disk full, no permission, ...
+    """
+    done = output.finished(name)
+    if done is not None:
+        advance(sum(target.record.nbytes for target in targets))
+        return FileEntry(done["length"], done["sha256"])
+    if not isinstance(weights, LastRead):
+        weights = LastRead(weights)
+    path = output.staging / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = SafetensorsWriter(path, [target.record for target in targets], metadata=metadata, digest=digest)
+    try:
+        for target in targets:
+            # No name for the tensor: it must be gone before the next one is read.
+            writer.write_blocks(_blocks_of(target, weights.read(target.piece.ours), copy=digest))
+            advance(target.record.nbytes)
+        entry = writer.finish()
+    finally:
+        writer.close()
+    output.mark(name, asdict(entry))
+    return entry
+
+
+def _blocks_of(target: Target, ours: torch.Tensor, *, copy: bool) -> Iterator[torch.Tensor]:
+    piece = target.piece
+    return stored_blocks(piece.ours, piece.view(ours), target.dtype, math.prod(piece.shape), copy=copy)
+
+
+def stored_blocks(
+    name: str, values: torch.Tensor, dtype: torch.dtype, count: int, *, copy: bool = False
+) -> Iterator[torch.Tensor]:
+    """The `count` elements of a stored tensor in contiguous blocks of its type: `values`, then zeros.
+
+    Args:
+        name: of the tensor of ours that they are of, for messages.
+        copy: give no views of `values`: who hashes a block late would keep all of them in memory.
+
+    Raises:
+        ConversionError: a value is too large for the type.
+    """
+    for block in blocks(values):
+        stored = torch.empty(block.shape, dtype=dtype).copy_(block) if copy else block.to(dtype).contiguous()
+        refuse_overflow(name, block, stored)
+        yield stored
+    yield from blocks(torch.zeros(count - values.numel(), dtype=dtype))
+
+
+def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+    """No finite value may become infinite, as large ones do in float16.
+
+    Args:
+        name: of the tensor of ours that they are a part of.
+        before, after: the same elements in the type that they have and in the one that they get.
+
+    Raises:
+        ConversionError: one does; it is named.
+    """
+    if before.numel() == 0 or not before.dtype.is_floating_point:
+        return
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+        return
+    low, high = (float(value) for value in torch.aminmax(after))
+    if torch.isfinite(torch.tensor([low, high])).all():
+        return
+    limit = torch.finfo(after.dtype).max
+    for row, stored in zip(before.reshape(-1).split(1 << 20), after.reshape(-1).split(1 << 20)):
+        lost = row.isfinite() & ~stored.isfinite()
+        if lost.any():
+            worst = float(row[lost].double().abs().max())
+            raise ConversionError(
+                f"{name} holds {worst:g}, too large for {str(after.dtype).removeprefix('torch.')}, which "
+                f"ends at {limit:g}; use bf16 or fp32"
+            )

@@ -5,11 +5,18 @@ from pathlib import Path
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.conversion.huggingface.tokenizer import SETTINGS, TOKENIZER_FILES
+from megalite.conversion.huggingface.config_json import parse_json
 from megalite.conversion.weights import ConversionError, Weights
-from megalite.data.tokenizers.base import Tokenizer, read_tokenizer_file
-from megalite.data.tokenizers.build import WITHOUT_FILES, build_tokenizer, look_into
-from megalite.data.tokenizers.kind import TIKTOKEN, is_tiktoken
+from megalite.tokenizers.base import Tokenizer, read_tokenizer_file
+from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, is_tiktoken, look_into
+
+GENERATION = "generation_config.json"
+SETTINGS = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *(SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION),
+)
+"""Files beside the weights that travel with them."""
 
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = (
     "tokenizer.json",
@@ -97,29 +104,38 @@ def _place(text: str, own: Path) -> Path | None:
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
-    """Each file by the name it is looked for under. The model's own may be called anything: its content tells.
+    """Each file by the name it is looked for under. It may be called anything: its content tells.
 
     tiktoken's is called tokenizer.model, as Meta calls Llama 3's.
 
     Raises:
-        ConversionError: several files, none of them of a known name, that are no pair of vocabulary and merges.
+        ConversionError: two files that differ are the same part of a tokenizer.
     """
-    beside = {path.name: path for path in files if path.name in _COMPANIONS}
-    models = [path for path in files if path.name not in _COMPANIONS]
-    named = {path.name: path for path in models}
-    if len(models) == 1 and is_tiktoken(read_tokenizer_file(models[0])):
-        return {MODEL_SENTENCEPIECE: models[0], **beside}
-    if not models or any(name in _KNOWN for name in named):
-        return {**named, **beside}
-    if len(models) == 1:
-        return {MODEL_JSON if _is_json(models[0]) else MODEL_SENTENCEPIECE: models[0], **beside}
-    json_files = [path for path in models if _is_json(path)]
-    if len(models) == 2 and len(json_files) == 1:
-        return {VOCAB: json_files[0], MERGES: next(p for p in models if p not in json_files), **beside}
-    raise ConversionError(
-        f"these are no tokenizer: {', '.join(map(str, models))}; it has {MODEL_JSON}, {MODEL_SENTENCEPIECE}, or "
-        f"{VOCAB} and {MERGES}"
-    )
+    contents = {path: read_tokenizer_file(path) for path in files}
+    vocabulary = any(_canonical_name(path, content) == VOCAB for path, content in contents.items())
+    named: dict[str, Path] = {}
+    for path, content in contents.items():
+        name = _canonical_name(path, content)
+        if name == MODEL_SENTENCEPIECE and path.name != name and vocabulary:
+            name = MERGES  # GPT-2 calls the two encoder.json and vocab.bpe
+        if name in named and contents[named[name]] != content:
+            raise ConversionError(f"{path}: a second {name} beside {named[name]}; a model has one tokenizer")
+        named[name] = path
+    return named
+
+
+def _canonical_name(path: Path, content: bytes) -> str:
+    if path.name in _COMPANIONS:
+        return path.name
+    if path.suffix != ".txt" and is_tiktoken(content):  # lines of a merges.txt could look like it
+        return MODEL_SENTENCEPIECE
+    if path.name in TOKENIZER_FILES:
+        return path.name
+    if content.lstrip()[:1] == b"{":
+        # In a vocab.json, "model" may be a word.
+        is_whole = isinstance(parse_json(content, path).get("model"), dict)
+        return MODEL_JSON if is_whole else VOCAB
+    return MERGES if path.suffix == ".txt" or content.startswith(b"#version") else MODEL_SENTENCEPIECE
 
 
 def has_tokenizer(files: Sequence[Path]) -> bool:
@@ -168,7 +184,3 @@ def open_tokenizer(
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """The tokenizer of a model, or None if it has none; raises as `open_tokenizer`."""
     return open_tokenizer(weights.tokenizer_files, weights.tokenizer_hints, weights.model.vocab_size)
-
-
-def _is_json(path: Path) -> bool:
-    return read_tokenizer_file(path).lstrip()[:1] == b"{"

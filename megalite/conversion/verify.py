@@ -2,21 +2,69 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.conversion.stock import stock_logits, stock_version
 from megalite.conversion.tokenizer_files import tokenizer_of
-from megalite.conversion.weights import ConversionError, Weights, parameter_shapes
-from megalite.conversion.wrapped import Wrapped
-from megalite.data.tokenizers.base import Tokenizer
+from megalite.conversion.weights import ConversionError, Weights, Wrapped, parameter_shapes
 from megalite.models.gpt import GPTStage
 from megalite.models.shapes import parameter_count
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
+
+OLDEST = 5
+"""First major version whose spelling of the settings is used here."""
+
+
+def stock_version() -> str | None:
+    """The version of transformers, if it is installed and new enough."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return None
+    return found if found.split(".")[0].isdecimal() and int(found.split(".")[0]) >= OLDEST else None
+
+
+@torch.no_grad()
+def stock_logits(
+    folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool
+) -> torch.Tensor:
+    """Logits [b, s, vocab_size] of tokens [b, s] by `AutoModelForCausalLM`, computed in `dtype` on the CPU.
+
+    transformers computes norms, rotary tables and softmaxes in float32 whatever `dtype` is. No code of the folder is
+    run and nothing is downloaded.
+
+    Raises:
+        ConversionError: transformers does not load or run it.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    # Grouped products take no float64.
+    plain = {"experts_implementation": "eager"} if has_experts else {}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **plain,
+        )
+        logits: torch.Tensor = model.eval()(tokens, use_cache=False).logits
+    except Exception as error:  # of many kinds, for whatever is wrong in the folder
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConversionError(
+            f"{folder}: transformers {stock_version()} does not load it: {type(error).__name__}: {said}"
+        ) from None
+    return logits
+
 
 DOUBLE_BELOW = 10_000_000
 """Parameters of a model that is computed in float64; larger ones in float32."""
@@ -108,14 +156,13 @@ class Rounded(Wrapped):
         return self._other.dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """See `Weights`."""
         return self._weights.read(name).to(self.dtype(name))
 
 
 def verify(
     source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True
 ) -> Verification:
-    """Compare a converted model, opened anew, with what it was made from.
+    """Compare a converted model, opened again, with what it was made from.
 
     Logits of a Hugging Face folder come from stock transformers where that is installed, others from this package. One
     model at a time is in memory.
@@ -244,19 +291,22 @@ def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> to
     stage = _stage(model, dtype, tokens.shape[1])
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
-        parameter.copy_(weights.read(parameter.info.spec.name))
+        values = weights.read(parameter.info.spec.name)
+        parameter[: len(values)].copy_(
+            values[: len(parameter)]
+        )  # rows of padding, more or fewer, make no logits
     logits: torch.Tensor = stage.eval()(tokens, stage.context())
     return logits.transpose(0, 1)[..., : model.vocab_size]
 
 
 def _stage(model: ModelConfig, dtype: torch.dtype, length: int) -> GPTStage:
-    make = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=dtype, device=torch.device("cpu"))
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=dtype, device=torch.device("cpu"))
     return GPTStage(
         model,
         first_layer=0,
         last_layer=model.num_layers,
         has_embedding=True,
         has_head=True,
-        make=make,
+        factory=factory,
         seq_length=length,
     )

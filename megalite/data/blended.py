@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.data.dataset import Packing, SampleSource, require_sample
 from megalite.data.index_cache import Kept
-from megalite.data.sample_source import Packing, SampleSource
 
 MAX_PERIOD = 1 << 20
-"""Largest common denominator of the shares whose period is laid out whole."""
-
+"""Largest common denominator of the shares at which a block is one whole period."""
 BLOCK = 1 << 16
-"""About the samples that are laid out at once of other blends."""
+"""About the samples in a block of other blends."""
 
 
 @runtime_checkable
@@ -26,7 +25,7 @@ class Indexed(Protocol):
     """A dataset with indices that may be made ahead of their use."""
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Make what samples [first, stop) need, of the first `epochs` epochs among them (None: of all)."""
+        """Make what samples [first, stop) need, for the first `epochs` epochs among them (None: for all)."""
         ...
 
 
@@ -34,11 +33,10 @@ class Indexed(Protocol):
 class _Block:
     """The choices of consecutive samples."""
 
-    number: int
     start: int
     """Samples before it."""
     before: list[int]
-    """Of each dataset, the samples that it has given before."""
+    """For each dataset, its samples before the block."""
     choice: NDArray[np.int32]
     """Dataset of each sample."""
     ordinal: NDArray[np.int32]
@@ -48,17 +46,17 @@ class _Block:
 class BlendedDataset:
     """Sample k comes from dataset i in the proportions of the weights, a pure function of (weights, k).
 
-    The weights become exact fractions (a float is the decimal that it prints as), so that no error builds up however
-    long the run. If the shares w_i have a common denominator D <= 2^20, the choice repeats after D samples, of which
-    dataset i gives D·w_i. Else the samples are cut into blocks: when block b ends, dataset i has given
-    floor(2^16·w_i·(b+1)) in all. Either way the block of any k is found at once, at the start of a run or at sample 10^12.
+    The weights become exact fractions (a float is the decimal that it prints as), so that no error builds up in a run of
+    any length. If the shares w_i have a common denominator D <= 2^20, the choice repeats after D samples, of which
+    D·w_i are dataset i's. Else the samples are cut into blocks: after block b, floor(2^16·w_i·(b+1)) samples in all
+    were dataset i's. Either way the block of any k is found at once, at the start of a run or at sample 10^12.
 
-    Within a block of P samples of which dataset i gives q_i, its j-th (from 0) must fall in the slots
-    [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample due soonest goes first. Earliest-deadline-first meets all
+    Within a block of P samples of which q_i are dataset i's, its j-th (from 0) must fall in the slots
+    [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample due soonest comes first. Earliest-deadline-first meets all
     deadlines because the q_i sum to P (Baruah et al., "Proportionate progress", 1996), so that at no k is a count 1 or
     more from its share of a period, or more than the number of datasets from it in blocks of 2^16.
 
-    Megatron's greedy rule (the largest w_i·k - count_i goes next) mixes as evenly, but its state at sample k takes k
+    Megatron's greedy rule (the largest w_i·k - count_i comes next) mixes as evenly, but its state at sample k takes k
     steps to find; see `MegatronBlend`.
 
     Raises:
@@ -76,35 +74,31 @@ class BlendedDataset:
         self._blocks: tuple[_Block, ...] = ()
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k >= 0: int64 `[seq_length + 1]`."""
         dataset, index = self.locate(k)
         return self.datasets[dataset].sample(index)
 
     def packing(self, k: int) -> Packing | None:
-        """Where the documents of sample k are; None if it is a stretch of a stream."""
         dataset, index = self.locate(k)
         return self.datasets[dataset].packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the indices that samples [first, stop) need, where they are large: of each dataset the first `epochs`."""
+        """Keep the large indices that samples [first, stop) need: of each dataset the first `epochs`."""
         kept: list[Kept | None] = []
         if first < stop:
-            ranges = zip(self.datasets, self.counts(first), self.counts(stop), strict=True)
-            for dataset, start, end in ranges:
+            for dataset, start, end in zip(self.datasets, self.counts(first), self.counts(stop), strict=True):
                 if isinstance(dataset, Indexed):
                     kept += dataset.prepare(start, end, epochs=epochs)
         return kept
 
     def locate(self, k: int) -> tuple[int, int]:
         """(dataset, number of the sample in it) of sample k."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
+        require_sample(k)
         block = self._block_of(k)
         dataset = block.choice.item(k - block.start)
         return dataset, block.before[dataset] + block.ordinal.item(k - block.start)
 
     def counts(self, k: int) -> list[int]:
-        """Samples that each dataset gives before sample k."""
+        """Of each dataset, its samples before sample k."""
         block = self._block_of(k)
         inside = np.bincount(block.choice[: k - block.start], minlength=len(self.shares)).tolist()
         return [before + more for before, more in zip(block.before, inside, strict=True)]
@@ -116,20 +110,21 @@ class BlendedDataset:
                 return block
         # Floors may start a block up to one sample a dataset before number·size.
         number = k // self._block_size
-        before, after = self._given(number), self._given(number + 1)
+        before, after = self._counts_before(number), self._counts_before(number + 1)
         while sum(after) <= k:
-            number, before, after = number + 1, after, self._given(number + 2)
-        quotas = [end - start for start, end in zip(before, after, strict=True)]
-        # A period looks like the one before.
-        like = next((block for block in self._blocks if self._block_size == self.period), None)
-        choice = _interleave(quotas) if like is None else like.choice
-        ordinal = _ordinals(choice, len(quotas)) if like is None else like.ordinal
-        block = _Block(number=number, start=sum(before), before=before, choice=choice, ordinal=ordinal)
+            number, before, after = number + 1, after, self._counts_before(number + 2)
+        if self._blocks and self._block_size == self.period:
+            # A period looks like the one before.
+            choice, ordinal = self._blocks[0].choice, self._blocks[0].ordinal
+        else:
+            choice = _interleave([end - start for start, end in zip(before, after, strict=True)])
+            ordinal = _ordinals(choice, len(self.shares))
+        block = _Block(sum(before), before, choice, ordinal)
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._blocks = (*self._blocks[-1:], block)
         return block
 
-    def _given(self, blocks: int) -> list[int]:
+    def _counts_before(self, blocks: int) -> list[int]:
         """Samples of each dataset in the first `blocks` blocks."""
         slots = blocks * self._block_size
         return [share.numerator * slots // share.denominator for share in self.shares]
@@ -154,7 +149,7 @@ def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
 
 
 def _interleave(quotas: list[int]) -> NDArray[np.int32]:
-    """Dataset of each slot of one block, `[P]`: of the samples whose window is open, the one whose window ends first."""
+    """Dataset of each slot of one block, `[P]`: of the samples in their windows, the one with the earliest deadline."""
     period = sum(quotas)
     choice = np.empty(period, dtype=np.int32)
     taken = [0] * len(quotas)
@@ -175,7 +170,6 @@ def _interleave(quotas: list[int]) -> NDArray[np.int32]:
 
 
 def _ordinals(choice: NDArray[np.int32], datasets: int) -> NDArray[np.int32]:
-    """How often each slot's dataset was chosen before that slot, `[P]`."""
     ordinal = np.empty(len(choice), dtype=np.int32)
     by_dataset = np.argsort(choice, kind="stable")
     counts = np.bincount(choice, minlength=datasets)

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.document_dataset import DocumentDataset
+from megalite.data.dataset import DocumentDataset, require_sample
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
-from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.random_draws import KeyedPermutation, permutation
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -31,65 +30,41 @@ class _Epoch:
     ends: NDArray[np.int64]
     """Tokens up to and with each of them: the epoch is one stream of tokens."""
     samples: KeyedPermutation
-    """Which stretch of the stream the epoch's i-th sample is."""
+    """Which cut of the stream the epoch's i-th sample is."""
 
 
+@dataclass(eq=False, kw_only=True)
 class GPTDataset(DocumentDataset):
     """An endless sequence of samples over some documents of a token file.
 
-    An epoch lays the documents end to end in a random order and cuts this stream into stretches of seq_length
-    tokens plus the one that follows (neighbours share a token: it is the label of one and the input of the other);
-    the last partial stretch is dropped. The stretches come in a random order too. Each epoch draws its own two
-    orders from (seed, epoch), so that neither a longer run nor a resumed one changes what sample k is.
+    An epoch lays the documents end to end in a random order and cuts this stream into samples of seq_length tokens
+    plus the one that follows (neighbours share a token: it is the label of one and the input of the other); the last
+    partial sample is dropped. The samples come in a random order too. Each epoch draws both orders from (seed, epoch),
+    so that neither a longer run nor a resumed one changes what sample k is.
 
-    An epoch needs an index of 12 bytes a document (16 from 2^31 documents on), whatever the number of samples: their
+    An epoch needs an index of 12 bytes a document (16 from 2^31 documents on), for any number of samples: their
     order is computed (`KeyedPermutation`).
-
-    Args:
-        indexed: the token file.
-        documents: sequence numbers that belong to this split.
-        seq_length: inputs of a sample; a sample has one token more.
-        seed: of the two orders.
-        name: of the split, for messages.
-        vocab_size: ids must be below it; not checked if None.
-        cache: where large indices are kept; None: all are made in memory.
 
     Raises:
         ConfigError: the split holds fewer than seq_length + 1 tokens.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        *,
-        documents: range,
-        seq_length: int,
-        seed: int,
-        name: str,
-        vocab_size: int | None = None,
-        cache: IndexCache | None = None,
-    ) -> None:
-        super().__init__(
-            indexed,
-            documents=documents,
-            seq_length=seq_length,
-            seed=seed,
-            name=name,
-            vocab_size=vocab_size,
-        )
-        self.cache = cache
-        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
+    cache: IndexCache | None = None
+    """Where large indices are kept; None: all are made in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.samples_per_epoch = (self.num_tokens - 1) // self.seq_length
         """Samples before a document is seen again."""
         if self.samples_per_epoch < 1:
-            raise ConfigError(
-                f"{self._holds}, "
-                f"fewer than the {seq_length + 1} of one sample with seq_length {seq_length}; give {name} a larger "
-                f"share of --split or more documents{self._shorter()}"
+            shorter = f" (or seq_length at most {self.num_tokens - 1})" if self.num_tokens > 1 else ""
+            raise self._too_small(
+                f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
         self._epochs: tuple[_Epoch, ...] = ()
         self._stop_epoch = 0
         """The first epoch that will not be read, where `prepare` was called."""
-        self.behind: threading.Thread | None = None
+        self.background: threading.Thread | None = None
         """What makes, or has made, the index of the next epoch."""
 
     def sample(self, k: int) -> NDArray[np.int64]:
@@ -98,28 +73,23 @@ class GPTDataset(DocumentDataset):
         Raises:
             ConfigError: a token id is not in the vocabulary; names file, document and id.
         """
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
+        require_sample(k)
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
         start = epoch.samples(within) * self.seq_length
         position = int(epoch.ends.searchsorted(start, "right"))
         offset = start - epoch.ends.item(position - 1) if position else start
-        return self._reader.read(epoch.documents, position, offset, self.seq_length + 1)
-
-    def packing(self, k: int) -> None:
-        """Nothing: a sample is a stretch of a stream."""
+        return self._read(epoch.documents, position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Keep the indices that samples [first, stop) need, where they are large.
 
         Args:
-            first, stop: what will be read.
-            epochs: make only the first so many now. Each other one is made in the background, by the process that called
-                this, when it reads the first sample of the epoch before; but that there is room for all is seen to now.
+            epochs: make only the first so many now. This process makes each other one in the background, when it reads
+                the first sample of the epoch before; that there is room for all is checked now.
 
         Returns:
-            of each epoch that is made now its index, or None where that is small or cannot be kept.
+            for each epoch that is made now its index, or None where that is small or cannot be kept.
 
         Raises:
             ConfigError: the folder that the user has chosen for them cannot be written, or has no room.
@@ -132,23 +102,22 @@ class GPTDataset(DocumentDataset):
         self.cache.need_room(recipes)
         return [self.cache.prepare(recipe) for recipe in recipes[:epochs]]
 
-    def _prepare_behind(self, number: int) -> None:
+    def _prepare_in_background(self, number: int) -> None:
         """Make the index of an epoch that will be read, in a thread that does not keep the process alive."""
         if self.cache is None or number >= self._stop_epoch or self.index_bytes < self.cache.small_bytes:
             return
         cache, recipe = self.cache, self._recipe(number)
 
         def prepare() -> None:
-            # What is wrong with the folder comes up again, in the reader's thread, when the epoch is reached.
+            # A fault of the folder comes up again, in the reader's thread, when the epoch is reached.
             with suppress(ConfigError):
                 cache.prepare(recipe)
 
-        self.behind = threading.Thread(target=prepare, name="megalite-index", daemon=True)
-        self.behind.start()
+        self.background = threading.Thread(target=prepare, name="megalite-index", daemon=True)
+        self.background.start()
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of one epoch's index."""
         return self._recipe(0).nbytes
 
     def _epoch(self, number: int) -> _Epoch:
@@ -158,17 +127,13 @@ class GPTDataset(DocumentDataset):
                 return epoch
         recipe = self._recipe(number)
         arrays = recipe.make() if self.cache is None else self.cache.get(recipe)
-        epoch = _Epoch(
-            number=number,
-            documents=arrays["documents"],
-            ends=arrays["ends"],
-            samples=KeyedPermutation(
-                self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
-            ),
+        samples = KeyedPermutation(
+            self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
         )
+        epoch = _Epoch(number, arrays["documents"], arrays["ends"], samples)
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)
-        self._prepare_behind(number + 1)
+        self._prepare_in_background(number + 1)
         return epoch
 
     @cached_property
@@ -176,14 +141,16 @@ class GPTDataset(DocumentDataset):
         return sizes_digest(self._sizes)
 
     def _recipe(self, number: int) -> Recipe:
-        count, dtype = len(self.documents), index_dtype(self.documents.stop)
+        count = len(self.documents)
+        dtype = np.dtype(np.int32 if self.documents.stop <= 1 << 31 else np.int64)
 
         def identity() -> Mapping[str, Any]:
             # Not seq_length: it has no part in the order of documents.
+            first = self.documents.start
             return {
                 "kind": "epoch",
                 "sizes": self._digest,
-                "first": self.documents.start,
+                "first": first,
                 "seed": self.seed,
                 "epoch": number,
             }
@@ -206,15 +173,6 @@ class GPTDataset(DocumentDataset):
             arrays={"documents": (dtype, (count,)), "ends": (np.dtype(np.int64), (count,))},
             fill=fill,
         )
-
-    def _shorter(self) -> str:
-        """The other way out, where there is one."""
-        return f", or set seq_length to at most {self.num_tokens - 1}" if self.num_tokens > 1 else ""
-
-
-def index_dtype(stop: int) -> np.dtype:
-    """int32 if it holds the numbers below `stop`, else int64."""
-    return np.dtype(np.int32 if stop <= 1 << 31 else np.int64)
 
 
 def sizes_digest(sizes: NDArray[np.int32]) -> str:

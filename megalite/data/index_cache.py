@@ -1,4 +1,4 @@
-"""Indices that are made once and kept on disk: arrays in a folder whose name says everything they depend on."""
+"""Indices that are made once and kept on disk: arrays in a folder named by the hash of everything they depend on."""
 
 import errno
 import hashlib
@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,10 +25,8 @@ Arrays = dict[str, NDArray[Any]]
 
 FORMAT = 1
 """Of an entry; part of its key."""
-
 SMALL_BYTES = 32 << 20
 """Indices below this are made in memory by each rank, in less time than it takes to agree on a file."""
-
 _ENTRY = "entry.json"
 _LEFTOVER_SECONDS = 86400.0
 """A build that has not ended after a day was killed."""
@@ -51,11 +49,9 @@ class Recipe:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in self.arrays.values())
 
     def make(self) -> Arrays:
-        """The arrays, in memory."""
         made = {name: np.empty(shape, dtype) for name, (dtype, shape) in self.arrays.items()}
         self.fill(made)
         return made
@@ -74,8 +70,6 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Kept:
-    """A large index that was asked for ahead of its use."""
-
     name: str
     folder: Path
     nbytes: int
@@ -87,11 +81,11 @@ class Kept:
 class IndexCache:
     """A folder of indices, shared by all runs and ranks that see it; there are no locks.
 
-    A build goes into a folder of its own, is put on the disk, and gets its name by one rename. Who comes second finds
-    the name taken, and uses what is there. An entry whose lengths or checksums are not those of its entry.json is
-    built again. The arrays that are handed out are memory maps, which outlive a removed file.
+    A build is written to a temporary folder, put on the disk, and gets its name by one rename. Who comes second finds
+    the name taken, and uses what is there. An entry with other lengths or checksums than its entry.json says is built
+    again. The returned arrays are memory maps, which outlive a removed file.
 
-    Where the folder cannot be written, indices are made in memory, and `log` hears of it once; but if the user has
+    Where the folder cannot be written, indices are made in memory, and that is logged once; but if the user has
     chosen the folder, it is an error.
     """
 
@@ -103,8 +97,8 @@ class IndexCache:
     kept: list[Kept] = field(default_factory=list)
     """What `prepare` found or built, each once."""
     _complained: bool = False
-    _checked: dict[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
-    """Of entries whose checksums were right or that were written here: key -> what tells their files from others."""
+    _checked: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """Of entries with right checksums or written here: key -> what identifies their files."""
 
     def get(self, recipe: Recipe) -> Arrays:
         """The arrays of an index: in memory if it is small, else mapped from its entry, which is built if need be.
@@ -114,10 +108,7 @@ class IndexCache:
         """
         if recipe.nbytes < self.small_bytes:
             return recipe.make()
-        found = self._open(recipe)
-        if found is not None:
-            return found
-        return self._build(recipe)[0] or recipe.make()
+        return self._open(recipe) or self._build(recipe)[0] or recipe.make()
 
     def prepare(self, recipe: Recipe) -> Kept | None:
         """Make sure that a large index is on the disk; None for a small one, and where it cannot be kept.
@@ -130,25 +121,20 @@ class IndexCache:
         for one in self.kept:
             if one.folder.name == recipe.key:
                 return replace(one, built=False)
-        built = False
-        if self._open(recipe) is None:
-            if not self._build(recipe)[1]:
-                return None
-            built = True
-        self.kept.append(Kept(recipe.name, self.folder / recipe.key, recipe.nbytes, built))
+        is_there = self._open(recipe) is not None
+        if not is_there and not self._build(recipe)[1]:
+            return None
+        self.kept.append(Kept(recipe.name, self.folder / recipe.key, recipe.nbytes, not is_there))
         return self.kept[-1]
 
     def need_room(self, recipes: Sequence[Recipe]) -> None:
-        """Say so now if the disk has no room for all large indices among these that are not there yet.
+        """Complain now if the disk has no room for all large indices among these that do not exist yet.
 
         Raises:
             ConfigError: there is none, and the folder was chosen by the user.
         """
-        missing = [
-            recipe
-            for recipe in recipes
-            if recipe.nbytes >= self.small_bytes and not (self.folder / recipe.key).exists()
-        ]
+        large = [recipe for recipe in recipes if recipe.nbytes >= self.small_bytes]
+        missing = [recipe for recipe in large if not (self.folder / recipe.key).exists()]
         nbytes = sum(recipe.nbytes for recipe in missing)
         there = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), None)
         if there is not None and missing and shutil.disk_usage(there).free < nbytes:
@@ -158,17 +144,16 @@ class IndexCache:
     def _open(self, recipe: Recipe) -> Arrays | None:
         """The arrays of a whole entry; None where there is none. Checksums are computed once a process."""
         folder = self.folder / recipe.key
+        paths = {name: folder / f"{name}.npy" for name in recipe.arrays}
         try:
             entry = json.loads((folder / _ENTRY).read_bytes())
-            stamps = self._stamps(recipe)
+            facts = [path.stat() for path in (folder / _ENTRY, *paths.values())]
+            stamps = [(fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts]
             if self._checked.get(recipe.key) != stamps:
-                files = {name: _checked(folder / f"{name}.npy") for name in recipe.arrays}
+                files = {name: _file_facts(path) for name, path in paths.items()}
                 if entry != {"about": recipe.about, "files": files}:
                     return None
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in recipe.arrays
-            }
+            arrays = {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
         except (OSError, ValueError, EOFError):
             return None
         if any((arrays[name].dtype, arrays[name].shape) != recipe.arrays[name] for name in arrays):
@@ -176,12 +161,6 @@ class IndexCache:
         self._checked[recipe.key] = stamps
         # Plain ndarrays over the maps: slicing np.memmap itself costs ten times as much.
         return {name: np.asarray(array).view(np.ndarray) for name, array in arrays.items()}
-
-    def _stamps(self, recipe: Recipe) -> tuple[tuple[int, int, int], ...]:
-        """Of each file of an entry: its number, length and time of change."""
-        folder = self.folder / recipe.key
-        facts = [(folder / name).stat() for name in (_ENTRY, *(f"{name}.npy" for name in recipe.arrays))]
-        return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)
 
     def _build(self, recipe: Recipe) -> tuple[Arrays, bool]:
         """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
@@ -199,7 +178,7 @@ class IndexCache:
                 if self._publish(recipe, made, temporary) and (found := self._open(recipe)) is not None:
                     return found, True
             except FileNotFoundError as error:
-                # Somebody has emptied the folder meanwhile.
+                # Another process has emptied the folder meanwhile.
                 if not left:
                     self._complain(error, recipe)
                 continue
@@ -207,7 +186,7 @@ class IndexCache:
         return made, False
 
     def _begin(self, recipe: Recipe) -> Path | None:
-        """A new folder to build in; None if nothing can be written. Asked before the work is done, not after.
+        """A new folder to build in; None if nothing can be written, which is checked before the work.
 
         Raises:
             FileNotFoundError: the folder was removed under it.
@@ -231,7 +210,7 @@ class IndexCache:
         """Write the arrays and give them their name; False if they could not be written.
 
         Raises:
-            FileNotFoundError: the folder that they were written in has gone.
+            FileNotFoundError: the folder that they were written in is gone.
         """
         try:
             files = {name: _write(temporary / f"{name}.npy", array) for name, array in arrays.items()}
@@ -256,7 +235,7 @@ class IndexCache:
         """Give a new entry its name, unless a whole one has it.
 
         Raises:
-            OSError: it cannot be had; or others took it, and damaged ones, each time.
+            OSError: it cannot be had; or other processes put damaged ones there each time.
         """
         target = self.folder / recipe.key
         for attempt in range(_ATTEMPTS):
@@ -265,11 +244,11 @@ class IndexCache:
                 return
             except OSError:
                 if self._open(recipe) is not None:
-                    return  # somebody else was first
+                    return  # another process was first
                 if attempt == _ATTEMPTS - 1:
                     raise
-            # What has the name is damaged. Moved away first, as its removal may take a while; somebody else may be doing
-            # the same, and then it is gone.
+            # What has the name is damaged. Moved away first, as its removal may take a while; another process may do the
+            # same, and then it is gone.
             with suppress(FileNotFoundError):
                 target.rename(temporary.with_name(f"{temporary.name}-damaged{attempt}"))
                 self.log(f"{target} is damaged: the index of {recipe.name} has been built again")
@@ -297,13 +276,20 @@ class IndexCache:
 
 def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
     """Write a .npy file to the disk; its length and checksum."""
-    header = _npy_header(array)
+    # The .npy format 1.0, written here since numpy.lib.format also reads pickles: magic, length, a literal, padding to 64.
+    text = repr({"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}).encode("ascii")
+    length = -(-(10 + len(text) + 1) // 64) * 64 - 10
+    header = b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"
     content = array.reshape(-1).view(np.uint8).data
-    checksum = zlib.crc32(header)
-    with path.open("xb") as file:
-        file.write(header)
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(header)
         for first in range(0, len(content), CHUNK):
-            chunk = content[first : first + CHUNK]
+            yield content[first : first + CHUNK]
+
+    checksum = 0
+    with path.open("xb") as file:
+        for chunk in chunks():
             checksum = zlib.crc32(chunk, checksum)
             file.write(chunk)
         file.flush()
@@ -311,14 +297,7 @@ def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
         return {"bytes": file.tell(), "crc32": checksum}
 
 
-def _npy_header(array: NDArray[Any]) -> bytes:
-    """Version 1.0 of the format: magic, the length of a Python literal, the literal, padded to a multiple of 64."""
-    text = repr({"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}).encode("ascii")
-    length = -(-(10 + len(text) + 1) // 64) * 64 - 10
-    return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"
-
-
-def _checked(path: Path) -> dict[str, int]:
+def _file_facts(path: Path) -> dict[str, int]:
     """Length and checksum of a file as it is now."""
     checksum, length = 0, 0
     with path.open("rb") as file:

@@ -16,15 +16,16 @@ A document may hold no sequence, and a sequence no token: Megatron-LM and datatr
 
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.config.reading import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -43,11 +44,11 @@ _OLD_MAGIC = b"TNTIDX\x00\x00"
 _VERSIONS = 100
 """A higher version than this is taken for damage."""
 
-_REMEDY = "write the dataset again with tools/preprocess_data.py, or copy it again from where it is whole"
+_REMEDY = "write the dataset again with megalite preprocess, or copy it again from an undamaged one"
 _VERSION_AT, _CODE_AT, _SEQUENCES_AT = 9, 17, 18
-_BLOCK = 1 << 15
-"""Items of the index that are checked at once: few enough to stay in the processor's cache."""
-_TOKEN_BLOCK = 1 << 20
+_CHECKED_BYTES = 1 << 17
+"""Of the index are checked at once: few enough to stay in the processor's cache."""
+_BLOCK_BYTES = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -88,15 +89,12 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not os.path.lexists(path):
                 raise ConfigError(f"{path} does not exist; a dataset is a pair {prefix}.bin and {prefix}.idx")
-        descriptor = open_for_reading(self.idx_path)
-        try:
-            self.dtype, sequences, indices = self._read_header(descriptor)
-            self.num_tokens = self._check_pointers(descriptor, sequences)
-            self._check_documents(descriptor, sequences, indices)
+        with _open(self.idx_path) as file:
+            self.dtype, sequences, indices = self._read_header(file)
+            self.num_tokens = self._check_pointers(file, sequences)
+            self._check_documents(file, sequences, indices)
             # One map, and so one file that stays open, for all three arrays: a blend may have a thousand datasets.
-            index = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
+            index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         offset = HEADER.size
         self.sizes = np.frombuffer(index, "<i4", sequences, offset)
         """Tokens in each sequence, int32 `[S]`."""
@@ -113,30 +111,13 @@ class IndexedDataset:
     def __getitem__(self, i: int) -> NDArray:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
-        return self.read(i % len(self))
+        first = int(self.pointers[i]) // self.dtype.itemsize
+        return self.tokens[first : first + int(self.sizes[i])]
 
     @property
     def num_documents(self) -> int:
         """Documents, those without tokens included."""
         return len(self.document_indices) - 1
-
-    def read(self, i: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """`length` tokens of sequence i from token `offset` on (to its end by default); a view, not a copy."""
-        size = int(self.sizes[i])
-        stop = size if length is None else offset + length
-        if not 0 <= offset <= stop <= size:
-            raise IndexError(f"tokens [{offset}, {stop}) of sequence {i}, which has {size}, in {self.prefix}")
-        first = int(self.pointers[i]) // self.dtype.itemsize
-        return self.tokens[first + offset : first + stop]
-
-    def max_token_id(self, *, sample: int | None = None) -> int:
-        """Largest token id, -1 if there are none; exact, or over about `sample` tokens in evenly spaced blocks."""
-        blocks = -(-self.num_tokens // _TOKEN_BLOCK)
-        step = 1 if sample is None else max(1, self.num_tokens // max(1, sample))
-        largest = -1
-        for block in range(0, blocks, step):
-            largest = max(largest, int(self.tokens[block * _TOKEN_BLOCK : (block + 1) * _TOKEN_BLOCK].max()))
-        return largest
 
     def _fault(self, offset: int | None, found: str, expected: str) -> DatasetFault:
         place = "" if offset is None else f" byte {offset}:"
@@ -146,21 +127,23 @@ class IndexedDataset:
     def _unsupported(self, offset: int, found: str) -> UnsupportedDataset:
         message = (
             f"{self.idx_path}: byte {offset}: {found}: not supported; write the dataset again from its text with "
-            "tools/preprocess_data.py"
+            "megalite preprocess"
         )
         return UnsupportedDataset(message, str(self.idx_path), offset)
 
-    def _read_header(self, descriptor: int) -> tuple[np.dtype, int, int]:
+    def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
         """(token type, S, D); checks that the file is as long as they say."""
-        size = os.fstat(descriptor).st_size
-        header = os.pread(descriptor, HEADER.size, 0)
+        size = os.fstat(file.fileno()).st_size
+        header = os.pread(file.fileno(), HEADER.size, 0)
         if header.startswith(_OLD_MAGIC):
             raise self._unsupported(
                 0, "starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX"
             )
         if header[: len(MAGIC)] != MAGIC:
             found = f"starts with {header[: len(MAGIC)]!r}"
-            if self._bin_is_index():
+            with _open(self.bin_path) as bin_file:
+                is_index = os.pread(bin_file.fileno(), len(MAGIC), 0) == MAGIC
+            if is_index:
                 found += f" and {self.bin_path} like an index (have the two changed names?)"
             raise self._fault(0, found, f"{MAGIC!r} of a token index")
         if len(header) < HEADER.size:
@@ -182,17 +165,18 @@ class IndexedDataset:
             found = f"mode bytes of a multimodal dataset ({size} bytes, text has {expected})"
             raise self._unsupported(expected, found)
         if size != expected:
-            told = f"{expected} for {sequences} sequences and {indices} document indices (told from byte {_SEQUENCES_AT} on)"
-            raise self._fault(None, f"{size} bytes", told)
+            stated = f"{expected} for {sequences} sequences and {indices} document indices (by bytes {_SEQUENCES_AT} to 33)"
+            raise self._fault(None, f"{size} bytes", stated)
         return TOKEN_DTYPES[code], sequences, indices
 
-    def _check_pointers(self, descriptor: int, sequences: int) -> int:
+    def _check_pointers(self, file: BinaryIO, sequences: int) -> int:
         """Total tokens; sequences must lie one after another, as every writer of the format lays them."""
         itemsize = self.dtype.itemsize
         sizes_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         end = 0
-        lengths = _blocks(self.idx_path, descriptor, "<i4", sizes_at, sequences)
-        starts = _blocks(self.idx_path, descriptor, "<i8", pointers_at, sequences)
+        items, checked = range(sequences), _CHECKED_BYTES
+        lengths = _blocks(self.idx_path, file, "<i4", sizes_at, items, checked)
+        starts = _blocks(self.idx_path, file, "<i8", pointers_at, items, 2 * checked)
         for (first, sizes), (_, pointers) in zip(lengths, starts, strict=True):
             if sizes.min() < 0:
                 bad = int(np.argmax(sizes < 0))
@@ -211,10 +195,10 @@ class IndexedDataset:
             end = int(pointers[-1]) + int(steps[-1])
         return end // itemsize
 
-    def _check_documents(self, descriptor: int, sequences: int, indices: int) -> None:
+    def _check_documents(self, file: BinaryIO, sequences: int, indices: int) -> None:
         start = HEADER.size + 12 * sequences
         before = 0
-        for first, documents in _blocks(self.idx_path, descriptor, "<i8", start, indices):
+        for first, documents in _blocks(self.idx_path, file, "<i8", start, range(indices), _CHECKED_BYTES):
             if first == 0 and documents[0] != 0:
                 raise self._fault(start, f"document indices start with {documents[0]}", "0")
             falls = documents[1:] < documents[:-1]
@@ -230,9 +214,8 @@ class IndexedDataset:
             raise self._fault(place, found, f"{sequences}, the number of sequences, as the last one")
 
     def _map_tokens(self) -> NDArray:
-        descriptor = open_for_reading(self.bin_path)
-        try:
-            found = os.fstat(descriptor).st_size
+        with _open(self.bin_path) as file:
+            found = os.fstat(file.fileno()).st_size
             expected = self.num_tokens * self.dtype.itemsize
             if found != expected:
                 fault = "truncated" if found < expected else "longer than its index says"
@@ -245,55 +228,40 @@ class IndexedDataset:
             if not expected:
                 # An empty file cannot be mapped.
                 return np.empty(0, dtype=self.dtype)
-            return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), self.dtype)
-        finally:
-            os.close(descriptor)
-
-    def _bin_is_index(self) -> bool:
-        descriptor = open_for_reading(self.bin_path)
-        try:
-            return os.pread(descriptor, len(MAGIC), 0) == MAGIC
-        finally:
-            os.close(descriptor)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.dtype)
 
 
-def open_for_reading(path: Path) -> int:
-    """Descriptor of a plain file (or of a link to one).
+def token_blocks(dataset: IndexedDataset, tokens: range) -> Iterator[tuple[int, NDArray]]:
+    """(number of the first token, tokens) of consecutive blocks of .bin; each is overwritten by the next."""
+    with _open(dataset.bin_path) as file:
+        yield from _blocks(dataset.bin_path, file, dataset.dtype, 0, tokens, _BLOCK_BYTES)
 
-    Raises:
-        ConfigError: it is missing or may not be read, or it is a folder, a pipe or the like.
-    """
+
+def _open(path: Path) -> BinaryIO:
     try:
-        # A pipe would be waited for without O_NONBLOCK; a plain file does not mind it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file that can be") from None
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    kind = "a folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "a pipe or a device"
-    os.close(descriptor)
-    raise ConfigError(f"{path} is {kind}, expected a plain file; give the prefix of a .bin and an .idx file")
-
-
-def read_into(path: Path, descriptor: int, items: NDArray, offset: int) -> None:
-    """Fill `items` with the bytes of an open file from byte `offset` on; one that ends sooner is a ConfigError.
-
-    Faster than a memory map where each byte is wanted once: no page tables to set up, and numpy gets aligned items.
-    """
-    view = items.data.cast("B")
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise ConfigError(f"{path} ends at byte {offset}, sooner than when it was opened; {_REMEDY}")
-        view, offset = view[count:], offset + count
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give the prefix of a .bin and an .idx file"
+        ) from None
 
 
 def _blocks(
-    path: Path, descriptor: int, dtype: str, offset: int, count: int
+    path: Path, file: BinaryIO, dtype: np.dtype | str, offset: int, items: range, block_bytes: int
 ) -> Iterator[tuple[int, NDArray]]:
-    """(number of the first item, items) of consecutive stretches of an array in a file; each is gone with the next."""
-    buffer = np.empty(min(count, _BLOCK), dtype)
-    for first in range(0, count, _BLOCK):
-        items = buffer[: min(_BLOCK, count - first)]
-        read_into(path, descriptor, items, offset + first * buffer.itemsize)
-        yield first, items
+    """(number of the first item, items) of consecutive blocks of an array at byte `offset`; each is gone with the next.
+
+    Faster than a memory map where each byte is wanted once: no page tables to set up, and numpy gets aligned items.
+    """
+    dtype = np.dtype(dtype)
+    count = max(block_bytes // dtype.itemsize, 1)
+    buffer = np.empty(min(len(items), count), dtype)
+    for first in range(items.start, items.stop, count):
+        block = buffer[: min(count, items.stop - first)]
+        view, at = block.data.cast("B"), offset + first * dtype.itemsize
+        while view:
+            read = os.preadv(file.fileno(), [view], at)
+            if not read:
+                raise ConfigError(f"{path} ends at byte {at}, sooner than when it was opened; {_REMEDY}")
+            view, at = view[read:], at + read
+        yield first, block

@@ -4,9 +4,8 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,22 +19,12 @@ LENGTH = np.dtype("<i4")
 _BUFFER = 1 << 20
 _BLOCK = 1 << 20
 
-
-def stored_dtype(dtype: np.dtype | type, name: str) -> np.dtype:
-    """The little-endian type that tokens of `dtype` are stored in.
-
-    Raises:
-        ConfigError: the format has no code for it; names `name`.
-    """
-    stored = np.dtype(dtype).newbyteorder("<")
-    if stored not in TOKEN_DTYPES.values():
-        names = ", ".join(known.name for known in TOKEN_DTYPES.values())
-        raise ConfigError(f"{name}: tokens of type {stored.name} cannot be stored; use one of {names}")
-    return stored
+Blocks = Callable[[], Iterator[NDArray]]
+"""An array, block after block, as often as it is called."""
 
 
 class TokenCounts:
-    """What the bytes written so far amount to: counts and digests that go on from where they are."""
+    """What the bytes written so far amount to: counts and running digests."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -44,7 +33,6 @@ class TokenCounts:
         self.bin_sha256, self.lengths_sha256 = hashlib.sha256(), hashlib.sha256()
 
     def add_tokens(self, data: memoryview) -> None:
-        """Count the bytes of tokens."""
         self.bin_sha256.update(data)
         self.tokens += len(data) // self.dtype.itemsize
 
@@ -58,27 +46,22 @@ class TokenCounts:
 class TokenStream:
     """Two files that grow together: the tokens of documents (a .bin) and the length of each document, int32.
 
-    So no length is kept in memory; `write_index` makes the .idx of them in the end.
+    So no length is kept in memory; `write_lengths_index` makes the .idx of them in the end.
 
     Args:
-        bin_path: file that tokens are appended to; made if need be.
-        lengths_path: file that lengths are appended to.
         counts: what the files hold already.
         name: what errors call it.
     """
 
     def __init__(self, bin_path: Path, lengths_path: Path, counts: TokenCounts, *, name: str) -> None:
         self.counts, self.name = counts, name
-        self.lengths_path = lengths_path
-        self._bin = bin_path.open("ab", buffering=_BUFFER)
-        try:
-            self._lengths = lengths_path.open("ab", buffering=_BUFFER)
-        except BaseException:
-            self._bin.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            self._bin = stack.enter_context(bin_path.open("ab", buffering=_BUFFER))
+            self._lengths = stack.enter_context(lengths_path.open("ab", buffering=_BUFFER))
+            stack.pop_all()
 
     def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
-        """Append documents whose tokens lie one after another in `tokens` `[sum(lengths)]`.
+        """Append documents, their tokens one after another in `tokens` `[sum(lengths)]`.
 
         Raises:
             ConfigError: an id does not fit the type of the file, or a document is too long for the format.
@@ -86,14 +69,8 @@ class TokenStream:
         dtype = self.counts.dtype
         sizes = np.asarray(lengths, dtype=np.int64)
         assert int(sizes.sum()) == len(tokens), (int(sizes.sum()), len(tokens))
-        if tokens.dtype != dtype and len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
-            limits = np.iinfo(dtype)
-            if low < 0 or high > limits.max:
-                raise ConfigError(
-                    f"{self.name}: token id {low if low < 0 else high} does not fit {dtype.name} "
-                    f"(0 to {limits.max}); give the writer token_dtype(vocab_size)"
-                )
+        if tokens.dtype != dtype:
+            require_fit(self.name, tokens, dtype, "give the writer token_dtype(vocab_size)")
         longest = np.iinfo(LENGTH).max
         if len(sizes) and int(sizes.max()) > longest:
             raise ConfigError(
@@ -107,7 +84,6 @@ class TokenStream:
         self.counts.add_lengths(stored)
 
     def flush(self) -> None:
-        """Hand everything to the system."""
         self._bin.flush()
         self._lengths.flush()
 
@@ -117,66 +93,98 @@ class TokenStream:
         os.fsync(self._bin.fileno())
 
     def close(self) -> None:
-        """Let go of the files; what could not be written on a full disk is dropped."""
+        """Close the files; what a full disk has no room for is dropped."""
         for file in (self._bin, self._lengths):
             with contextlib.suppress(OSError):
                 file.close()
 
 
-def write_index(path: Path, lengths_path: Path, counts: TokenCounts) -> tuple[int, str]:
-    """Make the .idx of documents whose lengths are in a file, a block at a time; returns its bytes and sha256.
+def require_fit(name: str, tokens: NDArray, dtype: np.dtype, remedy: str) -> None:
+    """Raise a ConfigError if a token id does not fit `dtype`."""
+    if not len(tokens):
+        return
+    low, high, limits = int(tokens.min()), int(tokens.max()), np.iinfo(dtype)
+    if low < limits.min or high > limits.max:
+        raise ConfigError(
+            f"{name}: token id {low if low < limits.min else high} does not fit {dtype.name} ({limits.min} to "
+            f"{limits.max}); {remedy}"
+        )
 
-    The file is new, and on the disk when this returns.
+
+def write_index(
+    path: Path, dtype: np.dtype, *, sequences: int, documents: int, tokens: int, sizes: Blocks, ends: Blocks
+) -> tuple[int, str]:
+    """Write a new .idx, a block at a time, and put it on the disk; returns its bytes and sha256.
+
+    Args:
+        sizes: tokens of each sequence `[sequences]`.
+        ends: for each document, the sequences up to and with its last one `[documents]`.
 
     Raises:
-        ConfigError: the lengths are not those that were counted.
+        ConfigError: the blocks are not as many and as long as stated.
     """
-    code = next(code for code, dtype in TOKEN_DTYPES.items() if dtype == counts.dtype)
+    code = next(code for code, known in TOKEN_DTYPES.items() if known == dtype)
     digest = hashlib.sha256()
-    seen = [0, 0, 0]
     with path.open("xb", buffering=_BUFFER) as file:
 
         def put(data: bytes | memoryview) -> None:
             file.write(data)
             digest.update(data)
 
-        put(HEADER.pack(MAGIC, VERSION, code, counts.sequences, counts.documents + 1))
-        for lengths in _blocks(lengths_path):
-            put(lengths[lengths != 0].data)
-            seen[0] += len(lengths)
-        for lengths in _blocks(lengths_path):
-            sizes = lengths[lengths != 0].astype("<i8")
-            ends = seen[1] + np.cumsum(sizes, dtype="<i8")
-            put(((ends - sizes) * counts.dtype.itemsize).data)
-            seen[1] += int(sizes.sum())
-        put(np.zeros(1, dtype="<i8").data)
-        for lengths in _blocks(lengths_path):
-            indices = seen[2] + np.cumsum(lengths != 0, dtype="<i8")
-            put(indices.data)
-            seen[2] = int(indices[-1])
-        if seen != [counts.documents, counts.tokens, counts.sequences]:
+        put(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
+        for block in sizes():
+            put(block.astype("<i4").data)
+        total = 0
+        for block in sizes():
+            stops = total + np.cumsum(block, dtype="<i8")
+            put(((stops - block) * dtype.itemsize).astype("<i8").data)
+            total = int(stops[-1]) if len(stops) else total
+        put(bytes(8))
+        for block in ends():
+            put(block.astype("<i8").data)
+        if (total, file.tell()) != (tokens, HEADER.size + 12 * sequences + 8 * (documents + 1)):
             raise ConfigError(
-                f"{lengths_path}: holds {seen[0]} documents of {seen[1]} tokens, "
-                f"{counts.documents} of {counts.tokens} were written; another program has changed it: start again"
+                f"{path}: {tokens} tokens in {documents} documents were written, and their lengths sum to {total}; "
+                "another program has changed the files: start again"
             )
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
 
 
-def _blocks(lengths_path: Path) -> Iterator[NDArray]:
-    with lengths_path.open("rb") as file:
-        while data := file.read(_BLOCK * LENGTH.itemsize):
-            yield np.frombuffer(data[: len(data) // LENGTH.itemsize * LENGTH.itemsize], dtype=LENGTH)
+def write_lengths_index(path: Path, lengths_path: Path, counts: TokenCounts) -> tuple[int, str]:
+    """`write_index` of documents whose lengths are in a file; each with tokens is one sequence."""
+
+    def blocks() -> Iterator[NDArray]:
+        with lengths_path.open("rb") as file:
+            while data := file.read(_BLOCK * LENGTH.itemsize):
+                yield np.frombuffer(data[: len(data) // LENGTH.itemsize * LENGTH.itemsize], dtype=LENGTH)
+
+    def ends() -> Iterator[NDArray]:
+        before = 0
+        for lengths in blocks():
+            stops = before + np.cumsum(lengths != 0, dtype="<i8")
+            yield stops
+            before = int(stops[-1])
+
+    return write_index(
+        path,
+        counts.dtype,
+        sequences=counts.sequences,
+        documents=counts.documents,
+        tokens=counts.tokens,
+        sizes=lambda: (lengths[lengths != 0] for lengths in blocks()),
+        ends=ends,
+    )
 
 
 class IndexedDatasetWriter:
     """Appends documents to `<prefix>.bin` and `<prefix>.idx`; each document is one sequence.
 
-    Both files are written under temporary names in the same folder, and the length of each document goes to a third
-    beside them: memory does not grow with the number of documents. `finish()` flushes them to disk and renames
-    `.bin`, then `.idx`, so that an `.idx` never stands beside a `.bin` that it does not describe. As a context
-    manager it finishes at the end of the block, and leaves nothing behind if the block raises.
+    Both files are written under temporary names in the same folder, and the length of each document to a third: memory
+    does not grow with the number of documents. `finish()` puts them on the disk and renames `.bin`, then `.idx`, so
+    that an `.idx` never stands beside a `.bin` that it does not describe. As a context manager it finishes at the end
+    of the block, and leaves nothing behind if the block raises.
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder is made if need be.
@@ -184,9 +192,14 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
-        self.prefix = str(prefix)
-        self.dtype = stored_dtype(dtype, self.prefix)
-        Path(f"{prefix}.bin").parent.mkdir(parents=True, exist_ok=True)
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in TOKEN_DTYPES.values():
+            names = ", ".join(known.name for known in TOKEN_DTYPES.values())
+            raise ConfigError(
+                f"{prefix}: tokens of type {self.dtype.name} cannot be stored; use one of {names}"
+            )
+        self._folder = Path(f"{prefix}.bin").parent
+        self._folder.mkdir(parents=True, exist_ok=True)
         unique = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
         self._partial = {
             suffix: Path(f"{prefix}{suffix}.{unique}") for suffix in (".bin", ".idx", ".lengths")
@@ -198,18 +211,11 @@ class IndexedDatasetWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added."""
         return self._counts.tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents added."""
         return self._counts.documents
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of the bytes that .bin holds so far."""
-        return self._counts.bin_sha256.hexdigest()
 
     def add_document(self, tokens: Sequence[int] | NDArray) -> None:
         """Append one document; an empty one is a document without a sequence, as in Megatron's files."""
@@ -217,17 +223,12 @@ class IndexedDatasetWriter:
         self.add_documents(ids, [len(ids)])
 
     def add_documents(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
-        """Append several documents whose tokens lie one after another in `tokens` `[sum(lengths)]`.
-
-        Raises:
-            ConfigError: an id does not fit the dtype, or a document is too long for the format.
-        """
         self._stream.append(tokens, lengths)
 
     def finish(self) -> None:
-        """Write the index, flush both files to disk and give them their names."""
+        """Write the index, put both files on the disk and give them their names."""
         self._stream.flush()
-        write_index(self._partial[".idx"], self._partial[".lengths"], self._counts)
+        write_lengths_index(self._partial[".idx"], self._partial[".lengths"], self._counts)
         self._stream.sync()
         self._stream.close()
         self._partial[".lengths"].unlink()
@@ -235,7 +236,7 @@ class IndexedDatasetWriter:
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             self._partial[suffix].replace(f"{self.prefix}{suffix}")
-        sync_folder(Path(f"{self.prefix}.bin").parent)
+        sync_folder(self._folder)
 
     def abandon(self) -> None:
         """Drop what was written; earlier files of the same name stay as they were."""
@@ -246,14 +247,9 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-            return
+    def __exit__(self, *error: object) -> None:
         try:
-            self.finish()
-        except BaseException:
+            if error[0] is None:
+                self.finish()
+        finally:
             self.abandon()
-            raise

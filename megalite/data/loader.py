@@ -2,17 +2,17 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.sample_source import Packing, SampleSource
+from megalite.data.dataset import Packing, SampleSource
 
 _PATIENCE = 10.0
-"""Seconds that close() waits for a read that is under way."""
+"""Seconds that close() waits for a read in progress."""
 
 
 @dataclass(frozen=True)
@@ -39,62 +39,46 @@ def sample_ids(
     return tuple(range(first, first + micro_batch_size))
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Cuts a global batch as Megatron does: microbatch m of data-parallel rank d holds the samples
     first + (m·dp_size + d)·micro_batch_size + [0, micro_batch_size).
 
     There is no state to save: a run resumes by asking for the sample it stopped at.
 
-    Packed samples say themselves where their documents are. The last token of each predicts nothing, and the padding
-    after them is one more document, none of whose predictions count.
-
-    Args:
-        dataset: where samples come from.
-        seq_length: inputs of a sample.
-        eod_token: end-of-document id; needed for eod_mask_loss, and to find the documents of samples not packed.
-        eod_mask_loss: leave positions whose input is eod_token out of the loss: what follows them is another document.
-            No part of it in packed samples.
-        dp_rank, dp_size: which share is loaded here.
-        micro_batch_size: samples of one microbatch.
-        spans: half-open ranges of positions that this rank holds, one after the other; default: the whole sequence.
-        find_documents: say where documents start; a document ends with eod_token.
-        packed: the dataset's samples are packed.
-        pin: put tensors where a GPU can copy them from while the host goes on.
+    Packed samples themselves have the places of their documents. The last token of each predicts nothing, and the
+    padding after them is one more document, none of its predictions counting.
     """
 
-    def __init__(
-        self,
-        dataset: SampleSource,
-        *,
-        seq_length: int,
-        eod_token: int | None,
-        eod_mask_loss: bool,
-        dp_rank: int,
-        dp_size: int,
-        micro_batch_size: int,
-        spans: tuple[tuple[int, int], ...] | None = None,
-        find_documents: bool = False,
-        packed: bool = False,
-        pin: bool = False,
-    ) -> None:
-        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-        if (eod_mask_loss or find_documents) and eod_token is None and not packed:
-            name = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask or reset_position_ids"
+    dataset: SampleSource
+    _: KW_ONLY
+    seq_length: int
+    """Inputs of a sample."""
+    eod_token: int | None
+    """End-of-document id; needed for eod_mask_loss, and to find the documents of samples not packed."""
+    eod_mask_loss: bool
+    """Leave positions with eod_token as input out of the loss: what follows is another document. Packed samples ignore
+    it."""
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    spans: tuple[tuple[int, int], ...] | None = None
+    """Half-open ranges of positions that this rank holds, one after the other; default: the whole sequence."""
+    find_documents: bool = False
+    """Find where documents start; a document ends with eod_token."""
+    packed: bool = False
+    """The dataset's samples are packed."""
+    pin: bool = False
+    """Pin the tensors' memory, for asynchronous copies to a GPU."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
+        if (self.eod_mask_loss or self.find_documents) and self.eod_token is None and not self.packed:
+            name = "eod_mask_loss" if self.eod_mask_loss else "reset_attention_mask or reset_position_ids"
             raise ConfigError(
                 f"{name} is set but the end-of-document token is unknown; give the tokenizer that made the data "
                 "(--tokenizer-model), or leave it out"
             )
-        self.dataset = dataset
-        self.seq_length = seq_length
-        self.eod_token = eod_token
-        self.eod_mask_loss = eod_mask_loss
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.micro_batch_size = micro_batch_size
-        self.spans = spans or ((0, seq_length),)
-        self.find_documents = find_documents
-        self.packed = packed
-        self.pin = pin
         self.waited = 0.0
         """Seconds that the last load() took: next to nothing where the batch was ready."""
         self._ahead: _Reading | None = None
@@ -121,10 +105,10 @@ class BatchLoader:
             return
         _end(self._ahead)
         self._ahead = _Reading(self, first_sample, global_batch_size)
-        self._ahead.start()
+        self._ahead.thread.start()
 
     def close(self) -> None:
-        """End what is being read, unless the disk does not answer; the loader may still be used."""
+        """End the read in progress, unless the disk does not answer; the loader may still be used."""
         ahead, self._ahead = self._ahead, None
         _end(ahead, patience=_PATIENCE)
 
@@ -134,26 +118,20 @@ class BatchLoader:
         Raises:
             ConfigError: global_batch_size does not divide by micro_batch_size · dp_size.
         """
-        chunk = self.micro_batch_size * self.dp_size
+        size, dp_size = self.micro_batch_size, self.dp_size
+        chunk = size * dp_size
         if global_batch_size < chunk or global_batch_size % chunk:
             works = max(1, round(global_batch_size / chunk)) * chunk
             raise ConfigError(
-                f"global_batch_size {global_batch_size} does not divide by micro_batch_size {self.micro_batch_size} · "
-                f"data-parallel size {self.dp_size} = {chunk}; {works} works"
+                f"global_batch_size {global_batch_size} does not divide by micro_batch_size {size} · data-parallel size "
+                f"{dp_size} = {chunk}; {works} works"
             )
         return [
-            sample_ids(
-                first_sample,
-                m,
-                dp_rank=self.dp_rank,
-                dp_size=self.dp_size,
-                micro_batch_size=self.micro_batch_size,
-            )
+            sample_ids(first_sample, m, dp_rank=self.dp_rank, dp_size=dp_size, micro_batch_size=size)
             for m in range(global_batch_size // chunk)
         ]
 
     def microbatch(self, ids: tuple[int, ...]) -> Microbatch:
-        """The samples with these numbers."""
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         packings = []
         for row, k in zip(samples, ids, strict=True):
@@ -169,44 +147,42 @@ class BatchLoader:
                 count[row == self.eod_token] = 0.0
         starts = None
         if self.find_documents:
-            starts = tuple(
-                _document_starts(row, self.eod_token)
-                if packing is None
-                else _packed_starts(packing, len(row))
-                for row, packing in zip(inputs, packings, strict=True)
-            )
-        parts = [self._held(array) for array in (inputs, samples[:, 1:], mask)]
+            starts = tuple(map(self._document_starts, inputs, packings))
+        parts = [self._local(array) for array in (inputs, samples[:, 1:], mask)]
         tokens, labels, loss_mask = (part.pin_memory() if self.pin else part for part in parts)
         return Microbatch(tokens, labels, loss_mask, ids, starts)
 
-    def _held(self, array: NDArray) -> torch.Tensor:
+    def _document_starts(self, tokens: NDArray[np.int64], packing: Packing | None) -> tuple[int, ...]:
+        """Positions at which a document, or the padding after the last, starts; an end of document belongs to its own."""
+        if packing is not None:
+            return (*packing.starts, packing.used) if packing.used < len(tokens) else packing.starts
+        return (0, *(np.flatnonzero(tokens[:-1] == self.eod_token) + 1).tolist())
+
+    def _local(self, array: NDArray) -> torch.Tensor:
         """This rank's positions of an array `[b, seq_length]`."""
-        return torch.from_numpy(np.concatenate([array[:, start:stop] for start, stop in self.spans], axis=1))
+        spans = self.spans or ((0, self.seq_length),)
+        return torch.from_numpy(np.concatenate([array[:, start:stop] for start, stop in spans], axis=1))
 
 
 class _Reading:
-    """The microbatches of one step being read, here or in a thread of its own.
+    """The microbatches of one step being read, here or in a separate thread.
 
-    The thread does not keep the process alive: a disk that never answers must not hold up the end of a run.
+    The thread does not keep the process alive: a disk that never answers must not delay the end of a run.
     """
 
     def __init__(self, loader: BatchLoader, first_sample: int, global_batch_size: int) -> None:
         self.key = (first_sample, global_batch_size)
+        self.unwanted = threading.Event()
+        self.thread = threading.Thread(target=self.read, name="megalite-loader", daemon=True)
         self._loader = loader
         self._batches: list[Microbatch] = []
         self._fault: Exception | None = None
-        self._unwanted = threading.Event()
-        self._thread = threading.Thread(target=self.read, name="megalite-loader", daemon=True)
-
-    def start(self) -> None:
-        """Read in the background."""
-        self._thread.start()
 
     def read(self) -> None:
-        """Read everything, or until nobody wants it."""
+        """Read everything, unless it is no longer wanted."""
         try:
             for ids in self._loader.sample_ids(*self.key):
-                if self._unwanted.is_set():
+                if self.unwanted.is_set():
                     return
                 self._batches.append(self._loader.microbatch(ids))
         except Exception as fault:
@@ -214,30 +190,15 @@ class _Reading:
 
     def result(self) -> list[Microbatch]:
         """What was read; waits for it. Raises what stopped the reading."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         if self._fault is not None:
             raise self._fault
         return self._batches
 
-    def end(self, patience: float | None) -> None:
-        """Nobody wants this any more: wait until the microbatch that is being read is done."""
-        self._unwanted.set()
-        self._thread.join(patience)
-
 
 def _end(reading: _Reading | None, patience: float | None = None) -> None:
-    """Datasets are read by one thread at a time: before another read begins, this one must be over."""
+    """Datasets are read by one thread at a time: wait until the microbatch in progress is done."""
     if reading is not None:
-        reading.end(patience)
-
-
-def _packed_starts(packing: Packing, seq_length: int) -> tuple[int, ...]:
-    """Those of the documents, and of what comes after them."""
-    return (*packing.starts, packing.used) if packing.used < seq_length else packing.starts
-
-
-def _document_starts(tokens: NDArray[np.int64], eod_token: int | None) -> tuple[int, ...]:
-    """0 and every position after an end of document, which belongs to the document that it ends."""
-    assert eod_token is not None
-    return (0, *(np.flatnonzero(tokens[:-1] == eod_token) + 1).tolist())
+        reading.unwanted.set()
+        reading.thread.join(patience)

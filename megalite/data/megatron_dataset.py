@@ -1,6 +1,12 @@
-"""Samples in Megatron-LM's order, for runs that began there or are compared with one there."""
+"""Samples in Megatron-LM's order, value for value, for runs that began there or are compared with one there.
+
+The arrays are those that its GPTDataset and BlendedDataset make (megatron-core 0.5 to 0.16: gpt_dataset.py,
+helpers.cpp): one `numpy.random.RandomState(seed)`, whose stream numpy has frozen, shuffles the document index, then the
+shuffle index.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import ceil
 from typing import Any
@@ -9,72 +15,90 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.document_dataset import DocumentDataset
+from megalite.data.dataset import DocumentDataset, require_sample
 from megalite.data.gpt_dataset import sizes_digest
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
-from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.megatron_blend import fill_greedy
-from megalite.data.megatron_order import MegatronPlan, fill_megatron_arrays
 
 MAX_BLENDED = 32766
 """Datasets in one blend: Megatron numbers them with int16."""
-
 _SURPLUS = 0.005
+_BLOCK = 1 << 20
+_INT32_MAX = (1 << 31) - 1
+_LAST_EPOCH = 0.80
+"""A last epoch that gives fewer of its samples than this is shuffled separately."""
+_LANES = 1024
+_STEPS = 1024
+"""A wave is so many lanes of so many samples."""
+_WIDE_PASSES, _NARROW = 4, 64
+"""Passes over all wrong lanes of a wave, before they are over that many of them at a time."""
 
 
+@dataclass(frozen=True)
+class MegatronPlan:
+    """What follows from the numbers alone."""
+
+    epochs: int
+    """As few as hold the samples asked for."""
+    num_samples: int
+    """All that fit into the tokens of these epochs: at least as many as asked for."""
+    separate: int | None
+    """Samples before the last epoch, if its documents and samples are shuffled separately; else None."""
+
+    @classmethod
+    def of(cls, *, num_tokens: int, num_samples: int | None, seq_length: int) -> "MegatronPlan":
+        """The plan for an epoch of `num_tokens` > 0 tokens; num_samples None asks for one epoch."""
+        assert num_tokens > 0, num_tokens
+        epochs, separate = 1, None
+        if num_samples is not None:
+            epochs = max(1, -(-(num_samples * seq_length + 1) // num_tokens))
+        if num_samples is not None and epochs > 1:
+            before_last = ((epochs - 1) * num_tokens - 1) // seq_length
+            per_epoch = (num_tokens - 1) // seq_length
+            if num_samples - before_last < int(_LAST_EPOCH * per_epoch):
+                separate = before_last
+        return cls(epochs, (epochs * num_tokens - 1) // seq_length, separate)
+
+    def arrays(self, documents: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Types and shapes for so many documents an epoch: `document_index` [epochs·documents], the sequence numbers of all
+        epochs; `sample_index` [samples + 1, 2], where in it each sample starts (place, token); `shuffle_index` [samples],
+        which of those sample k is."""
+        places, samples = documents * self.epochs, self.num_samples
+        sample_type = np.dtype(np.int32 if places <= _INT32_MAX else np.int64)
+        shuffle_type = np.dtype(np.uint32 if samples < (1 << 32) - 2 else np.int64)
+        return {
+            "document_index": (np.dtype(np.int32), (places,)),
+            "sample_index": (sample_type, (samples + 1, 2)),
+            "shuffle_index": (shuffle_type, (samples,)),
+        }
+
+
+@dataclass(eq=False, kw_only=True)
 class MegatronDataset(DocumentDataset):
     """Samples over some documents of a token file, in the order of Megatron-LM's GPTDataset with the same arguments.
 
     Documents and samples of all epochs are shuffled together, so sample k depends on num_samples: a longer run, unless it
     needs no more epochs, has another order from its first sample on. (The default order has not.)
 
-    Args:
-        indexed: the token file.
-        documents: sequence numbers that belong to this split.
-        num_samples: that the run will ask for; None: as many as one epoch has.
-        seq_length: inputs of a sample; a sample has one token more.
-        seed: of the shuffles.
-        name: of the split, for messages.
-        vocab_size: ids must be below it; not checked if None.
-        cache: where large indices are kept; None: all are made in memory.
-
     Raises:
         ConfigError: the split holds no token, or, where one epoch is asked for, fewer than seq_length + 1.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        *,
-        documents: range,
-        num_samples: int | None,
-        seq_length: int,
-        seed: int,
-        name: str,
-        vocab_size: int | None = None,
-        cache: IndexCache | None = None,
-    ) -> None:
-        super().__init__(
-            indexed,
-            documents=documents,
-            seq_length=seq_length,
-            seed=seed,
-            name=name,
-            vocab_size=vocab_size,
-        )
-        self.cache = cache
-        needed = seq_length + 1 if num_samples is None else 1
+    num_samples: int | None
+    """That the run will ask for; None: as many as one epoch has."""
+    cache: IndexCache | None = None
+    """Where large indices are kept; None: all are made in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = self.seq_length + 1 if self.num_samples is None else 1
         if self.num_tokens < needed:
+            raise self._too_small(f"fewer than the {needed} needed")
+        if not 0 <= self.seed < 1 << 32:
             raise ConfigError(
-                f"{self._holds}, "
-                f"fewer than the {needed} needed; give {name} a larger share of --split or more documents"
-            )
-        if not 0 <= seed < 1 << 32:
-            raise ConfigError(
-                f"seed {seed} is outside the range of Megatron-LM's order; give one from 0 to {(1 << 32) - 1}"
+                f"seed {self.seed} is outside the range of Megatron-LM's order; give one from 0 to {(1 << 32) - 1}"
             )
         self.plan = MegatronPlan.of(
-            num_tokens=self.num_tokens, num_samples=num_samples, seq_length=seq_length
+            num_tokens=self.num_tokens, num_samples=self.num_samples, seq_length=self.seq_length
         )
 
     def __len__(self) -> int:
@@ -91,20 +115,13 @@ class MegatronDataset(DocumentDataset):
         Raises:
             ConfigError: k is beyond the last sample, or a token id is not in the vocabulary.
         """
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
-        if k >= len(self):
-            raise _beyond(self.name, k, len(self))
-        arrays = self.arrays
-        row = arrays["shuffle_index"].item(k)
-        position, offset = arrays["sample_index"][row].tolist()
-        return self._reader.read(arrays["document_index"], position, offset, self.seq_length + 1)
-
-    def packing(self, k: int) -> None:
-        """Nothing: a sample is a stretch of a stream."""
+        _require_below(self.name, k, len(self))
+        row = self.arrays["shuffle_index"].item(k)
+        position, offset = self.arrays["sample_index"][row].tolist()
+        return self._read(self.arrays["document_index"], position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the index, if it is large; it is one for all epochs, whatever `epochs`.
+        """Keep the index, if it is large; it is one for all epochs, so `epochs` changes nothing.
 
         Returns:
             it, or None where it is small or cannot be kept.
@@ -112,13 +129,11 @@ class MegatronDataset(DocumentDataset):
         Raises:
             ConfigError: there are fewer than `stop` samples, or the folder that the user has chosen cannot be written.
         """
-        if stop > len(self):
-            raise _beyond(self.name, stop - 1, len(self))
+        _require_below(self.name, max(stop - 1, 0), len(self))
         return [] if self.cache is None else [self.cache.prepare(self._recipe)]
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index."""
         return self._recipe.nbytes
 
     @cached_property
@@ -132,14 +147,7 @@ class MegatronDataset(DocumentDataset):
             name=f"{self.indexed.prefix}, {self.name}",
             identity=self._identity,
             arrays=self.plan.arrays(len(self.documents)),
-            fill=partial(
-                fill_megatron_arrays,
-                plan=self.plan,
-                indexed=self.indexed,
-                documents=self.documents,
-                seq_length=self.seq_length,
-                seed=self.seed,
-            ),
+            fill=self._fill,
         )
 
     def _identity(self) -> Mapping[str, Any]:
@@ -150,59 +158,90 @@ class MegatronDataset(DocumentDataset):
             "first": self.documents.start,
             "seq_length": self.seq_length,
             "seed": self.seed,
-            "plan": [plan.epochs, plan.num_samples, plan.shuffled_apart],
+            "plan": [plan.epochs, plan.num_samples, plan.separate],
         }
 
+    def _fill(self, arrays: Arrays) -> None:
+        random, plan = np.random.RandomState(self.seed), self.plan
+        document_index, shuffle_index = arrays["document_index"], arrays["shuffle_index"]
+        epoch = np.arange(self.documents.start, self.documents.stop, dtype=np.int32)
+        cut = len(document_index) if plan.separate is None else (plan.epochs - 1) * len(epoch)
+        for part in (document_index[:cut], document_index[cut:]):
+            part.reshape(-1, len(epoch))[:] = epoch
+            if len(part):
+                random.shuffle(part)
+        self._fill_sample_index(arrays["sample_index"], document_index)
+        shuffle_index[:] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+        cut = len(shuffle_index) if plan.separate is None else plan.separate
+        for part in (shuffle_index[:cut], shuffle_index[cut:]):
+            if len(part):
+                random.shuffle(part)
 
+    def _fill_sample_index(
+        self, sample_index: NDArray[np.signedinteger], document_index: NDArray[np.int32]
+    ) -> None:
+        """Sample i starts at token i·seq_length of the documents laid end to end; row i says where that is.
+
+        In blocks of documents, and of samples within them, so that the temporaries have a fixed size.
+        """
+        # A copy, since those of the file may lie at odd addresses, which numpy would copy block by block.
+        sizes = np.array(self._sizes)
+        sample_index[0] = 0  # also where the first documents hold nothing
+        total, samples = 0, len(sample_index)
+        next_sample = 1
+        for first in range(0, len(document_index), _BLOCK):
+            lengths = sizes[document_index[first : first + _BLOCK] - self.documents.start]
+            ends = total + np.cumsum(lengths, dtype=np.int64)
+            total = ends.item(len(ends) - 1)
+            here = min(samples, -(-total // self.seq_length))  # samples that start before `total`
+            while next_sample < here:
+                stop = min(here, next_sample + _BLOCK)
+                starts = np.arange(next_sample, stop, dtype=np.int64) * self.seq_length
+                places = ends.searchsorted(starts, "right")
+                sample_index[next_sample:stop, 0] = places + first
+                sample_index[next_sample:stop, 1] = starts - (ends[places] - lengths[places])
+                next_sample = stop
+        assert next_sample == samples, (next_sample, samples)
+
+
+@dataclass(eq=False)
 class MegatronBlend:
-    """Several datasets mixed as Megatron-LM's BlendedDataset does: the one furthest behind its share goes next.
-
-    Args:
-        datasets: at most 32,766.
-        weights: of any sum.
-        size: samples of the blend.
-        name: of the split, for messages.
-        cache: where a large index is kept; None: it is made in memory.
+    """Several datasets mixed as Megatron-LM's BlendedDataset does: the one furthest behind its share comes next.
 
     Raises:
-        ConfigError: there are too many datasets.
+        ConfigError: there are more than 32,766 datasets.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[MegatronDataset],
-        weights: Sequence[float],
-        *,
-        size: int,
-        name: str,
-        cache: IndexCache | None = None,
-    ) -> None:
-        assert len(datasets) == len(weights) and datasets, (len(datasets), len(weights))
-        if len(datasets) > MAX_BLENDED:
+    datasets: Sequence[MegatronDataset]
+    weights: Sequence[float]
+    """Of any sum; then, over it."""
+    size: int = field(kw_only=True)
+    """Samples of the blend."""
+    name: str = field(kw_only=True)
+    """Of the split, for messages."""
+    cache: IndexCache | None = field(kw_only=True, default=None)
+    """Where a large index is kept; None: it is made in memory."""
+
+    def __post_init__(self) -> None:
+        assert len(self.datasets) == len(self.weights) and self.datasets
+        if len(self.datasets) > MAX_BLENDED:
             raise ConfigError(
-                f"{len(datasets)} datasets in one blend are more than the {MAX_BLENDED} of Megatron-LM's order; "
+                f"{len(self.datasets)} datasets in one blend are more than the {MAX_BLENDED} of Megatron-LM's order; "
                 "use data_order megalite"
             )
-        self.datasets = list(datasets)
-        self.weights = normalized(weights)
-        self.size = size
-        self.name = name
-        self.cache = cache
+        self.weights = normalized(self.weights)
 
     def __len__(self) -> int:
         return self.size
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k, 0 <= k < len: int64 `[seq_length + 1]`."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
-        if k >= self.size:
-            raise _beyond(self.name, k, self.size)
-        arrays = self.arrays
-        return self.datasets[arrays["dataset_index"].item(k)].sample(arrays["dataset_sample_index"].item(k))
+        _require_below(self.name, k, self.size)
+        dataset = self.datasets[self.arrays["dataset_index"].item(k)]
+        return dataset.sample(self.arrays["dataset_sample_index"].item(k))
 
     def packing(self, k: int) -> None:
-        """Nothing: a sample is a stretch of a stream."""
+        return None
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Keep the indices of the blend and of its datasets, where they are large; they are for all epochs.
@@ -214,24 +253,18 @@ class MegatronBlend:
             ConfigError: there are fewer than `stop` samples, or fewer in a dataset than the blend asks of it, or the
                 folder that the user has chosen cannot be written.
         """
-        if stop > self.size:
-            raise _beyond(self.name, stop - 1, self.size)
+        _require_below(self.name, max(stop - 1, 0), self.size)
         kept = [] if self.cache is None else [self.cache.prepare(self._recipe)]
-        for dataset, count in zip(self.datasets, self._counts(), strict=True):
+        counts = np.zeros(len(self.datasets), dtype=np.int64)
+        for start in range(0, self.size, _BLOCK):
+            chosen = self.arrays["dataset_index"][start : start + _BLOCK]
+            counts += np.bincount(chosen, minlength=len(counts))
+        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             kept += dataset.prepare(0, count)
         return kept
 
-    def _counts(self) -> list[int]:
-        """Samples that the blend asks of each dataset."""
-        counts = np.zeros(len(self.datasets), dtype=np.int64)
-        for first in range(0, self.size, 1 << 20):
-            chosen = self.arrays["dataset_index"][first : first + (1 << 20)]
-            counts += np.bincount(chosen, minlength=len(counts))
-        return counts.tolist()
-
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index."""
         return self._recipe.nbytes
 
     @cached_property
@@ -241,24 +274,19 @@ class MegatronBlend:
 
     @cached_property
     def _recipe(self) -> Recipe:
-        def identity() -> Mapping[str, Any]:
-            return {"kind": "megatron blend", "weights": [weight.hex() for weight in self.weights]}
-
+        weights = [weight.hex() for weight in self.weights]
         return Recipe(
             name=f"the {self.name} blend",
-            identity=identity,
+            identity=lambda: {"kind": "megatron blend", "weights": weights},
             arrays={
                 "dataset_index": (np.dtype(np.int16), (self.size,)),
                 "dataset_sample_index": (np.dtype(np.int64), (self.size,)),
             },
-            fill=lambda arrays: fill_greedy(
-                arrays["dataset_index"], arrays["dataset_sample_index"], np.array(self.weights)
-            ),
+            fill=partial(fill_greedy, weights=np.array(self.weights)),
         )
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights over their sum, rounded as Megatron rounds them."""
     shares = np.array(weights, dtype=np.float64)
     return (shares / np.sum(shares)).tolist()
 
@@ -272,9 +300,97 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
     return sum(parts), [ceil(part * (1 + _SURPLUS)) for part in parts]
 
 
-def _beyond(name: str, k: int, length: int) -> ConfigError:
-    return ConfigError(
-        f"data_order megatron: the order of the {name} samples was made for {length} of them, and sample {k} is asked "
-        "for; make the run shorter, give its whole length in train_iters or train_samples, or give a blend weights (one "
-        "without them is read once), or use data_order megalite"
-    )
+def _require_below(name: str, k: int, length: int) -> None:
+    require_sample(k)
+    if k >= length:
+        raise ConfigError(
+            f"data_order megatron: the order of the {name} samples was made for {length} of them, and sample {k} is asked "
+            "for; make the run shorter, give its whole length in train_iters or train_samples, or give a blend weights "
+            "(one without them is read once), or use data_order megalite"
+        )
+
+
+def fill_greedy(arrays: Arrays, weights: NDArray[np.float64]) -> None:
+    """Fill dataset_index and dataset_sample_index `[size]`: at step k the dataset with the largest
+    weights_i·max(k, 1) - count_i comes next, the first of equals, in float64 as helpers.cpp has it; the second is its
+    count before.
+
+    A step needs the counts that the steps before have left. Here a wave of lanes is computed side by side, each from
+    counts that are guessed (its share, rounded); greedy choice forgets a wrong guess within some steps, so most lanes
+    end with the right counts. Then each lane that did not begin with the counts that the one before it ended with is
+    computed again from those, until all of them fit. The first begins with what is known, so that when all fit, all are
+    right, even if no guess was.
+    """
+    choice, ordinal = arrays["dataset_index"], arrays["dataset_sample_index"]
+    size, done = len(choice), 0
+    counts = np.zeros(len(weights), dtype=np.int64)
+    while done < size:
+        steps = max(1, min(_STEPS, (size - done) // _LANES))
+        lanes = min(_LANES, (size - done) // steps)
+        part = slice(done, done + lanes * steps)
+        shape = (lanes, steps)
+        counts = _wave(choice[part].reshape(shape), ordinal[part].reshape(shape), weights, counts, first=done)
+        done = part.stop
+
+
+def _wave(
+    choice: NDArray[np.int16],
+    ordinal: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    *,
+    first: int,
+) -> NDArray[np.int64]:
+    """Fill `[lanes, steps]` samples from sample `first` and `counts` on; the counts after them."""
+    lanes, steps = choice.shape
+    starts = _guess(first + steps * np.arange(lanes), weights)
+    starts[0] = counts
+    ends = starts.copy()
+    wrong = np.arange(lanes)
+    passes = 0
+    while len(wrong):
+        ends[wrong] = _run(choice, ordinal, weights, starts, wrong, first)
+        passes += 1
+        wrong = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
+        # Where a pass corrects one lane, which makes the next one wrong, it should not be a wide one.
+        wrong = wrong if passes < _WIDE_PASSES else wrong[:_NARROW]
+        starts[wrong] = ends[wrong - 1]
+    return ends[-1]
+
+
+def _guess(samples: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Counts with the sums `samples` in the proportions of the weights, `[len(samples), datasets]`."""
+    ideal = np.multiply.outer(samples, weights)
+    guess = np.floor(ideal).astype(np.int64)
+    missing = samples - guess.sum(axis=1)
+    order = (guess - ideal).argsort(axis=1, kind="stable")
+    ranks = order.argsort(axis=1, kind="stable")
+    return guess + (ranks < missing[:, None])
+
+
+def _run(
+    choice: NDArray[np.int16],
+    ordinal: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    lanes: NDArray[np.int64],
+    first: int,
+) -> NDArray[np.int64]:
+    """Greedy steps of the lanes, side by side; their counts at the end, `[len(lanes), datasets]`."""
+    steps = choice.shape[1]
+    # Whole numbers below 2^53, as doubles: Megatron converts them before it subtracts.
+    counts = starts[lanes].astype(np.float64)
+    chosen = np.empty((steps, len(lanes)), dtype=np.int16)
+    before = np.empty((steps, len(lanes)), dtype=np.int64)
+    here = (first + steps * lanes).astype(np.float64)[:, None]
+    errors, rows = np.empty_like(counts), np.arange(len(lanes))
+    for step in range(steps):
+        np.multiply(np.maximum(here + step, 1.0), weights, out=errors)
+        errors -= counts
+        best = errors.argmax(axis=1)
+        chosen[step] = best
+        before[step] = counts[rows, best]
+        counts[rows, best] += 1.0
+    choice[lanes] = chosen.T
+    ordinal[lanes] = before.T
+    return counts.astype(np.int64)

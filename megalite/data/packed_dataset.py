@@ -1,34 +1,29 @@
 """Samples of whole documents, packed by best fit: sample k is a pure function of (documents, seq_length, seed, k)."""
 
+import bisect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.errors import ConfigError
-from megalite.data.document_dataset import DocumentDataset
-from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.packing import best_fit
+from megalite.data.dataset import DocumentDataset, Packing, require_sample
 from megalite.data.random_draws import KeyedPermutation, permutation
-from megalite.data.sample_source import Packing
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A stretch of a document that lies in one sample."""
+class _Piece(NamedTuple):
+    """A part of a document that lies in one sample; each token but the first is the label of the one before."""
 
     sequence: int
     start: int
-    """Tokens of the document before it."""
     length: int
-    """Its tokens; each but the first is the label of the one before."""
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Which documents go together in one epoch."""
+    """Which documents are packed together in one epoch."""
 
     number: int
     documents: NDArray[np.int64] | NDArray[np.int32]
@@ -37,71 +32,44 @@ class _Epoch:
     """What the epoch's i-th sample is: a full piece, or, counted after those, a bin."""
 
 
+@dataclass(eq=False, kw_only=True)
 class PackedDataset(DocumentDataset):
     """An endless sequence of samples, each of whole documents that see only themselves.
 
     A document of L tokens has L - 1 predictions, and all of them are made once an epoch. One with at most seq_length
     of them is never cut. A longer one is cut after each seq_length predictions: such a piece fills a sample, and its
-    last label is the first token of the next piece. What is left over, and the documents that are short, are packed
-    into as few samples as best fit needs; the lengths that go together are the same in each epoch, but which
+    last label is the first token of the next piece. The rest of it, and the documents that are short, are packed
+    into as few samples as best fit needs; the lengths that are packed together are the same in each epoch, but which
     documents of those lengths, and the order of the samples, are drawn from (seed, epoch). So neither a longer run
     nor a resumed one changes what sample k is. A document of fewer than two tokens predicts nothing and is left out.
 
-    A sample holds seq_length inputs and one token more; a document that ends on that token is the only one whose last
-    token is no input (see `Packing`). After the last document comes `pad_token`. A document is a sequence of the file:
-    end-of-document tokens within one have no part in this.
-
-    Args:
-        indexed: the token file.
-        documents: sequence numbers that belong to this split.
-        seq_length: inputs of a sample; a sample has one token more.
-        seed: of the draws.
-        name: of the split, for messages.
-        vocab_size: ids must be below it; not checked if None.
-        pad_token: what stands where no document is.
+    A sample holds seq_length inputs and one token more; a document that ends on that token is the only one with a last
+    token that is not an input (see `Packing`). After the last document comes `pad_token`. A document is a sequence of
+    the file: end-of-document tokens within one have no part in this.
 
     Raises:
         ConfigError: no document of the split has two tokens.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        *,
-        documents: range,
-        seq_length: int,
-        seed: int,
-        name: str,
-        vocab_size: int | None = None,
-        pad_token: int = 0,
-    ) -> None:
-        super().__init__(
-            indexed,
-            documents=documents,
-            seq_length=seq_length,
-            seed=seed,
-            name=name,
-            vocab_size=vocab_size,
-        )
-        self.pad_token = pad_token
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         predictions = self._predictions()
         self.num_predictions = int(predictions.sum())
         """Labels that count in an epoch: every token of the split that is not the first of its document."""
         # Up to and with each document: where a full piece is found by its number.
-        self._full_ends = np.cumsum(predictions // seq_length)
+        self._full_ends = np.cumsum(predictions // self.seq_length)
         self._full = int(self._full_ends[-1]) if len(predictions) else 0
-        rest = predictions % seq_length
-        counts = np.bincount(rest[rest > 0] + 1, minlength=seq_length + 2)
-        self._bins = best_fit(counts, seq_length + 1)
+        rest = predictions % self.seq_length
+        counts = np.bincount(rest[rest > 0] + 1, minlength=self.seq_length + 2)
+        self._bins = best_fit(counts, self.seq_length + 1)
         self._bin_ends = np.cumsum(self._bins.items())
         """Documents in a bin and in those before it."""
         self.samples_per_epoch = self._full + self._bins.count
         """Samples before a document is seen again."""
         if self.samples_per_epoch < 1:
-            raise ConfigError(
-                f"{self._holds}, none "
-                f"of which has the two that a prediction needs; give {name} a larger share of --split or more documents"
-            )
+            raise self._too_small("none of which has the two that a prediction needs")
         self._epochs: tuple[_Epoch, ...] = ()
         self._last: tuple[int, list[_Piece]] = (-1, [])
 
@@ -118,10 +86,9 @@ class PackedDataset(DocumentDataset):
         """
         sample = np.full(self.seq_length + 1, self.pad_token, dtype=np.int64)
         position = 0
-        for piece in self._pieces(k):
-            tokens = self._reader.read(np.array([piece.sequence]), 0, piece.start, piece.length)
-            sample[position : position + piece.length] = tokens
-            position += piece.length
+        for sequence, start, length in self._pieces(k):
+            sample[position : position + length] = self._read(np.array([sequence]), 0, start, length)
+            position += length
         return sample
 
     def packing(self, k: int) -> Packing:
@@ -133,9 +100,8 @@ class PackedDataset(DocumentDataset):
         return Packing(starts=tuple(starts), used=position - 1)
 
     def _pieces(self, k: int) -> list[_Piece]:
-        """What sample k holds, in order. The last answer is kept: `sample` and `packing` are asked in turn."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
+        """What sample k holds, in order. The last answer is kept: `sample` and `packing` alternate."""
+        require_sample(k)
         last, pieces = self._last
         if last != k:
             pieces = self._found_pieces(k)
@@ -146,30 +112,27 @@ class PackedDataset(DocumentDataset):
     def _found_pieces(self, k: int) -> list[_Piece]:
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
-        index = epoch.samples(within)
+        index, first_document = epoch.samples(within), self.documents.start
         if index < self._full:
             document = int(np.searchsorted(self._full_ends, index, side="right"))
             before = int(self._full_ends[document - 1]) if document else 0
-            start = (index - before) * self.seq_length
-            return [_Piece(self.documents.start + document, start, self.seq_length + 1)]
+            return [
+                _Piece(first_document + document, (index - before) * self.seq_length, self.seq_length + 1)
+            ]
         index -= self._full
         first = int(self._bin_ends[index - 1]) if index else 0
-        return [
-            self._last_piece(int(document))
-            for document in epoch.documents[first : int(self._bin_ends[index])]
-        ]
-
-    def _last_piece(self, document: int) -> _Piece:
-        size = int(self._sizes[document])
-        start = (size - 1) // self.seq_length * self.seq_length
-        return _Piece(self.documents.start + document, start, size - start)
+        pieces = []
+        for document in epoch.documents[first : int(self._bin_ends[index])].tolist():
+            size = int(self._sizes[document])
+            start = (size - 1) // self.seq_length * self.seq_length
+            pieces.append(_Piece(first_document + document, start, size - start))
+        return pieces
 
     def _predictions(self) -> NDArray[np.int64]:
-        """Predictions of each document, `[documents]`."""
         return np.maximum(self._sizes.astype(np.int64) - 1, 0)
 
     def _epoch(self, number: int) -> _Epoch:
-        """One epoch's dealing. Two are kept: batches cross from one to the next, and prefetch runs ahead."""
+        """The packing of one epoch. Two are kept: batches cross from one to the next, and prefetch runs ahead."""
         for epoch in self._epochs:
             if epoch.number == number:
                 return epoch
@@ -187,7 +150,102 @@ class PackedDataset(DocumentDataset):
         samples = KeyedPermutation(
             self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
         )
-        epoch = _Epoch(number=number, documents=documents, samples=samples)
+        epoch = _Epoch(number, documents, samples)
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)
         return epoch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bins:
+    """A packing of items into bins; which item of a length is in which bin is left open.
+
+    Part p says that each of `bins[p]` bins, from number `first[p]` on, takes `each[p]` items of length `lengths[p]`.
+    Parts come in ascending order of their lengths.
+    """
+
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    bins: NDArray[np.int64]
+    each: NDArray[np.int64]
+    count: int
+    """Number of bins."""
+
+    def items(self) -> NDArray[np.int64]:
+        """Items in each bin. Shape `[count]`."""
+        changes = np.zeros(self.count + 1, dtype=np.int64)
+        np.add.at(changes, self.first, self.each)
+        np.add.at(changes, self.first + self.bins, -self.each)
+        return np.cumsum(changes)[:-1]
+
+    def of_items(self) -> NDArray[np.int64]:
+        """The bin of each item, the items in ascending order of their lengths. Shape `[items]`."""
+        sizes = self.bins * self.each
+        before = np.cumsum(sizes) - sizes
+        within = np.arange(int(sizes.sum())) - np.repeat(before, sizes)
+        return np.repeat(self.first, sizes) + within // np.repeat(self.each, sizes)
+
+
+class _Filled(NamedTuple):
+    """What a group of equal bins holds: `each` items of one length, and what was there before."""
+
+    length: int
+    each: int
+    before: "_Filled | None"
+
+
+def best_fit(counts: NDArray[np.int64], capacity: int) -> Bins:
+    """Pack counts[n] items of each length n, the longest first, each into the bin with the least room that takes it.
+
+    Best-fit decreasing needs at most 11/9 of the fewest bins, plus 4 (Johnson, "Near-optimal bin packing algorithms",
+    1973). Items of one length are placed together, and equal bins are kept as one group with a count (Krell et al.,
+    "Efficient sequence packing without cross-contamination", 2021), so that the work depends on the number of
+    different lengths alone. Packing whole documents so is Ding et al., "Fewer truncations improve language modeling",
+    2024.
+
+    Args:
+        counts: items of each length 0 .. capacity, `[capacity + 1]`; none of length 0.
+        capacity: of a bin, in the unit of the lengths.
+    """
+    assert len(counts) == capacity + 1 and counts[0] == 0, (len(counts), capacity)
+    groups: dict[int, list[tuple[_Filled, int]]] = {}
+    rooms: list[int] = []
+    """Keys of `groups`, ascending."""
+
+    def add(room: int, filled: _Filled, bins: int) -> None:
+        if room not in groups:
+            groups[room] = []
+            bisect.insort(rooms, room)
+        groups[room].append((filled, bins))
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            place = bisect.bisect_left(rooms, length)
+            before: _Filled | None = None
+            if place == len(rooms):
+                room, there = capacity, left  # as many new bins as it takes
+            else:
+                room = rooms[place]
+                before, there = groups[room].pop()
+                if not groups[room]:
+                    del groups[room], rooms[place]
+            # Once an item lies in a bin, that bin is the fullest one that takes the next of the same length.
+            each = min(room // length, left)
+            bins = min(there, left // each)
+            left -= bins * each
+            add(room - each * length, _Filled(length, each, before), bins)
+            if before is not None and bins < there:
+                add(room, before, there - bins)
+    # The bins of each group get consecutive numbers.
+    parts: list[tuple[int, int, int, int]] = []
+    first = 0
+    for _, group in sorted(groups.items()):
+        for content, bins in group:
+            filled: _Filled | None = content
+            while filled is not None:
+                parts.append((filled.length, first, bins, filled.each))
+                filled = filled.before
+            first += bins
+    table = np.array(sorted(parts), dtype=np.int64).reshape(-1, 4).T
+    return Bins(lengths=table[0], first=table[1], bins=table[2], each=table[3], count=first)

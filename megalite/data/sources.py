@@ -1,24 +1,23 @@
-"""From the data settings to the three datasets of a run."""
+"""From the settings to the datasets of a run, and which of their samples it reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megalite.config.data import DataConfig
-from megalite.config.data_paths import parse_data_path
+from megalite.config.batch import batch_sizes, samples_after, steps_left, total_steps
+from megalite.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, parse_data_path
 from megalite.config.errors import ConfigError
-from megalite.config.split import DEFAULT_SPLIT, SPLITS
+from megalite.config.run import RunConfig
 from megalite.data.blended import BlendedDataset
+from megalite.data.dataset import MockDataset, SampleSource, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
-from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, blend_sizes, normalized
-from megalite.data.mock_dataset import MockDataset
 from megalite.data.packed_dataset import PackedDataset
-from megalite.data.sample_source import SampleSource
-from megalite.data.splits import split_documents
 from megalite.data.token_files import TokenFiles
-from megalite.data.tokenizers.base import Tokenizer
+from megalite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,110 +34,98 @@ class _Part:
     """A token file's share in one split."""
 
     weight: float | None
-    indexed: IndexedDataset
-    documents: range
-    cache: IndexCache
+    settings: dict[str, Any]
+    """Of its dataset."""
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """What the datasets of all splits have in common."""
+def open_run_datasets(
+    config: RunConfig, *, tokenizer: Tokenizer | None, log: Callable[[str], None]
+) -> tuple[Datasets, list[str]]:
+    """The splits that the run reads, and what to log about them.
 
-    data: DataConfig
-    seq_length: int
-    seed: int
-    vocab_size: int
-    pad_token: int
+    The test split is read once, at the end of a run that also validates. 969,30,1 has one by default, so that a short
+    one is no reason to stop.
 
-    def build(self, name: str, parts: Sequence[_Part], num_samples: int | None) -> SampleSource | None:
-        """One split over all token files; None if it has no documents in any."""
-        if not any(len(part.documents) for part in parts):
-            return None
-        if self.data.data_order == "megatron":
-            assert num_samples is not None, f"data_order megatron needs the length of {name}"
-            return self._megatron(name, parts, num_samples)
-        datasets = [self._one(name, part) for part in parts]
-        if len(datasets) == 1:
-            return datasets[0]
-        weights = [
-            dataset.num_tokens if part.weight is None else part.weight
-            for dataset, part in zip(datasets, parts, strict=True)
-        ]
-        return BlendedDataset(datasets, weights)
-
-    def _one(self, name: str, part: _Part) -> GPTDataset | PackedDataset:
-        if self.data.packing == "best-fit":
-            return PackedDataset(
-                part.indexed,
-                documents=part.documents,
-                seq_length=self.seq_length,
-                seed=self.seed,
-                name=name,
-                vocab_size=self.vocab_size,
-                pad_token=self.pad_token,
-            )
-        return GPTDataset(
-            part.indexed,
-            documents=part.documents,
-            seq_length=self.seq_length,
-            seed=self.seed,
-            name=name,
-            vocab_size=self.vocab_size,
-            cache=part.cache,
-        )
-
-    def _megatron(
-        self, name: str, parts: Sequence[_Part], num_samples: int
-    ) -> MegatronDataset | MegatronBlend:
-        """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided."""
-
-        def one(part: _Part, wanted: int | None) -> MegatronDataset:
-            return MegatronDataset(
-                part.indexed,
-                documents=part.documents,
-                num_samples=wanted,
-                seq_length=self.seq_length,
-                seed=self.seed,
-                name=name,
-                vocab_size=self.vocab_size,
-                cache=part.cache,
-            )
-
-        weights = [part.weight for part in parts if part.weight is not None]
-        if len(parts) == 1 and (not weights or not self.data.data_path):
-            return one(parts[0], num_samples)
-        if weights:
-            size, wanted = blend_sizes(weights, num_samples)
-            datasets = [one(part, count) for part, count in zip(parts, wanted, strict=True)]
-            # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
-            weights = normalized(weights)
-        else:
-            datasets = [one(part, None) for part in parts]
-            weights = [float(len(dataset)) for dataset in datasets]
-            size = min(num_samples, sum(len(dataset) for dataset in datasets))
-        return MegatronBlend(datasets, weights, size=size, name=name, cache=parts[0].cache)
-
-
-def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
-    """`parse_data_path`, unless there is a token file that a weight may be the name of.
+    Args:
+        config: validated, with a length and a vocab_size.
+        tokenizer: of the run; its end of document fills up samples of packed documents.
+        log: called, also later, where indices could not be kept.
 
     Raises:
-        ConfigError: as `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces.
+        ConfigError: as `build_datasets`; or a split that the run needs has no documents.
     """
-    parsed = parse_data_path(entries)
-    joined = " ".join(entries)
-    if len(entries) > 1 and _exists(f"{joined}.idx") and not any(_exists(f"{p}.idx") for _, p in parsed):
+    datasets, notes = _build_for_run(config, tokenizer, log)
+    split = config.data.split or DEFAULT_SPLIT
+    if datasets.train is None:
         raise ConfigError(
-            f"data_path: {joined!r} is one token file, but text is cut at spaces; write ['{joined}'] in YAML, or put it "
-            "in quotes on the command line"
+            f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1"
         )
-    for weight, name in zip((weight for weight, _ in parsed), entries[::2], strict=False):
-        if weight is not None and _exists(f"{name}.idx"):
-            every = " ".join(f"0.5 {entry}" for entry in entries if _exists(f"{entry}.idx"))
-            raise ConfigError(
-                f"data_path: {name} is a token file and also reads as a weight; write ./{name}, or {every}"
-            )
-    return parsed
+    if config.training.eval_interval is not None and datasets.valid is None:
+        cause, remedy = "", "add --valid-data-path PREFIX"
+        if config.data.data_path:
+            cause, remedy = f" (split {split})", "give it a larger share of --split or more documents"
+        raise ConfigError(
+            f"eval_interval is {config.training.eval_interval} but there is no validation data{cause}; {remedy}, or leave "
+            "--eval-interval out"
+        )
+    return datasets, notes
+
+
+def _build_for_run(
+    config: RunConfig, tokenizer: Tokenizer | None, log: Callable[[str], None]
+) -> tuple[Datasets, list[str]]:
+    data = config.data
+    assert config.model.vocab_size is not None
+    build = partial(
+        build_datasets,
+        data,
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        vocab_size=config.model.vocab_size,
+        pad_token=0 if tokenizer is None else tokenizer.eod,
+        tokenizer=tokenizer,
+        num_samples=megatron_lengths(config),
+        log=log,
+    )
+    if config.training.eval_interval is None:
+        return build(splits=("train",)), []
+    if not data.data_path and not data.test_data_path:
+        return build(splits=("train", "valid")), []
+    try:
+        return build(splits=("train", "valid", "test")), []
+    except ConfigError as fault:
+        if data.test_data_path or data.split is not None:
+            raise
+        # A fault of the other splits, or of the files, comes up again here.
+        return build(splits=("train", "valid")), [f"no test loss at the end of the run: {fault}"]
+
+
+def samples_to_read(config: RunConfig, *, step: int = 0, samples: int = 0) -> dict[str, tuple[int, int]]:
+    """[first, stop) of each split for a run that continues after `step` steps and `samples` samples."""
+    left = steps_left(config, step=step, samples=samples)
+    found = {"train": (samples, samples_after(config, left, consumed=samples))}
+    if config.training.eval_interval is not None:
+        # The same samples at each evaluation.
+        evaluation = config.training.eval_iters * batch_sizes(config)[-1]
+        found |= {"valid": (0, evaluation), "test": (0, evaluation)}
+    return found
+
+
+def megatron_lengths(config: RunConfig) -> dict[str, int]:
+    """Samples that Megatron-LM asks of each split: its order depends on them.
+
+    Train: train_samples, or train_iters·global_batch_size. Validation: (train_iters // eval_interval + 1)·eval_iters global
+    batches, of which this run reads the first eval_iters again and again. Test: eval_iters global batches.
+    """
+    training, size = config.training, batch_sizes(config)[-1]
+    steps = total_steps(config)
+    train = steps * size if training.train_samples is None else training.train_samples
+    lengths = {"train": train}
+    if training.eval_interval is not None:
+        evaluation = training.eval_iters * size
+        evaluations = steps // training.eval_interval + 1
+        lengths |= {"valid": evaluations * evaluation, "test": evaluation}
+    return lengths
 
 
 def build_datasets(
@@ -151,23 +138,20 @@ def build_datasets(
     pad_token: int = 0,
     tokenizer: Tokenizer | None = None,
     num_samples: Mapping[str, int] | None = None,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = lambda line: None,
     small_bytes: int = SMALL_BYTES,
 ) -> Datasets:
     """Open the token files and make the datasets of `splits`.
 
-    data_path is divided by `split`; train_, valid_ and test_data_path are each one split whole; mock_data needs no
-    files. Datasets without weights are mixed in proportion to their tokens. A split that is not named in `splits` is
-    not made, so that nobody stumbles over a test split that is too short and never read.
+    data_path is divided by `split`; train_, valid_ and test_data_path are each one split; mock_data needs no files.
+    Datasets without weights are mixed in proportion to their tokens. A split that is not named in `splits` is not made,
+    so that a test split that is too short and never read does no harm.
 
     Args:
-        data: the settings.
-        seq_length, seed, vocab_size: of the run.
-        splits: which to make.
         pad_token: what fills up samples of packed documents.
-        tokenizer: of the run, if it has one: token files that say that they were made with another are refused.
+        tokenizer: of the run, if it has one: token files that record another are refused.
         num_samples: samples that the run asks of each split; Megatron's order depends on them, ours does not.
-        log: is told where indices could not be kept.
+        log: called where indices could not be kept.
         small_bytes: indices below this are made in memory.
 
     Raises:
@@ -176,12 +160,9 @@ def build_datasets(
     """
     assert set(splits) <= set(SPLITS), splits
     per_split = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
-    assert data.mock_data or any((data.data_path, *per_split.values())), (
-        "validate has let a run without data pass"
-    )
+    assert data.mock_data or any((data.data_path, *per_split.values())), "validate refuses a run without data"
     built: dict[str, SampleSource | None] = dict.fromkeys(SPLITS)
     files = TokenFiles(vocab_size, tokenizer)
-    builder = _Builder(data, seq_length, seed, vocab_size, pad_token)
     caches: dict[Path, IndexCache] = {}
     for number, name in enumerate(SPLITS):
         if name not in splits:
@@ -197,20 +178,83 @@ def build_datasets(
                 share = split_documents(data.split or DEFAULT_SPLIT, len(indexed))[number]
             folder = Path(data.data_cache_path or Path(prefix).parent / "cache")
             cache = caches.setdefault(
-                folder,
-                IndexCache(folder, data.data_cache_path is not None, log or _silent, small_bytes),
+                folder, IndexCache(folder, data.data_cache_path is not None, log, small_bytes)
             )
-            parts.append(_Part(weight, indexed, share, cache))
-        built[name] = builder.build(name, parts, (num_samples or {}).get(name))
+            common = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
+            parts.append(_Part(weight, {"indexed": indexed, "documents": share, **common, "cache": cache}))
+        if any(len(part.settings["documents"]) for part in parts):
+            built[name] = _blend(data, name, parts, (num_samples or {}).get(name), pad_token)
     return Datasets(**built)
 
 
-def _exists(path: str) -> bool:
+def _blend(
+    data: DataConfig, name: str, parts: Sequence[_Part], num_samples: int | None, pad_token: int
+) -> SampleSource:
+    """One split over all token files."""
+    if data.data_order == "megatron":
+        assert num_samples is not None, f"data_order megatron needs the length of {name}"
+        return _megatron_blend(name, parts, num_samples, bool(data.data_path))
+    datasets: list[GPTDataset | PackedDataset] = []
+    for part in parts:
+        if data.packing == "best-fit":
+            settings = {key: value for key, value in part.settings.items() if key != "cache"}
+            datasets.append(PackedDataset(**settings, pad_token=pad_token))
+        else:
+            datasets.append(GPTDataset(**part.settings))
+    if len(datasets) == 1:
+        return datasets[0]
+    weights = [
+        dataset.num_tokens if part.weight is None else part.weight
+        for dataset, part in zip(datasets, parts, strict=True)
+    ]
+    return BlendedDataset(datasets, weights)
+
+
+def _megatron_blend(
+    name: str, parts: Sequence[_Part], num_samples: int, is_divided: bool
+) -> MegatronDataset | MegatronBlend:
+    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided."""
+    weights = [part.weight for part in parts if part.weight is not None]
+    if len(parts) == 1 and (not weights or not is_divided):
+        return MegatronDataset(**parts[0].settings, num_samples=num_samples)
+    wanted: Sequence[int | None] = [None] * len(parts)
+    if weights:
+        size, wanted = blend_sizes(weights, num_samples)
+        # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
+        weights = normalized(weights)
+    datasets = [
+        MegatronDataset(**part.settings, num_samples=count) for part, count in zip(parts, wanted, strict=True)
+    ]
+    if not weights:
+        weights = [float(len(dataset)) for dataset in datasets]
+        size = min(num_samples, sum(len(dataset) for dataset in datasets))
+    return MegatronBlend(datasets, weights, size=size, name=name, cache=parts[0].settings["cache"])
+
+
+def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
+    """`parse_data_path`, unless there is a token file that a weight may be the name of.
+
+    Raises:
+        ConfigError: as `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces.
+    """
+    parsed = parse_data_path(entries)
+    joined = " ".join(entries)
+    if len(entries) > 1 and _is_dataset(joined) and not any(_is_dataset(prefix) for _, prefix in parsed):
+        raise ConfigError(
+            f"data_path: {joined!r} is one token file, but text is cut at spaces; write ['{joined}'] in YAML, or put it "
+            "in quotes on the command line"
+        )
+    for weight, name in zip((weight for weight, _ in parsed), entries[::2], strict=False):
+        if weight is not None and _is_dataset(name):
+            every = " ".join(f"0.5 {entry}" for entry in entries if _is_dataset(entry))
+            raise ConfigError(
+                f"data_path: {name} is a token file and also reads as a weight; write ./{name}, or {every}"
+            )
+    return parsed
+
+
+def _is_dataset(prefix: str) -> bool:
     try:
-        return Path(path).exists()
+        return Path(f"{prefix}.idx").exists()
     except OSError:
         return False
-
-
-def _silent(line: str) -> None:
-    """Nobody asked."""

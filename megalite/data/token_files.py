@@ -1,25 +1,143 @@
-"""Open token files once, and check what is cheap to check."""
+"""Token files opened once and checked, and `<prefix>.json` beside them: what they are made of, for people and checks.
+
+Nothing in this side file depends on time, host or the number of workers. Made by preprocessing:
+
+    format           1
+    documents        documents, of which each is one sequence or none
+    tokens           tokens in .bin
+    dtype            type of a stored token, as numpy names it
+    key, keys        the JSON key of this dataset, and all keys of the job
+    append_eod       whether each document ends with `tokenizer.eod`
+    bad_lines        lines left out, by kind
+    tokenizer        kind, sha256, vocab_size, eod
+    files            {".bin": {"bytes", "sha256"}, ".idx": {...}}
+    inputs           files, bytes and, where they are few, list of {"name", "bytes"} (no bytes for stdin)
+    document_lengths min, mean, max (tokens) and buckets: documents by the largest power of two in their length
+    token_histogram  most_common (id, count, text), unused (ids that never occur), max_id, entropy_bits; null for huge
+                     vocabularies
+"""
 
 import difflib
-import stat
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.made_with import require_recorded_tokenizer
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.null import NullTokenizer
+from megalite.tokenizers.base import NullTokenizer, Tokenizer
+
+SUFFIXES = (".bin", ".idx", ".json")
+"""Files of one dataset: tokens, index and, where it was preprocessed here, the side file."""
+FORMAT = 1
+_EARLIER = {"tokenizer_sha256", "bin_sha256"}
+"""Fields of side files before they had a format."""
+_LIMIT = 64 << 20
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 SAMPLED_BYTES = 64 << 20
 """Of a token file are looked at for ids outside the vocabulary when it is opened."""
-
 _BLOCK_BYTES = 1 << 20
 
 
+def side_file_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.json")
+
+
+def encode_side_file(facts: Mapping[str, Any]) -> bytes:
+    """The content of a side file; `format` comes first."""
+    return (json.dumps({"format": FORMAT, **facts}, indent=2) + "\n").encode("ascii")
+
+
+def read_side_file(prefix: str | Path) -> dict[str, Any] | None:
+    """The facts in `<prefix>.json`, or None if there is none, or one of another program or of an earlier version.
+
+    Raises:
+        ConfigError: it is ours and damaged, of a newer version, or cannot be read; names the file and what is wrong.
+    """
+    return _read_side_file(side_file_path(prefix))[0]
+
+
+def unused_side_file(prefix: str | Path) -> str | None:
+    """Why an existing `<prefix>.json` is not read: it is not ours, or of an earlier version. None if it is, or is missing.
+
+    Raises what read_side_file raises.
+    """
+    return _read_side_file(side_file_path(prefix))[1]
+
+
+def side_digests(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 of .bin and .idx, as far as the side file has them."""
+    files = facts.get("files", {})
+    return {suffix: files[suffix]["sha256"] for suffix in (".bin", ".idx") if suffix in files}
+
+
+def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """(facts, None), (None, why the file that is there is not used) or (None, None)."""
+    foreign = None, f"{path} is not a side file of megalite: not used"
+    try:
+        if not path.exists():
+            return None, None
+        # A .json may be anybody's, and of any size: ours are short.
+        if not path.is_file() or path.stat().st_size > _LIMIT:
+            return foreign
+        facts = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; make it readable, or move it away"
+        ) from None
+    except (ValueError, RecursionError):
+        return foreign
+    if not isinstance(facts, dict):
+        return foreign
+    version = facts.get("format")
+    if "format" not in facts and facts.keys() >= _EARLIER:
+        return None, f"{path} is of an earlier version: not used"
+    if type(version) is not int or version < FORMAT:
+        return foreign
+    if version > FORMAT:
+        raise ConfigError(
+            f"{path}: written by a newer megalite (format {str(version)[:40]}, this one reads {FORMAT}); use that one, "
+            "or move the file away"
+        )
+    fault = _side_fault(facts)
+    if fault is not None:
+        raise ConfigError(
+            f"{path}: {fault}; move it away, or write the dataset again with megalite preprocess"
+        )
+    return facts, None
+
+
+def _side_fault(facts: dict[str, Any]) -> str | None:
+
+    def is_count(value: object) -> bool:
+        return type(value) is int and value >= 0
+
+    for name in ("documents", "tokens", "dtype"):
+        if name not in facts:
+            return f"{name} is missing"
+        value = facts[name]
+        if name == "dtype" and not isinstance(value, str):
+            return f"{name} is {value!r:.80}, expected the name of a type"
+        if name != "dtype" and not is_count(value):
+            return f"{name} is {value!r:.80}, expected a number of at least 0"
+    files = facts.get("files", {})
+    for suffix, entry in files.items() if isinstance(files, dict) else [("", files)]:
+        sha256 = entry.get("sha256") if isinstance(entry, dict) else None
+        if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256) and is_count(entry["bytes"])):
+            return f"files {suffix} is {entry!r:.80}, expected bytes and sha256"
+    return None
+
+
 class TokenFiles:
-    """Opens and checks each token file once, whichever splits read it."""
+    """Opens and checks each token file once, for all splits that read it.
+
+    Args:
+        tokenizer: of the run, if it has one: token files that record another are refused.
+    """
 
     def __init__(self, vocab_size: int, tokenizer: Tokenizer | None = None) -> None:
         self.vocab_size = vocab_size
@@ -30,7 +148,7 @@ class TokenFiles:
         """The token file `prefix`.bin with its .idx.
 
         Raises:
-            ConfigError: it is not there, is damaged, or holds a token id outside the vocabulary.
+            ConfigError: it is missing, is damaged, or holds a token id outside the vocabulary.
         """
         if prefix not in self._open:
             _check_exists(prefix)
@@ -46,81 +164,92 @@ class TokenFiles:
         return self._open[prefix]
 
 
-def _check_exists(prefix: str) -> None:
-    """Name what is missing and what is there with a like name."""
+def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
+    """The tokenizer must be the one that the side file names, if there is a sound one that does.
+
+    Raises:
+        ConfigError: it is another; names both.
+    """
     try:
-        missing = [suffix for suffix in (".bin", ".idx") if not _is_file(f"{prefix}{suffix}")]
-    except OSError as error:
-        raise ConfigError(
-            f"data path {prefix}: {error.strerror}; a prefix is a path without .bin whose folders may be read"
-        ) from None
-    if not missing:
+        recorded = (read_side_file(prefix) or {}).get("tokenizer")
+    except ConfigError:
         return
-    folder = Path(prefix).parent
-    if not folder.is_dir():
+    sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
+    if isinstance(recorded, dict) and isinstance(sha256, str) and sha256 != tokenizer.fingerprint():
+        kind = str(recorded.get("kind", "a tokenizer"))[:40]
         raise ConfigError(
-            f"data path {prefix}: the folder {folder} does not exist; a prefix is a path without .bin"
+            f"{prefix}.bin was made with another tokenizer: {kind} (sha256 {sha256[:12]}...), and this run has "
+            f"{tokenizer.name} (sha256 {tokenizer.fingerprint()[:12]}...); give that one, or move "
+            f"{side_file_path(prefix)} away if the two are known to give the same ids"
         )
-    if prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
-        raise ConfigError(f"data path {prefix}: give the prefix alone: {prefix[:-4]}")
+
+
+def _check_exists(prefix: str) -> None:
+    """Name what is missing, and existing names that are like it."""
+    path, folder = Path(prefix), Path(prefix).parent
     try:
+        found = [suffix for suffix in (".bin", ".idx") if _exists(f"{prefix}{suffix}")]
+        if len(found) == 2:
+            return
+        if not folder.is_dir():
+            raise ConfigError(
+                f"data path {prefix}: the folder {folder} does not exist; a prefix is a path without .bin"
+            )
+        if prefix.endswith((".bin", ".idx")) and path.is_file():
+            raise ConfigError(f"data path {prefix}: give the prefix alone: {prefix[:-4]}")
         there = sorted({path.stem for path in folder.iterdir() if path.suffix == ".idx"})
     except OSError as error:
         raise ConfigError(
-            f"data path {prefix}: {prefix}{missing[0]} is missing, and {folder} cannot be listed ({error.strerror}); "
-            "check the name"
+            f"data path {prefix}: {error.strerror}; a prefix is a path without .bin in a folder that can be read"
         ) from None
-    near = difflib.get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.4)
     if near:
         hint = "did you mean " + " or ".join(str(folder / name) for name in near) + "?"
     elif there:
         hint = f"{folder} has " + ", ".join(there[:5])
     else:
-        hint = f"{folder} has no .idx file; make one with tools/preprocess_data.py"
-    if len(missing) == 1:
-        there_is = ".idx" if missing[0] == ".bin" else ".bin"
+        hint = f"{folder} has no .idx file; make one with megalite preprocess"
+    if found:
+        missing = ".idx" if found == [".bin"] else ".bin"
         raise ConfigError(
-            f"data path {prefix}: {prefix}{missing[0]} is missing, {prefix}{there_is} is there; {hint}"
+            f"data path {prefix}: {prefix}{missing} is missing, {prefix}{found[0]} exists; {hint}"
         )
     raise ConfigError(f"data path {prefix}: neither {prefix}.bin nor {prefix}.idx exists; {hint}")
 
 
-def _is_file(path: str) -> bool:
-    """Raises OSError where that cannot be told."""
+def _exists(path: str) -> bool:
+    """Raises OSError where that is unknown."""
     try:
-        return stat.S_ISREG(Path(path).stat().st_mode)
+        Path(path).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    return True
 
 
 def _check_token_ids(indexed: IndexedDataset, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Every id of a small file, evenly spread blocks of a large one; what slips through fails when it is read."""
+    """Every id of a small file, evenly spread blocks of a large one; what these miss fails when it is read."""
     tokens = indexed.tokens
-    if not len(tokens) or (tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab_size):
+    if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab_size:
         return
     block = _BLOCK_BYTES // tokens.dtype.itemsize
-    blocks = -(-len(tokens) // block)
-    if blocks * _BLOCK_BYTES <= SAMPLED_BYTES:
-        chosen = list(range(blocks))
-    else:
-        looked_at = max(2, SAMPLED_BYTES // _BLOCK_BYTES)
-        chosen = [i * (blocks - 1) // (looked_at - 1) for i in range(looked_at)]
+    blocks, looked_at = -(-len(tokens) // block), max(2, SAMPLED_BYTES // _BLOCK_BYTES)
+    chosen = [i * (blocks - 1) // (looked_at - 1) for i in range(looked_at)]
     lowest, highest = 0, 0
-    for number in chosen:
+    for number in range(blocks) if blocks <= looked_at else chosen:
         part = tokens[number * block : (number + 1) * block]
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
     if lowest < 0:
         raise ConfigError(
             f"{indexed.bin_path}: holds token id {lowest}; ids are at least 0: write the dataset again with "
-            "tools/preprocess_data.py"
+            "megalite preprocess"
         )
     if highest >= vocab_size:
         # The size of NullTokenizer is the user's.
         if tokenizer is not None and tokenizer.name != NullTokenizer.name and highest >= tokenizer.vocab_size:
             raise ConfigError(
                 f"{indexed.bin_path}: holds token id {highest}, but {tokenizer.name} (sha256 "
-                f"{tokenizer.fingerprint()[:12]}...) has ids below {tokenizer.vocab_size}: it is another tokenizer than "
-                "the one that wrote the file; give that one"
+                f"{tokenizer.fingerprint()[:12]}...) has ids below {tokenizer.vocab_size}: it is not the tokenizer "
+                "that wrote the file; give that one"
             )
         raise ConfigError(
             f"{indexed.bin_path}: holds token id {highest}, but vocab_size is {vocab_size}; set vocab_size to at least "

@@ -1,30 +1,20 @@
 """Flat buckets: parameters of one kind share one buffer for their values and one for their gradients.
 
-One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that
-need different treatment never share one: each bucket is uniform in weight decay, in what tensor parallelism does
-with it, in being tied and in belonging to experts, which other ranks hold copies of. Replicated and tied parameters
-therefore sit at the same offsets on every rank that holds a copy, so the copies see bit-equal sums and cannot drift.
+One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that need
+different treatment never share one (`BucketKind`). Replicated and tied parameters therefore have the same offsets on
+every rank with a copy, so the copies see bit-equal sums and cannot drift.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from megalite.data_parallel.facts import BucketKind, cut_into_buckets, padded
 from megalite.tensor_parallel.parameter import ShardedParameter
-
-
-class BucketKind(NamedTuple):
-    """What all parameters of a bucket have in common."""
-
-    decay: bool
-    split_over_tp: bool
-    partial_over_tp: bool
-    tied: bool
-    expert: bool
-    orthogonal: bool = False
+from megalite.topology.group import Work
 
 
 @dataclass(frozen=True)
@@ -41,11 +31,11 @@ class Placed:
 
 
 class Bucket:
-    """Parameters whose values (`data`) and gradients (`grad`) are views of two flat buffers.
+    """Parameters with values (`data`) and gradients (`grad`) that are views of two flat buffers.
 
     Args:
-        align: both buffers are padded with zeros to a multiple of this, so that they split evenly over dp.
-        holds_grad: the gradients' memory is taken at once; else by `take_memory`.
+        replicas: ranks that share it; both buffers are padded with zeros, so that they split evenly over these.
+        allocate: the gradients get their memory at once; else by `alloc_storage`.
     """
 
     def __init__(
@@ -53,9 +43,9 @@ class Bucket:
         kind: BucketKind,
         parameters: list[ShardedParameter],
         *,
-        align: int,
+        replicas: int,
         grad_dtype: torch.dtype,
-        holds_grad: bool = True,
+        allocate: bool = True,
     ) -> None:
         self.kind = kind
         self.placed: list[Placed] = []
@@ -63,14 +53,14 @@ class Bucket:
         for parameter in parameters:
             self.placed.append(Placed(parameter, offset))
             offset += parameter.numel()
-        size = -(-offset // align) * align
+        size = padded(offset, replicas)
         first = parameters[0]
         self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         for placed in self.placed:
             self._adopt(placed)
-        if not holds_grad:
-            give_memory(self.grad)
+        if not allocate:
+            free_storage(self.grad)
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
 
@@ -85,7 +75,9 @@ class Bucket:
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
-    def arm(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
+    def start_counting(
+        self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None
+    ) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come.
 
         Args:
@@ -93,15 +85,12 @@ class Bucket:
                 `on_full` is called at once.
         """
         members = [placed.parameter for placed in self.placed]
-        if pending is None:
-            self._awaited = sum(parameter.info.uses for parameter in members)
-        else:
-            self._awaited = sum(pending[parameter] for parameter in members)
+        self._awaited = sum(p.info.uses if pending is None else pending[p] for p in members)
         self._on_full = on_full
         if self._awaited == 0:
             on_full()
 
-    def disarm(self) -> None:
+    def stop_counting(self) -> None:
         """Count no longer."""
         self._awaited = 0
 
@@ -112,13 +101,13 @@ class Bucket:
                 self._on_full()
 
 
-def take_memory(flat: torch.Tensor) -> None:
+def alloc_storage(flat: torch.Tensor) -> None:
     """Give a bucket's buffer its memory back, with any contents; its views, and what autograd has saved, see it again."""
     flat.untyped_storage().resize_(flat.nbytes)
 
 
-def give_memory(flat: torch.Tensor) -> None:
-    """Let a bucket's buffer and all its views be without memory, until `take_memory`."""
+def free_storage(flat: torch.Tensor) -> None:
+    """Let a bucket's buffer and all its views be without memory, until `alloc_storage`."""
     flat.untyped_storage().resize_(0)
 
 
@@ -138,30 +127,86 @@ def make_buckets(
     parameters: Iterable[ShardedParameter],
     *,
     bucket_size: int,
-    align: Callable[[BucketKind], int],
+    replicas: Callable[[BucketKind], int],
     grad_dtype: torch.dtype,
-    holds_grad: bool = True,
+    allocate: bool = True,
 ) -> list[Bucket]:
-    """Buckets of about `bucket_size` elements in reverse order of `parameters`: the order in which gradients come.
+    """Buckets of about `bucket_size` elements in reverse order of `parameters`, by `cut_into_buckets`.
 
     Args:
-        align: what the size of a bucket of this kind is a multiple of.
-        holds_grad: see `Bucket`.
+        replicas: how many ranks share a bucket of this kind.
+        allocate: see `Bucket`.
     """
-    open_buckets: dict[BucketKind, list[ShardedParameter]] = {}
-    closed: list[tuple[BucketKind, list[ShardedParameter]]] = []
-    for parameter in reversed(list(dict.fromkeys(parameters))):
-        info = parameter.info
-        kind = BucketKind(
-            *(info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert),
-            info.orthogonal,
-        )
-        members = open_buckets.setdefault(kind, [])
-        members.append(parameter)
-        if sum(member.numel() for member in members) >= bucket_size:
-            closed.append((kind, open_buckets.pop(kind)))
-    closed.extend(open_buckets.items())
+    found = cut_into_buckets(
+        dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size
+    )
     return [
-        Bucket(kind, members, align=align(kind), grad_dtype=grad_dtype, holds_grad=holds_grad)
-        for kind, members in closed
+        Bucket(kind, members, replicas=replicas(kind), grad_dtype=grad_dtype, allocate=allocate)
+        for kind, members in found
     ]
+
+
+def _kind(parameter: ShardedParameter) -> BucketKind:
+    info = parameter.info
+    return BucketKind(
+        decay=info.decay,
+        split_over_tp=info.shard_dim is not None,
+        partial_over_tp=info.partial_over_tp,
+        tied=info.tied,
+        expert=info.expert,
+        orthogonal=info.orthogonal,
+    )
+
+
+class Arrivals:
+    """Each module waits for the buckets of its own parameters just before it computes.
+
+    Args:
+        stages: this rank's modules.
+        buckets: all of theirs.
+        overlap: False: whatever is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool
+    ) -> None:
+        self._overlap = overlap
+        self._coming: dict[Bucket, Work] = {}
+        if overlap:
+            bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.placed}
+            for stage in stages.values():
+                for module in stage.modules():
+                    self._wait_before(module, bucket_of)
+
+    def _wait_before(self, module: torch.nn.Module, bucket_of: Mapping[Any, Bucket]) -> None:
+        own = [p for p in module.parameters(recurse=False) if isinstance(p, ShardedParameter)]
+        buckets = tuple(dict.fromkeys(bucket_of[parameter] for parameter in own))
+        if buckets:
+            module.register_forward_pre_hook(lambda *_: self._wait_for(buckets))
+
+    def _wait_for(self, buckets: Iterable[Bucket]) -> None:
+        if self._coming:
+            for bucket in buckets:
+                work = self._coming.pop(bucket, None)
+                if work is not None:
+                    work.wait()
+
+    def expect(self, bucket: Bucket, work: Work) -> None:
+        """The bucket's parameters are there once `work` is done."""
+        self._coming[bucket] = work
+
+    def wait_unless_overlapped(self) -> None:
+        """All has been asked for: where forwards do not wait by themselves, wait here."""
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until everything is there."""
+        for work in self._coming.values():
+            work.wait()
+        self._coming.clear()
+
+
+def first_needed_first(buckets: Mapping[int, list[Bucket]]) -> list[Bucket]:
+    """In the order of the next forward: stages are kept in that order, the buckets of each in the backward's."""
+    return [bucket for own in buckets.values() for bucket in reversed(own)]

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from megalite.data_parallel.buckets import Bucket, give_memory, has_memory, make_buckets, take_memory
-from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.shards import ALIGNMENT, OptimizerShard
-from megalite.data_parallel.split_main import SplitMain
-from megalite.data_parallel.states import FlatState, Placement
+from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, has_memory
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.shards import OptimizerShard, SplitMain
+from megalite.data_parallel.strategy import FlatState
+from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module whose parameters are gathered together: a transformer layer, the embedding, the head."""
+    """A module that gathers its parameters together: a transformer layer, the embedding, the head."""
 
     module: torch.nn.Module
     parameters: tuple[ShardedParameter, ...]
@@ -29,7 +29,7 @@ class Unit:
 def find_units(stages: Mapping[int, torch.nn.Module]) -> list[Unit]:
     """The children of each stage, and of containers among them their children, in the order of the forward.
 
-    Parameters that a stage has beside its children make it a unit itself; then no child may have any.
+    Parameters that a stage has in addition to its children make it a unit itself; then no child may have any.
     """
     units: list[Unit] = []
     for stage in stages.values():
@@ -44,7 +44,7 @@ def find_units(stages: Mapping[int, torch.nn.Module]) -> list[Unit]:
         if not found:
             found = [Unit(stage, _parameters(stage))]
         within = {parameter for unit in found for parameter in unit.parameters}
-        assert within == set(_parameters(stage)), "a stage has parameters beside those of its units"
+        assert within == set(_parameters(stage)), "a stage has parameters outside its units"
         units += found
     return units
 
@@ -71,38 +71,33 @@ class FullySharded(DistributedOptimizer):
     still, and the gradients in theirs. A recompute that runs over several layers at once gathers these once more.
     """
 
+    always_shards_gradients = True
+    allocates_gradients = False
+
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         # Before the buckets and shards are made.
         self._units = find_units(stages)
         self._own: dict[Bucket, torch.Tensor] = {}
-        super().__init__(stages, shard_gradients=True, **common)
+        super().__init__(stages, **common)
         self._serial = self.all_buckets()[0].data.device.type == "cpu" and (
             self.options.by_rank or self.options.wire_dtype not in (None, self.options.grad_dtype)
         )
         """Reduce-scatters run in the background thread: the gathers must too, so that every rank has them in one order."""
         self._backward_of: int | None = None
-        """The unit whose backward is under way."""
+        """The unit in its backward now."""
 
     def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
-        """None has parameters of two units."""
-        left, found = dict.fromkeys(parameters), list[Bucket]()
-        members = []
+        left, members = dict.fromkeys(parameters), []
         for unit in self._units:
             members.append([parameter for parameter in unit.parameters if parameter in left])
             for parameter in members[-1]:
                 del left[parameter]
-        for own in reversed(members):
-            found += make_buckets(
-                own,
-                bucket_size=self.options.bucket_size,
-                align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
-                grad_dtype=self.options.grad_dtype,
-                holds_grad=False,
-            )
-        return found
+        return [
+            bucket for own in reversed(members) for bucket in super(FullySharded, self)._make_buckets(own)
+        ]
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
-        take_memory(bucket.grad)
+        alloc_storage(bucket.grad)
         bucket.grad.zero_()
         shard = super()._make_shard(bucket)
         if self.channel(bucket).size == 1:
@@ -111,14 +106,13 @@ class FullySharded(DistributedOptimizer):
         if not shard.is_copy:
             shard.main_param.data = own
         self._own[bucket] = own
-        give_memory(bucket.data)
+        free_storage(bucket.data)
         return shard
 
     def _split_main(self, shard: OptimizerShard) -> SplitMain:
         return SplitMain(shard.main_param, self._weights(shard))
 
     def _weights(self, shard: OptimizerShard) -> torch.Tensor:
-        """The owned range in the model's type, which is always in memory."""
         own = self._own.get(shard.bucket)
         return shard.bucket.data[shard.start : shard.stop] if own is None else own
 
@@ -178,7 +172,7 @@ class FullySharded(DistributedOptimizer):
 
     def _start_gather(self, bucket: Bucket) -> None:
         if not has_memory(bucket.data):
-            take_memory(bucket.data)
+            alloc_storage(bucket.data)
             channel, own = self.channel(bucket), self._own[bucket]
             if self._serial:
                 work: Work = channel.in_background(lambda: channel.gather_raw(bucket.data, own))
@@ -190,58 +184,44 @@ class FullySharded(DistributedOptimizer):
         self._gathering.pop(bucket, DONE).wait()
 
     def _free(self, *, but: list[Bucket] | None = None) -> None:
-        """Keep the owned ranges alone, but of these."""
         for bucket in self._own:
             if has_memory(bucket.data) and (but is None or bucket not in but):
                 self._finish_gather(bucket)
-                give_memory(bucket.data)
+                free_storage(bucket.data)
 
     # ---- the hooks of a step
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        """Also frees what an evaluation, or a step that failed half way, has gathered."""
         self._backward_of = None
         self._free()
         super().begin_step(step, loss_scale=loss_scale)
 
-    def finish_gradients(self) -> None:
-        """Frees what the last backward has left."""
+    def finish_grad_sync(self) -> None:
         self._free()
-        super().finish_gradients()
+        super().finish_grad_sync()
 
     def publish_parameters(self) -> None:
-        """Round the owned part to the model's precision; the next forward gathers it."""
         self._round()
         self._free()
 
     def wait_for_parameters(self) -> None:
-        """Gather the whole model; the next step's begin, or a forward, frees it."""
         for bucket in self._own:
             self._start_gather(bucket)
         for bucket in self._own:
             self._finish_gather(bucket)
 
     def settle(self) -> None:
-        """What is being gathered arrives, and is let go."""
         self._free()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """The owned ranges are what is saved, and forwards gather what they need: nothing is gathered here."""
         return self.main_in_memory()
 
     def weights(self, shard: OptimizerShard) -> FlatState:
-        """The owned range."""
         if shard.bucket not in self._own:
             return super().weights(shard)
-        return FlatState(
-            name="weight",
-            bucket=shard.bucket,
-            start=shard.start,
-            values=self._own[shard.bucket],
-            placement=Placement.SHARDED,
-        )
+        own = self._own[shard.bucket]
+        return FlatState("weight", shard.bucket, own, Placement.SHARDED, shard.start)
 
     def loaded(self) -> None:
-        """What was gathered before is not the model any more."""
         self._free()
         super().loaded()

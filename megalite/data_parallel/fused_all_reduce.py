@@ -1,6 +1,5 @@
 """Data parallelism by all-reduce of whatever gradients are ready, fused to pieces of a good size."""
 
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,12 +7,11 @@ from typing import Any
 
 import torch
 
-from megalite.config.data_parallel import DataParallelConfig
-from megalite.data_parallel.buckets import Bucket, make_buckets
-from megalite.data_parallel.shards import ALIGNMENT, Norms
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import ALIGNMENT
+from megalite.data_parallel.shards import Norms
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.data_parallel.wire import Several
-from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Work
 
 Range = tuple[int, int]
@@ -27,7 +25,7 @@ class FusedAllReduce(DataParallelStrategy):
     `fusion_threshold_mb`, that slice of the buffer is all-reduced: nothing is copied to be fused. What is left goes when
     the backward ends.
 
-    Horovod's ranks run a graph in an order of their own, so they negotiate, every millisecond, what is ready on all of
+    Horovod's ranks run a graph in different orders, so they negotiate, every millisecond, what is ready on all of
     them. Here what is fused depends on nothing but the order in which gradients come, which the program fixes: the same
     schedule, layers and tape on each rank with the same buckets, and no timer. So nothing is negotiated. Each rank
     folds the slices that it reduces into a number that travels with the norm; where the ranks of a group have different
@@ -36,11 +34,9 @@ class FusedAllReduce(DataParallelStrategy):
     Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
     """
 
-    def __init__(
-        self, stages: Mapping[int, torch.nn.Module], *, settings: DataParallelConfig, **common: Any
-    ) -> None:
+    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
-        nbytes = settings.fusion_threshold_mb * 1e6
+        nbytes = self.options.settings.fusion_threshold_mb * 1e6
         wire = self.options.wire_dtype or self.options.grad_dtype
         self._queues = {
             bucket: ReadyQueue(
@@ -52,22 +48,12 @@ class FusedAllReduce(DataParallelStrategy):
         }
         self._pieces: dict[Bucket, list[Work]] = {}
         self._order: dict[bool, int] = {}
-        """For experts and for the rest, whose groups differ: the slices reduced in this step, as a checksum."""
+        """For experts and for the rest, which have other groups: the slices reduced in this step, as a checksum."""
         for bucket in self.all_buckets():
             for index, placed in enumerate(bucket.placed):
                 placed.parameter.grad_ready = lambda bucket=bucket, index=index: self._note(bucket, index)
 
-    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
-        """One of each kind."""
-        return make_buckets(
-            parameters,
-            bucket_size=sys.maxsize,
-            align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
-            grad_dtype=self.options.grad_dtype,
-        )
-
     def zero_grad(self) -> None:
-        """Forget the last step's gradients, also those of a step that failed half way."""
         for pieces in self._pieces.values():
             Several(pieces).wait()
         self._pieces.clear()
@@ -76,23 +62,20 @@ class FusedAllReduce(DataParallelStrategy):
             queue.clear()
         super().zero_grad()
 
-    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        """The stage's last gradients come next: queue those that are final."""
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         if not self.options.overlap:
             return
         counts = None if pending is None else Counter(pending)
         for bucket in self.buckets[stage]:
             if not (bucket.kind.partial_over_tp or bucket.kind.tied):
-                for piece in self._queues[bucket].arm(counts):
+                for piece in self._queues[bucket].start_counting(counts):
                     self._start_piece(bucket, piece)
 
     def _note(self, bucket: Bucket, index: int) -> None:
-        """A contribution to a parameter's gradient is in."""
         for piece in self._queues[bucket].note(index):
             self._start_piece(bucket, piece)
 
     def _reduce(self, bucket: Bucket) -> Work:
-        """What has not been started yet; returns the work of all pieces."""
         for piece in self._queues[bucket].rest():
             self._start_piece(bucket, piece)
         return Several(self._pieces.pop(bucket, []))
@@ -106,7 +89,7 @@ class FusedAllReduce(DataParallelStrategy):
         self._order[expert] = zlib.crc32(f"{name} {start} {stop}".encode(), self._order.get(expert, 0))
 
     def norm_terms(self) -> torch.Tensor:
-        """And a number whose sum is 0 if the ranks of each group have reduced the same slices in the same order: the
+        """And a number that sums to 0 if the ranks of each group have reduced the same slices in the same order: the
         first rank of d adds (d-1) times its checksum, the others take theirs away."""
         balance = 0
         for expert, checksum in self._order.items():
@@ -154,7 +137,7 @@ class ReadyQueue:
         self._ready: list[Range] = []
         self._given: list[Range] = []
 
-    def arm(self, pending: Counter[torch.nn.Parameter] | None) -> list[Range]:
+    def start_counting(self, pending: Counter[torch.nn.Parameter] | None) -> list[Range]:
         """From now on count; returns what can go at once.
 
         Args:

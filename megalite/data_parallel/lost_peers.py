@@ -12,7 +12,7 @@ class PeerLostError(RuntimeError):
 
 
 def others_failed_first(error: BaseException) -> bool:
-    """The error tells of another rank's failure: a connection was closed from the other end, or that rank said so."""
+    """The error is another rank's failure: a connection was closed from the other end, or that rank said so."""
     return isinstance(error, (PeerLostError, RemoteError)) or is_connection_error(error)
 
 
@@ -42,13 +42,12 @@ def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
     one = len(named) == 1
     return (
         f"{named[0] if one else '; '.join(name.rstrip(',') for name in named)} {'is' if one else 'are'} gone: connections "
-        f"were closed in step {strategy.step}. {'Its own log says' if one else 'One of them was the first, whose log says'} why, if it could be said; start the run again with "
-        "--load to go on from the newest checkpoint"
+        f"were closed in step {strategy.step}. {'Its own log says' if one else 'The log of the first of them says'} why, if it could be said; start the run again with "
+        "--load to continue from the newest checkpoint"
     )
 
 
 def _name(rank: int, replicas: list[Group], strategy: DataParallelStrategy) -> str:
-    """`rank 2, the parameter server of dp group [0, 2]`."""
     for group in replicas:
         if rank in group.ranks:
             role = strategy.role(group, group.ranks.index(rank))

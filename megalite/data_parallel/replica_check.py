@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.data_parallel.buckets import Placed
-from megalite.data_parallel.states import FlatState
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.topology.group import Group
 
 _CHUNK = 1 << 20
@@ -79,14 +78,13 @@ def check_replicas(
                 what = "weights" if any(differ[:weights]) else "optimizer states"
                 error = ReplicasDifferError(
                     f"after step {step} ranks {group.ranks[0]} and {group.ranks[rank]} should have the same {what} but "
-                    f"differ in {names[0]}{more}: the run cannot be trusted; go on from the last checkpoint before, and "
+                    f"differ in {names[0]}{more}: the run cannot be trusted; continue from the last checkpoint before, and "
                     "look at the hardware if it happens again"
                 )
     world.agree(error, device)
 
 
 def _cut(state: FlatState) -> list[tuple[Placed, torch.Tensor]]:
-    """The values of each parameter in a state."""
     found = []
     for placed in state.bucket.placed:
         start, stop = max(placed.start, state.start), min(placed.stop, state.stop)

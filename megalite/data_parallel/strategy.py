@@ -1,8 +1,9 @@
 """What every data-parallel strategy shares: buckets, the order of reductions, and the shards that are optimized.
 
-A strategy acts in three spaces. *Gradients*: `arm`, `launch` and `finish_gradients` make of each rank's part what the
-update goes by. *Optimizer states*: `update` steps the optimizer, and may have it average its own state over ranks.
-*Weights*: `update` ends by making the stepped main parameters the model's (`publish_parameters`), and may average them.
+A strategy acts in three spaces. *Gradients*: `enable_grad_sync`, `start_grad_sync` and `finish_grad_sync` turn each
+rank's part into the gradient of the update. *Optimizer states*: `update` steps the optimizer, and may have it average its
+own state over ranks. *Weights*: `update` ends by making the stepped main parameters the model's (`publish_parameters`),
+and may average them.
 """
 
 import dataclasses
@@ -11,42 +12,90 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megalite.data_parallel.background import Background
-from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig
+from megalite.data_parallel.buckets import Bucket, Placed, make_buckets
+from megalite.data_parallel.facts import STATES, Placement
 from megalite.data_parallel.shards import (
-    ALIGNMENT,
     Norms,
     OptimizerShard,
+    SplitMain,
     StrategyGroups,
     StrategyOptions,
+    unfolded,
 )
-from megalite.data_parallel.split_main import SplitMain, unfolded
-from megalite.data_parallel.states import FlatState, Placement, TensorState
-from megalite.data_parallel.wire import Channel, WireCounter
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.flat import Update
+from megalite.data_parallel.wire import Background, Channel, WireCounter
+from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group, Work
+from megalite.topology.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class FlatState:
+    """One state for each element of a range of a bucket."""
+
+    name: str
+    """Its key in a checkpoint is `optimizer.<name>:<tensor>`; lower case, with underscores."""
+    bucket: Bucket
+    values: torch.Tensor
+    """Flat and live: loading writes into it."""
+    placement: Placement
+    start: int = 0
+    """`values` are of the elements from here on."""
+    default: str = "required"
+    """See `StateFact`."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.values.numel()
+
+
+def kept(name: str, bucket: Bucket, values: torch.Tensor, start: int = 0) -> FlatState:
+    """A state that is stated in `facts.STATES`."""
+    return FlatState(name, bucket, values, STATES[name].placement, start, STATES[name].default)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorState:
+    """Something about one tensor of the model, or about this rank's slice of it.
+
+    A checkpoint that does not have it, or for another cut of the tensor, leaves it as it is, with a line in the log.
+    """
+
+    name: str
+    bucket: Bucket
+    placed: Placed
+    values: torch.Tensor
+    """Live, of any shape."""
+    per_slice: bool = False
+    """It belongs to the local slice: each tp (or ep) rank has its own. Replicas have the same."""
 
 
 class DataParallelStrategy(ABC):
     """Owns the buckets of this rank's stages. Its life in one step:
 
-    `begin_step`; during the program `arm` and `launch`, stage by stage; `finish_gradients`; `norm_terms` and, once they
-    are summed over the world, `norms`; then `update`, unless gradients overflowed.
+    `begin_step`; during the program `enable_grad_sync` and `start_grad_sync`, stage by stage; `finish_grad_sync`;
+    `norm_terms` and, once they are summed over the world, `norms`; then `update`, unless gradients overflowed.
 
-    Gradients come as this rank's part of the gradient of the mean over the global batch: their sum over the data-parallel
-    ranks is the whole.
+    Gradients come as this rank's part of the gradient of the mean over the global batch, which is their sum over the
+    data-parallel ranks.
     """
 
     shards_over_dp: bool = False
-    """Each of the ranks with the same bucket updates a part of it of its own."""
+    """Each of the ranks with the same bucket updates another part of it."""
     replicas_agree: bool = True
     """After each update the ranks with the same bucket have the same weights, to the bit."""
+
+    allocates_gradients: bool = True
+    """Gradients have memory from the start."""
 
     def __init__(
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
@@ -57,7 +106,7 @@ class DataParallelStrategy(ABC):
         }
         device = self.all_buckets()[0].data.device
         self.wire_counter = WireCounter()
-        self._background = Background(device)
+        self.background = Background(device)
         self._channels: dict[Group, Channel] = {}
         self._reducing: dict[Bucket, Work] = {}
         self.notes: list[str] = []
@@ -65,19 +114,26 @@ class DataParallelStrategy(ABC):
         self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
         """What the optimizer has rounded itself, while its step is being published."""
         self.step = 0
-        """The step under way, counted from 1."""
+        """The current step, counted from 1."""
         self.loss_scale = 1.0
-        """What the loss of the step under way is multiplied with; a power of 2, unless the user fixed another."""
+        """The factor of this step's loss; a power of 2, unless the user fixed another."""
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
         self._split = [self._split_main(shard) for shard in self.shards] if options.split_main else []
 
+    @classmethod
+    def from_config(
+        cls, stages: Mapping[int, torch.nn.Module], config: RunConfig, topology: Topology, **common: Any
+    ) -> "DataParallelStrategy":
+        """The strategy of a run; `common` are `groups` and `options`."""
+        return cls(stages, **common)
+
     def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
-        """Of one stage."""
         return make_buckets(
             parameters,
             bucket_size=self.options.bucket_size,
-            align=lambda kind: ALIGNMENT * self.groups.replicas(kind).size,
+            replicas=lambda kind: self.groups.replicas(kind).size,
             grad_dtype=self.options.grad_dtype,
+            allocate=self.allocates_gradients,
         )
 
     def all_buckets(self) -> list[Bucket]:
@@ -91,7 +147,7 @@ class DataParallelStrategy(ABC):
             self._channels[group] = Channel(
                 group,
                 self.wire_counter,
-                self._background,
+                self.background,
                 wire_dtype=self.options.wire_dtype,
                 by_rank=self.options.by_rank,
             )
@@ -109,24 +165,24 @@ class DataParallelStrategy(ABC):
         return SplitMain(shard.main_param, self._weights(shard))
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Of the ranks with other parts of the network that hold the bucket's tensors too, this one has them counted."""
+        """Of the ranks with other parts of the network that have the bucket's tensors too, this one has them counted."""
         kind, groups = bucket.kind, self.groups
         first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
         return first_copy and (kind.split_over_tp or kind.expert or groups.tp.rank == 0)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """The part of a bucket whose gradient this rank has after reduction and whose parameters it updates: all of it,
+        """The part of a bucket that this rank has the reduced gradient of, and updates: all of it,
         unless `shards_over_dp`."""
         return 0, bucket.data.numel()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """The optimizer over `shards` has been made; called once, by whoever makes it."""
+        """The optimizer over `shards` has been made; called once."""
 
     # ---- what it does when
 
     @property
     def scope(self) -> Group:
-        """The ranks that take the decisions of a step together and go by one gradient: all of them, or one of several
+        """The ranks that take the decisions of a step together and use one gradient: all of them, or one of several
         groups of equal size."""
         return self.groups.world
 
@@ -151,24 +207,24 @@ class DataParallelStrategy(ABC):
             work.wait()
         self._reducing.clear()
         for bucket in self.all_buckets():
-            bucket.disarm()
+            bucket.stop_counting()
             bucket.grad.zero_()
 
-    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         """The stage's last gradients come next: start each bucket's reduction when it is full.
 
         Args:
-            pending: the parameters whose gradients are still to come, each as often as it will report; buckets without
+            pending: the parameters that still get gradients, each as often as it will report; buckets without
                 any are complete and start now. None: a whole backward comes.
         """
         if self.options.overlap:
             counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:
                 if not _waits_for_others(bucket):
-                    bucket.arm(lambda bucket=bucket: self._start(bucket), counts)  # type: ignore[misc]
+                    bucket.start_counting(lambda bucket=bucket: self._start(bucket), counts)  # type: ignore[misc]
 
-    def launch(self, stage: int) -> None:
-        """The stage's gradients are final: start what `arm` has not."""
+    def start_grad_sync(self, stage: int) -> None:
+        """The stage's gradients are final: start what `enable_grad_sync` has not."""
         for bucket in self.buckets[stage]:
             if not _waits_for_others(bucket):
                 self._start(bucket)
@@ -177,7 +233,7 @@ class DataParallelStrategy(ABC):
         if bucket not in self._reducing:
             self._reducing[bucket] = self._reduce(bucket)
 
-    def finish_gradients(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Return with the sums of the owned ranges complete.
 
         Gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those first:
@@ -195,11 +251,11 @@ class DataParallelStrategy(ABC):
         self._reducing.clear()
 
     def norm_terms(self) -> torch.Tensor:
-        """fp64 numbers [k] of this rank, k the same on all; their sums over the world are given to `norms`."""
+        """fp64 numbers [k] of this rank, k the same on all; `norms` gets their sums over the world."""
         return self.local_norm_squared().view(1)
 
     def norms(self, sums: Sequence[float]) -> Norms:
-        """The norms that the sums of `norm_terms` tell; NaN or infinite where a gradient is."""
+        """The norms, from the sums of `norm_terms`; NaN or infinite where a gradient is."""
         norm = math.sqrt(sums[0]) if sums[0] >= 0.0 else math.nan
         return Norms(shown=norm, clipping=norm)
 
@@ -217,8 +273,8 @@ class DataParallelStrategy(ABC):
     # ---- optimizer states and weights
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
-        """Step the main parameters and make them the model's. Not called where gradients overflowed: then nothing at all
-        may have changed by the step."""
+        """Step the main parameters and make them the model's. Not called where gradients overflowed: then the step
+        must not have changed anything."""
         if not optimizer.applies_factor:
             update = self._scale_gradients(update)
         with self.main_in_memory():
@@ -228,18 +284,17 @@ class DataParallelStrategy(ABC):
             self._written = {}
 
     def _scale_gradients(self, update: Update) -> Update:
-        """What remains to be done of an update once gradients are multiplied with its factor."""
+        """The update that is left once gradients are multiplied with its factor."""
         if update.factor != 1.0:
             for shard in self.shards:
                 shard.grad.mul_(update.factor)
         return dataclasses.replace(update, factor=1.0)
 
     def _weights(self, shard: OptimizerShard) -> torch.Tensor:
-        """The model's own elements of a shard."""
         return shard.bucket.data[shard.start : shard.stop]
 
     def _rounded(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Main parameter -> the model's elements, where those have a precision of their own."""
+        """Main parameter -> the model's elements, where those have another precision."""
         return {shard.main_param: self._weights(shard) for shard in self.shards if shard.is_copy}
 
     def publish_parameters(self) -> None:
@@ -247,7 +302,6 @@ class DataParallelStrategy(ABC):
         self._round()
 
     def _round(self) -> None:
-        """Main parameters to the model's precision, but for what the optimizer has rounded."""
         for main_param, weights in self._rounded().items():
             if main_param not in self._written:
                 weights.copy_(main_param.data)
@@ -261,39 +315,37 @@ class DataParallelStrategy(ABC):
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the buckets' `data` is the model that is evaluated and saved, and main parameters are in memory. Where
-        replicas have weights of their own it is their mean; their own come back at the end. Every rank enters it."""
+        replicas have different weights it is their mean; their own come back at the end. Every rank enters it."""
         self.wait_for_parameters()
         return self.main_in_memory()
 
     def main_in_memory(self) -> AbstractContextManager[None]:
-        """Inside, main parameters are in memory, and what is written into them stays. When it ends the model's must be
+        """Inside, main parameters are in memory, and what is written into them stays. At the end the model's must be
         theirs, rounded."""
         return unfolded(self._split)
 
     def role(self, group: Group, index: int) -> str:
-        """What rank `index` of a group with the same buckets is in it, for messages."""
+        """The role of rank `index` in a group with the same buckets, for messages."""
         return "a replica"
 
     # ---- what is saved, counted and reported
 
     @property
     def optimizer_placement(self) -> Placement:
-        """Whose the optimizer's states of a shard are."""
+        """Of the optimizer's states of a shard."""
         return Placement.SHARDED if self.shards_over_dp else Placement.REPLICATED
 
     def weights(self, shard: OptimizerShard) -> FlatState:
         """The model's weights of a shard's bucket, as this rank holds them."""
         bucket = shard.bucket
-        return FlatState(
-            name="weight", bucket=bucket, start=0, values=bucket.data, placement=Placement.REPLICATED
-        )
+        return FlatState("weight", bucket, bucket.data, Placement.REPLICATED)
 
     def states(self) -> list[FlatState]:
-        """What the strategy itself remembers from step to step and element by element, as live views."""
+        """What the strategy itself keeps from step to step and element by element, as live views."""
         return []
 
     def tensor_states(self) -> list[TensorState]:
-        """What it remembers of whole tensors."""
+        """What it keeps of whole tensors."""
         return []
 
     def counters(self) -> dict[str, Any]:
@@ -301,18 +353,18 @@ class DataParallelStrategy(ABC):
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take up saved `counters`; those of another strategy are passed over."""
+        """Load saved `counters`; those of another strategy are ignored."""
 
     def loaded(self) -> None:
-        """All states and counters have been taken up from a checkpoint; what follows from them is to be made again."""
+        """All states and counters have been loaded from a checkpoint: recompute what follows from them."""
 
     def wire(self) -> float:
         """Payload bytes that this rank has sent for data parallelism since the last call."""
         return self.wire_counter.take()
 
     def settle(self) -> None:
-        """Return when nothing of an earlier step is under way. Else it could overtake what is written into parameters next,
-        or stand in the way of whoever uses these groups next. Every rank calls it."""
+        """Return when nothing of an earlier step is in flight. Else it could overtake what is written into parameters
+        next, or block the next user of these groups. Every rank calls it."""
         self.wait_for_parameters()
 
     def finish(self) -> None:
@@ -321,7 +373,7 @@ class DataParallelStrategy(ABC):
 
     def close(self) -> None:
         """The run ends: release threads and peers."""
-        self._background.close()
+        self.background.close()
 
 
 def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[ShardedParameter]]:
@@ -337,3 +389,47 @@ def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[Sha
 
 def _waits_for_others(bucket: Bucket) -> bool:
     return bucket.kind.partial_over_tp or bucket.kind.tied
+
+
+class AllReduce(DataParallelStrategy):
+    """Buckets are all-reduced as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
+
+    Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
+    """
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        return self.channel(bucket).all_reduce_async(bucket.grad)
+
+
+_HERE = "megalite.data_parallel"
+
+STRATEGIES: Registry[type[DataParallelStrategy]] = Registry(
+    "dp_strategy",
+    {
+        "all-reduce": f"{_HERE}.strategy:AllReduce",
+        "distributed-optimizer": f"{_HERE}.zero:DistributedOptimizer",
+        "fully-sharded": f"{_HERE}.fully_sharded:FullySharded",
+        "fused-all-reduce": f"{_HERE}.fused_all_reduce:FusedAllReduce",
+        "compressed-all-reduce": f"{_HERE}.more.compressed_all_reduce:CompressedAllReduce",
+        "parameter-server": f"{_HERE}.more.parameter_server:ParameterServer",
+        "sharded-parameter-server": f"{_HERE}.more.parameter_server:ShardedParameterServer",
+        "async-parameter-server": f"{_HERE}.more.async_parameter_server:AsyncParameterServer",
+        "momentum-exchange": f"{_HERE}.more.momentum_exchange:MomentumExchange",
+        "local-momentum-exchange": f"{_HERE}.more.momentum_exchange:LocalMomentumExchange",
+        "local-sgd": f"{_HERE}.more.local_sgd:LocalSGD",
+        "diloco": f"{_HERE}.more.local_sgd:DiLoCo",
+        "gossip": f"{_HERE}.more.gossip:Gossip",
+    },
+)
+"""By name; a new strategy is a class with `@STRATEGIES.register`, or a line here."""
+
+
+def strategy_name(config: RunConfig) -> str:
+    """What replicas exchange: `dp_strategy`, unless compression or a 1-bit optimizer exchanges something else."""
+    if config.data_parallel.grad_compression != "none":
+        return "compressed-all-reduce"
+    if config.optimizer.optimizer == "zero-one-adam":
+        return "local-momentum-exchange"
+    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        return "momentum-exchange"
+    return config.parallel.dp_strategy

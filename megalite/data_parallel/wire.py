@@ -1,16 +1,85 @@
 """Collectives of data parallelism with the number format of the wire, and a count of the bytes that they send."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
 import torch
 
-from megalite.data_parallel.background import Background
-from megalite.topology.group import DONE, Group, Work
-from megalite.topology.rank_sum import add_in_order
+from megalite.topology.group import DONE, Group, Work, add_in_order
+
+Job = tuple[Callable[[], None], "Future[None]"]
+
+
+@dataclass
+class Background:
+    """One thread that runs what it is given, in that order.
+
+    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. On CUDA there is no
+    thread: streams order the work.
+
+    After something has failed nothing further is run: the peers wait for what did not happen, and to start more would
+    only wait for them in turn. Whatever was asked for fails with the same error.
+    """
+
+    device: torch.device
+    _jobs: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _last: "Future[None] | None" = field(default=None, init=False)
+
+    def run(self, work: Callable[[], None]) -> Work:
+        """Start `work`; `wait()` on what is returned raises what it raised."""
+        if self.device.type != "cpu":
+            work()
+            return DONE
+        if self._thread is None:
+            # A daemon: a run that fails must be able to end while this waits for a peer that will never come.
+            self._thread = threading.Thread(
+                target=_work_through, args=(self._jobs,), name="megalite-dp", daemon=True
+            )
+            self._thread.start()
+        future: Future[None] = Future()
+        self._last = future
+        self._jobs.put((work, future))
+        return _Waiting(future)
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if self._last is None or self._last.done():
+                thread.join()
+
+
+def _work_through(jobs: "SimpleQueue[Job | None]") -> None:
+    failed: BaseException | None = None
+    while (job := jobs.get()) is not None:
+        work, future = job
+        if failed is None:
+            try:
+                work()
+            except BaseException as error:  # it is raised where the work is waited for
+                failed = error
+        # What was queued holds tensors; they may go now.
+        del work, job
+        if failed is None:
+            future.set_result(None)
+        else:
+            future.set_exception(failed)
+        del future
+
+
+@dataclass
+class _Waiting:
+    future: "Future[None]"
+
+    def wait(self) -> Any:
+        return self.future.result()
 
 
 @dataclass
@@ -24,7 +93,7 @@ class WireCounter:
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def add(self, nbytes: float) -> None:
-        """Take note of bytes that a collective under way will send; from any thread."""
+        """Take note of bytes that a collective in flight will send; from any thread."""
         with self._lock:
             self.sent += nbytes
 
@@ -54,7 +123,6 @@ PIECE_BYTES = 1 << 20
 
 
 def _put(target: torch.Tensor, whole: torch.Tensor, work: Work) -> None:
-    """Take in what has been gathered."""
     work.wait()
     target.copy_(whole.view_as(target))
 
@@ -149,7 +217,7 @@ class Channel:
         return received
 
     def exchange_raw_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """`exchange_raw` under way: neither `tensor` may be written nor what is returned read before `wait()`."""
+        """`exchange_raw` in flight: neither `tensor` may be written nor what is returned read before `wait()`."""
         if self.size == 1:
             return tensor, DONE
         received = torch.empty_like(tensor)
@@ -162,7 +230,7 @@ class Channel:
         self.gather_raw_async(output, part).wait()
 
     def gather_raw_async(self, output: torch.Tensor, part: torch.Tensor) -> Work:
-        """`gather_raw` under way; `part` may be this rank's place inside `output`."""
+        """`gather_raw` in flight; `part` may be this rank's place inside `output`."""
         if self.size > 1:
             self._counter.add((self.size - 1) * part.nbytes)
         return self.group.all_gather_async(output, part)

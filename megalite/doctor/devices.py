@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.finding import Finding
-from megalite.kernels.apex.detect import EXTENSIONS, why_not_extension
-from megalite.kernels.probes import why_not_apex, why_not_triton
+from megalite.doctor.host import Finding
+from megalite.kernels.probes import EXTENSIONS, why_not_apex, why_not_extension, why_not_triton
 
 TOPIC, KERNELS = "devices", "kernels"
 _DRIVER = Path("/proc/driver/nvidia/version")

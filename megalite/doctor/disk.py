@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalite.checkpoint.files import write_all
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 
 TOPIC = "disk"
 BYTES = 64 << 20

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import torch
 
 from megalite.doctor import devices, ranks, versions
-from megalite.doctor.exchange import RankReport, measure
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
+from megalite.doctor.ranks import RankReport, measure
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import lost_ranks
 

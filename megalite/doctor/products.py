@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 from megalite.kernels.registry import Kernels
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group

@@ -1,16 +1,236 @@
-"""The ranks that test collectives: some that are started here, or those of the job; and what their reports say."""
+"""Tests of collectives: the ranks that run them, what they exchange, and what their reports say."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.exchange import LARGE, SMALL, RankReport, measure
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
+from megalite.doctor.products import precisions, rate_of
 from megalite.parity.pool import RankContext, RankFailure, RankPool
+from megalite.profiling.timing import Timer
+from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
+
+PARTS = (1, 257, 1 << 14)
+"""Elements that each rank gives when numbers are checked."""
+SMALL = 4 << 10
+"""Bytes of the whole tensor whose time is the latency."""
+LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Bytes of the whole tensor that gives the rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank found; JSON can hold it."""
+
+    rank: int
+    host: str
+    device: str
+    wrong: tuple[str, ...]
+    """Operations that gave wrong numbers."""
+    latency: Mapping[str, float]
+    """Operation -> seconds of a small one."""
+    rate: Mapping[str, float]
+    """Operation -> bytes that a rank sends, a second, in a large one."""
+    products: float
+    """FLOP/s while all ranks multiply."""
+    pairs: tuple[tuple[str, str, float], ...]
+    """(this host, the next, bytes a second between them), on the first rank of each of several hosts."""
+
+    def as_data(self) -> dict[str, Any]:
+        """For `from_data`."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "RankReport":
+        """From `as_data`, also by way of JSON."""
+        pairs = tuple((one, other, rate) for one, other, rate in data["pairs"])
+        return cls(**{**data, "wrong": tuple(data["wrong"]), "pairs": pairs})
+
+
+def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
+    """Check and time everything; every rank calls it at the same time.
+
+    Args:
+        world: all ranks, more than one.
+        device: of this rank.
+        host: its name.
+        seconds: about how long all timings take together.
+
+    Raises:
+        RuntimeError: something failed; the message begins with what.
+
+    Collectives: those that are tested, over the world.
+    """
+    timer = Timer(device, world)
+    wrong = []
+    for name, is_right in CHECKS.items():
+        with _step(name):
+            if not all(is_right(world, device, count) for count in PARTS):
+                wrong.append(name)
+    latency, rate = {}, {}
+    each = 0.6 * seconds / (2 * len(_SENT))
+    for name, share in _SENT.items():
+        with _step(name):
+            latency[name] = _seconds(timer, name, SMALL, each)
+            large = LARGE[device.type]
+            rate[name] = share(world.size) * large / _seconds(timer, name, large, each)
+    with _step("messages between hosts"):
+        pairs = _pairs(timer, host, LARGE[device.type], 0.2 * seconds)
+    with _step("products on all ranks at once"):
+        products = rate_of(timer, precisions(device)[0].dtype, seconds=0.2 * seconds)
+    return RankReport(
+        rank=world.rank,
+        host=host,
+        device=str(device),
+        wrong=tuple(wrong),
+        latency=latency,
+        rate=rate,
+        products=products,
+        pairs=pairs,
+    )
+
+
+@contextmanager
+def _step(name: str) -> Iterator[None]:
+    """The error of a step says which it was, and after how long."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"{name} failed after {time.monotonic() - start:.0f} s: {line}") from error
+
+
+def part_of(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    """[count] small whole numbers, so that sums over thousands of ranks are exact."""
+    return (torch.arange(count, device=device) % 97 + rank % 13).float()
+
+
+def _all_reduce(world: Group, device: torch.device, count: int) -> bool:
+    tensor = part_of(world.rank, count, device)
+    world.all_reduce(tensor)
+    return torch.equal(tensor, _sum(world, count, device))
+
+
+def _all_gather(world: Group, device: torch.device, count: int) -> bool:
+    whole = torch.empty(world.size * count, device=device)
+    world.all_gather(whole, part_of(world.rank, count, device))
+    return torch.equal(whole, torch.cat([part_of(rank, count, device) for rank in range(world.size)]))
+
+
+def _reduce_scatter(world: Group, device: torch.device, count: int) -> bool:
+    mine = part_of(world.rank, count, device)
+    whole = torch.cat([mine * (place % 7 + 1) for place in range(world.size)])
+    part = torch.empty(count, device=device)
+    world.reduce_scatter(part, whole)
+    return torch.equal(part, _sum(world, count, device) * (world.rank % 7 + 1))
+
+
+def _all_to_all(world: Group, device: torch.device, count: int) -> bool:
+    mine = part_of(world.rank, count, device)
+    out = torch.empty(world.size * count, device=device)
+    world.all_to_all_equal(out, torch.cat([mine + place % 7 for place in range(world.size)]))
+    wanted = [part_of(rank, count, device) + world.rank % 7 for rank in range(world.size)]
+    return torch.equal(out, torch.cat(wanted))
+
+
+def _broadcast(world: Group, device: torch.device, count: int) -> bool:
+    source = world.size - 1
+    tensor = part_of(world.rank, count, device)
+    world.broadcast(tensor, source=source)
+    return torch.equal(tensor, part_of(source, count, device))
+
+
+def _messages(world: Group, device: torch.device, count: int) -> bool:
+    received, work = world.rotate_async(part_of(world.rank, count, device))
+    work.wait()
+    return torch.equal(received, part_of((world.rank - 1) % world.size, count, device))
+
+
+def _sum(world: Group, count: int, device: torch.device) -> torch.Tensor:
+    return torch.stack([part_of(rank, count, device) for rank in range(world.size)]).sum(0)
+
+
+CHECKS: Mapping[str, Callable[[Group, torch.device, int], bool]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "broadcast": _broadcast,
+    "messages": _messages,
+}
+"""Operation -> whether its numbers are right on this rank."""
+
+_SENT: Mapping[str, Callable[[int], float]] = {
+    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all-gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
+    "messages": lambda ranks: 1.0,
+}
+"""Operation that is timed -> what a rank sends, as a share of the whole tensor: in a ring, and of a message all of it."""
+
+
+def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
+    """Of one operation on `size` bytes."""
+    world = timer.world
+    part = torch.zeros(max(1, size // (4 * world.size)), device=timer.device)
+    whole = torch.zeros(part.numel() * world.size, device=timer.device)
+
+    def run() -> None:
+        if name == "all-reduce":
+            world.all_reduce(whole)
+        elif name == "all-gather":
+            world.all_gather(whole, part)
+        elif name == "reduce-scatter":
+            world.reduce_scatter(part, whole)
+        else:
+            world.rotate_async(whole)[1].wait()
+
+    return timer.together(run, seconds=seconds).seconds
+
+
+def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[str, str, float], ...]:
+    """Rates of messages between each host and the next, around a ring of them; a slow host is in both its pairs."""
+    world = timer.world
+    first: dict[str, int] = {}
+    for rank, name in enumerate(world.gather_json(host, timer.device)):
+        first.setdefault(name, rank)
+    hosts = list(first)
+    if len(hosts) == 1:
+        return ()
+    edges = [(place, (place + 1) % len(hosts)) for place in range(len(hosts) if len(hosts) > 2 else 1)]
+    # No host is in two pairs of a round; the pair that closes an odd ring has its own.
+    rounds = [edges[0 : len(hosts) - 1 : 2], edges[1 : len(hosts) - 1 : 2], edges[len(hosts) - 1 :]]
+    tensor = torch.zeros(size // 4, device=timer.device)
+    found = []
+    for pairs in rounds:
+        ends = [(first[hosts[one]], first[hosts[other]], hosts[other]) for one, other in pairs]
+        mine = next((end for end in ends if world.rank in end[:2]), None)
+
+        def there_and_back(mine: tuple[int, int, str] | None = mine) -> None:
+            if mine is None:
+                return
+            one, other, _ = mine
+            if world.rank == one:
+                world.send_async(tensor, to=other).wait()
+                world.receive_async(tensor, source=other).wait()
+            else:
+                world.receive_async(tensor, source=one).wait()
+                world.send_async(tensor, to=one).wait()
+
+        took = timer.together(there_and_back, seconds=seconds / len(rounds)).seconds
+        if mine is not None and world.rank == mine[0]:
+            found.append((host, mine[2], 2 * size / took))
+    return tuple(found)
+
 
 TOPIC = "collectives"
 SLOW = 0.7

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import megalite
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 
 TOPIC = "versions"
 OLDEST_PYTHON = (3, 11)

@@ -1,1 +1,1 @@
-"""What a trained model is for: text that goes on from a prompt, and how likely it finds a text."""
+"""What a trained model is for: text that continues a prompt, and how likely it finds a text."""

@@ -1,15 +1,94 @@
 """How likely a model finds a sequence of tokens: the mean cross-entropy of each token given those before it."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.generation.chain import Chain
-from megalite.generation.token_stream import TokenStream
+from megalite.data.token_files import TokenFiles
+from megalite.generation.generate import Chain
+from megalite.preprocess.documents import read_piece
+from megalite.preprocess.inputs import find_inputs
+from megalite.preprocess.pieces import Limits, cut
+from megalite.tokenizers.base import Tokenizer
 from megalite.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Arrays of token ids, one after the other; those of token files stay on the disk until they are read.
+
+    Args:
+        parts: one-dimensional.
+        text_bytes: of UTF-8 text that it stands for; None: not known.
+    """
+
+    parts: Sequence[NDArray[np.integer]]
+    text_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop)."""
+        found, first = [], 0
+        for part in self.parts:
+            found.append(part[max(start - first, 0) : max(stop - first, 0)])
+            first += len(part)
+        return np.concatenate(found).astype(np.int64)
+
+
+def stream_of_files(prefixes: Sequence[str], vocab_size: int) -> TokenStream:
+    """The documents of token files, in their order, as they were written.
+
+    Raises:
+        ConfigError: one is missing or damaged, or has ids that the model does not know.
+    """
+    files = TokenFiles(vocab_size)
+    return TokenStream([files.open(prefix).tokens for prefix in prefixes])
+
+
+def stream_of_texts(
+    patterns: Sequence[str], *, key: str, limits: Limits, tokenizer: Tokenizer
+) -> TokenStream:
+    """The documents of text, jsonl or parquet files, each with an end of document behind it.
+
+    Args:
+        patterns: as those of `find_inputs`.
+        key: of the text in a line of JSON or a row.
+
+    Raises:
+        ConfigError: a file cannot be read, or has a line that is no document.
+    """
+    parts, text_bytes = [], 0
+    end = np.array([tokenizer.eod], dtype=np.int32)
+    for texts in _texts(patterns, key, limits):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            text_bytes += len(text.encode())
+            parts += [np.asarray(ids, dtype=np.int32), end]
+    if not parts:
+        raise ConfigError(f"{' '.join(patterns)}: there is no text")
+    return TokenStream([np.concatenate(parts)], text_bytes)
+
+
+def _texts(patterns: Sequence[str], key: str, limits: Limits) -> Iterator[list[str]]:
+    lines, source = 0, 0
+    for piece in cut(find_inputs(patterns), keys=[key], limits=limits):
+        if piece.source != source:
+            lines, source = 0, piece.source
+        found = read_piece(piece, [key], limits)
+        if found.bad:
+            bad = found.bad[0]
+            raise ConfigError(
+                f"{piece.path}:{lines + bad.line + 1}: {bad.reason}; fix the line or leave it out"
+            )
+        lines += found.lines
+        yield found.texts[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +172,7 @@ def measure(
 ) -> Perplexity:
     """The perplexity of a stream, the same on every rank and, up to the rounding of the losses themselves, in every layout.
 
-    Batches of windows go over dp in turn, and through the stages one after the other. The losses of windows are added up
+    Batches of windows are dealt out over dp, and run through the stages one after the other. The losses of windows are added up
     exactly, so that neither dp nor the batch size changes a bit of their sum.
 
     Args:

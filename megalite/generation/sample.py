@@ -1,13 +1,17 @@
 """How the next token is chosen from the logits; the draws are pure functions of seed, prompt and position."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megalite.config.errors import ConfigError
 from megalite.data.random_draws import raw_draws
+from megalite.preprocess.documents import BadDocument, parse_line, plain_text
+from megalite.preprocess.inputs import STDIN, open_regular, unreadable
 
 NOT_A_NUMBER = -1
 """In the place of a token where the logits hold a NaN: every rank must hear of it."""
@@ -52,7 +56,7 @@ class Draws:
 
     Args:
         prompt: its tokens.
-        copy: how many prompts of the same tokens come before this one, so that equal prompts get texts of their own.
+        copy: how many prompts of the same tokens come before this one, so that equal prompts get different texts.
     """
 
     def __init__(self, seed: int, prompt: Sequence[int], copy: int) -> None:
@@ -106,3 +110,54 @@ def _drawn(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     at = torch.tensor(draws, dtype=reached.dtype, device=reached.device).unsqueeze(-1) * reached[:, -1:]
     place = torch.searchsorted(reached, at, right=True).clamp(max=size - 1)
     return (place if order is None else order.gather(-1, place)).squeeze(-1)
+
+
+_JSON_SUFFIXES = (".jsonl", ".ndjson")
+_MAX_BYTES = 1 << 30
+
+
+def read_prompts(path: str, key: str | None) -> list[str]:
+    """The prompts of a file: of a .jsonl the texts under `key`, of any other, and of standard input, its lines.
+
+    Blank lines are left out.
+
+    Args:
+        path: `-` is standard input.
+        key: None: `prompt`.
+
+    Raises:
+        ConfigError: the file cannot be read, has a line that is no prompt or none at all, or `key` has no effect.
+    """
+    is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
+    if key is not None and not is_json:
+        raise ConfigError(
+            f"--prompt-key {key} has no effect on {path}, of which the lines are the prompts; leave it out, or give a .jsonl file"
+        )
+    prompts = []
+    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts += parse_line(line, [key or "prompt"]) if is_json else [plain_text(line.rstrip(b"\r"))]
+        except BadDocument as error:
+            raise ConfigError(f"{path}:{number}: {error}; fix the line or leave it out") from None
+    if not prompts:
+        raise ConfigError(f"{path} has no prompts; write one on each line")
+    return prompts
+
+
+def _content(path: str) -> bytes:
+    if path == STDIN:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError(
+                f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command"
+            )
+        return sys.stdin.buffer.read()
+    with open_regular(path) as file:
+        try:
+            content = file.read(_MAX_BYTES + 1) or b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES:,} bytes; give prompts, not a corpus")
+    return content.removeprefix(b"\xef\xbb\xbf")

@@ -1,15 +1,28 @@
 """Fused attention: causal through torch's scaled_dot_product_attention, and tiles that also give the logsumexp.
 
 A tile is a piece of the (query, key) plane that needs no mask. Because its forward gives the logsumexp of its scores,
-tiles that were computed at different times, or whose keys lie on other ranks, merge into the exact softmax.
+tiles computed at different times, or with keys of other ranks, merge into the exact softmax.
 """
 
 import math
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.tile_kind import TileKind
+
+class TileKind(Enum):
+    """Which of a tile's (row, column) pairs are visible; rows are queries, columns are keys."""
+
+    FULL = "full"
+    """All of a rectangle."""
+
+    CAUSAL = "causal"
+    """Row i of a square sees the columns j <= i."""
+
+    EDGE = "edge"
+    """Row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed."""
+
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -30,7 +43,7 @@ def causal_attention(
     if repeats == 1 or (q.is_cuda and q.dtype in _HALF):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
     # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
-    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
@@ -72,10 +85,10 @@ def tile_forward(
         out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL)
         return out.flip(2), logsumexp.flip(2)
     causal = kind is TileKind.CAUSAL
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     if _fused_on_cuda(q):
         return _cuda_flash_forward(q, k, v, causal)
-    k, v = _for_every_head(k, q.shape[1]), _for_every_head(v, q.shape[1])
+    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     if _fused_on_cpu(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     scores = _scores(q, k, causal)
@@ -111,12 +124,12 @@ def tile_backward(
         dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, TileKind.CAUSAL)
         return dq.flip(2), dk.flip(2), dv.flip(2)
     causal = kind is TileKind.CAUSAL
-    grad_out, q, k, v, out = (_readable(tensor) for tensor in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (readable(tensor) for tensor in (grad_out, q, k, v, out))
     logsumexp = logsumexp.contiguous()
     if _fused_on_cuda(q):
         return _cuda_flash_backward(grad_out, q, k, v, out, logsumexp, causal)
     groups = k.shape[1]
-    k, v = _for_every_head(k, q.shape[1]), _for_every_head(v, q.shape[1])
+    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     if _fused_on_cpu(q):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, logsumexp, 0.0, causal
@@ -159,19 +172,19 @@ def _cuda_flash_backward(
     )
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The fused kernels follow every stride but the last."""
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as fused kernels read it: they follow every stride but the last."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _for_every_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, groups, s, d] -> [b, heads, s, d]."""
+def for_every_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values [b, groups, s, d] -> [b, heads, s, d]."""
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
 def _for_each_group(grad: torch.Tensor, groups: int) -> torch.Tensor:
-    """The adjoint of `_for_every_head`: [b, heads, s, d] -> [b, groups, s, d]."""
+    """The adjoint of `for_every_head`: [b, heads, s, d] -> [b, groups, s, d]."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
 
 

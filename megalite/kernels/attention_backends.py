@@ -1,20 +1,102 @@
-"""Which kernel computes causal attention: one of torch's, pinned by name or found out where torch chooses, or ours.
+"""Which kernel computes causal attention: one of torch's, pinned by name or as torch chooses, or ours.
 
-A pinned kernel is torch's operator itself, so that nothing is decided a call.
-"""
+A pinned kernel is torch's operator itself, so that nothing is decided per call. Ours (`blocked`) multiplies scores in
+fp32 and the rest in bf16, for CPUs on which torch's flash kernel is slower than that."""
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.kernels.attention import causal_attention
-from megalite.kernels.blocked_attention import blocked_attention, why_not_blocked
+from megalite.kernels.attention import causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
+
+SCORES = 1 << 20
+"""Elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold."""
+
+
+def why_not_blocked(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why it cannot serve, or None."""
+    if device.type != "cpu":
+        return f"there is none on {device.type}"
+    if dtype != torch.bfloat16:
+        return f"it takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return "this torch or this processor has no bf16 products of oneDNN's"
+    return None
+
+
+class _Blocked(torch.autograd.Function):
+    """Of [n, s, d]: n heads, of all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for heads, rows, keys, p in _probabilities(q, k):
+            out[heads, rows] = torch.bmm(p.to(q.dtype), v[heads, keys])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = ctx.saved_tensors
+        half, scale = q.dtype, 1.0 / math.sqrt(q.shape[2])
+        grad_out = grad_out.contiguous()
+        grad_q = torch.empty(q.shape, dtype=half)
+        # Blocks of queries add up in fp32.
+        grad_k, grad_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
+        for heads, rows, keys, p in _probabilities(q, k):
+            grad = grad_out[heads, rows]
+            grad_p = torch.bmm(grad, v[heads, keys].mT).float()
+            grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(scale).to(half)
+            grad_q[heads, rows] = torch.bmm(grad_s, k[heads, keys])
+            grad_k[heads, keys] += torch.bmm(grad_s.mT, q[heads, rows])
+            grad_v[heads, keys] += torch.bmm(p.to(half).mT, grad)
+        return grad_q, grad_k.to(half), grad_v.to(half)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
+    """(heads, queries, the keys that they see, their probabilities [heads, queries, keys] in fp32) of each block."""
+    count, seq, size = q.shape
+    queries = 128 if seq <= 1024 else 256  # small blocks leave out more, large ones read the keys less often
+    together = max(1, SCORES // (queries * seq))
+    hidden = torch.full((queries, queries), -math.inf).triu_(1)
+    for head in range(0, count, together):
+        heads = slice(head, head + together)
+        scaled, exact = q[heads].float().mul_(1.0 / math.sqrt(size)), k[heads].float()
+        for start in range(0, seq, queries):
+            stop = min(seq, start + queries)
+            scores = torch.bmm(scaled[:, start:stop], exact[:, :stop].mT)
+            scores[:, :, start:].add_(hidden[: stop - start, : stop - start])
+            yield heads, slice(start, stop), slice(0, stop), scores.softmax(dim=-1)
+
+
+def blocked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool = False
+) -> torch.Tensor:
+    """`causal_attention` of bf16 tensors on a CPU; without a mask it is that.
+
+    Args:
+        q: [b, heads, s, d].
+        k, v: [b, groups, s, d] with heads a multiple of groups.
+        grouped: as of other kernels; without meaning here.
+
+    Collectives: none.
+    """
+    if not causal:
+        return causal_attention(q, k, v, causal=False)
+    b, heads, seq, size = q.shape
+    k, v = for_every_head(k, heads), for_every_head(v, heads)
+    return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(
+        b, heads, seq, size
+    )
+
 
 _HALF = (torch.bfloat16, torch.float16)
 BLOCKED_BECAUSE = "quicker than torch's flash in bf16 on processors like this one"
@@ -36,9 +118,12 @@ class AttentionShape:
 
     def tensors(self, seq: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of one sample, of zeros."""
-        shapes = [(1, heads, seq, self.head_size) for heads in (self.heads, self.groups, self.groups)]
-        q, k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+        def zeros(heads: int) -> torch.Tensor:
+            shape = (1, heads, seq, self.head_size)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+        return zeros(self.heads), zeros(self.groups), zeros(self.groups)
 
 
 @dataclass(frozen=True)
@@ -83,7 +168,7 @@ def _torchs_choice(shape: AttentionShape, seq: int) -> str:
     q, k, v = shape.tensors(seq)
     grouped = shape.heads > shape.groups and q.is_cuda and q.dtype in _HALF
     if not grouped:
-        k, v = _for_every_head(q, k, v)
+        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
     return _NAMES[torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)]
 
 
@@ -109,7 +194,7 @@ def _why_not_on_cuda(backend: str, shape: AttentionShape, *, grouped: bool) -> s
     """What torch itself says; `grouped`: of keys with fewer heads than the queries."""
     q, k, v = shape.tensors(128)
     if not grouped:
-        k, v = _for_every_head(q, k, v)
+        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
     takes = {
         "flash": torch.backends.cuda.can_use_flash_attention,
         "efficient": torch.backends.cuda.can_use_efficient_attention,
@@ -139,64 +224,52 @@ def _failure(kernel: Callable[..., torch.Tensor], shape: AttentionShape) -> str 
     return None
 
 
-def _for_every_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    repeats = q.shape[1] // k.shape[1]
-    if repeats == 1:
-        return k, v
-    return k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
+"""Of q, k, v, causal, grouped."""
 
 
-def _flash_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-) -> torch.Tensor:
-    k, v = _for_every_head(q, k, v)
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)[0]
+def _pinned(operator: Operator) -> Callable[..., torch.Tensor]:
+    """One of torch's operators as a kernel that takes what `causal_attention` takes.
+
+    Its argument `grouped`: the operator takes keys and values with fewer heads than the queries.
+    """
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
+    ) -> torch.Tensor:
+        if not grouped:
+            k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+        return operator(q, k, v, causal, grouped)
+
+    return attention
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-) -> torch.Tensor:
-    if not grouped:
-        k, v = _for_every_head(q, k, v)
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
-
-
-def _efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-) -> torch.Tensor:
-    k, v = _for_every_head(q, k, v)
-    keeps = torch.is_grad_enabled()
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps, 0.0, causal)[0]
-
-
-def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-) -> torch.Tensor:
-    if not grouped:
-        k, v = _for_every_head(q, k, v)
-    keeps = torch.is_grad_enabled()
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, keeps, 0.0, causal)[0]
-
-
-def _math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-) -> torch.Tensor:
-    if not grouped:
-        k, v = _for_every_head(q, k, v)
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, causal, enable_gqa=grouped)[
-        0
-    ]
-
+_aten = torch.ops.aten
+_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+_math = _pinned(
+    lambda q, k, v, causal, grouped: _aten._scaled_dot_product_attention_math(
+        q, k, v, None, 0.0, causal, enable_gqa=grouped
+    )[0]
+)
+_efficient = _aten._scaled_dot_product_efficient_attention
+_cudnn = _aten._scaled_dot_product_cudnn_attention
 
 _KERNELS: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = MappingProxyType(
     {
-        ("flash", "cpu"): _flash_on_cpu,
+        ("flash", "cpu"): _pinned(
+            lambda q, k, v, causal, _: _flash_on_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
+        ),
         ("blocked", "cpu"): blocked_attention,
         ("math", "cpu"): _math,
-        ("flash", "cuda"): _flash,
-        ("cudnn", "cuda"): _cudnn,
-        ("efficient", "cuda"): _efficient,
+        ("flash", "cuda"): _pinned(
+            lambda q, k, v, causal, _: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+        ),
+        ("cudnn", "cuda"): _pinned(
+            lambda q, k, v, causal, _: _cudnn(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
+        ),
+        ("efficient", "cuda"): _pinned(
+            lambda q, k, v, causal, _: _efficient(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
+        ),
         ("math", "cuda"): _math,
     }
 )

@@ -7,20 +7,24 @@ main gradients stay outside: they are one kernel each already, and they call bac
 way, which a graph cannot.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.activations import bias_gelu, geglu, swiglu
-from megalite.kernels.add_norm import add_norm
-from megalite.kernels.dropout import add_dropped
-from megalite.kernels.fp8 import quantise
-from megalite.kernels.norms import layer_norm, rms_norm
-from megalite.kernels.rope import apply_rope
+from megalite.kernels.layer_ops import (
+    add_dropped,
+    add_norm,
+    apply_rope,
+    bias_gelu,
+    geglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
+from megalite.kernels.matmul import quantise
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -80,33 +84,20 @@ def _geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh" if tanh else "none") * up
 
 
-_FORMULAS: Mapping[Kernel, Kernel] = MappingProxyType(
-    {
-        rms_norm: _rms_norm,
-        layer_norm: layer_norm,
-        add_norm: _add_norm,
-        add_dropped: _add_dropped,
-        bias_gelu: bias_gelu,
-        swiglu: _swiglu,
-        geglu: _geglu,
-        apply_rope: apply_rope,
-        quantise: quantise,
-    }
-)
+_PLAIN: tuple[Kernel, ...] = (layer_norm, bias_gelu, apply_rope, quantise)
+_FORMULAS: dict[Kernel, Kernel] = {kernel: kernel for kernel in _PLAIN}
+_FORMULAS |= {rms_norm: _rms_norm, add_norm: _add_norm, add_dropped: _add_dropped}
+_FORMULAS |= {swiglu: _swiglu, geglu: _geglu}
 """A kernel of torch -> what is compiled in its place."""
 
 
 def why_not_compile(device: torch.device) -> str | None:
     """Why torch.compile cannot be used for the device, or None: it is tried on one addition."""
     try:
-        torch.compile(_add_one, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
+        torch.compile(lambda x: x + 1, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
-
-
-def _add_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
 
 
 def compiled(kernel: Any) -> Any:

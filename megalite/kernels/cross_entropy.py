@@ -1,7 +1,7 @@
-"""Cross-entropy over some columns of the logits: what a rank has to tell the others, and its part of the gradient.
+"""Cross-entropy over some columns of the logits: what a rank adds to the sums, and its part of the gradient.
 
 Logits are the largest activation of a step. On a CPU each pass over them costs as much as its arithmetic, so they are taken
-block by block, all passes over a block while it is in the cache; and nothing of their size is kept beside them.
+block by block, all passes over a block while it is in the cache; and nothing of their size is kept in addition.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,12 +1,31 @@
-"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Found out once a process, with the reason where not."""
+"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Probed once a process, with the reason where not.
+
+apex is looked for on the disk and never imported: the `apex` of PyPI is another project, which importing would run.
+"""
 
 import importlib.util
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from megalite.kernels.apex.detect import apex_extensions
+EXTENSIONS = (
+    "amp_C",
+    "fused_layer_norm_cuda",
+    "fused_weight_gradient_mlp_cuda",
+    "fused_rotary_positional_embedding",
+    "scaled_upper_triang_masked_softmax_cuda",
+    "xentropy_cuda",
+)
+"""Compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup."""
+
+_FILES = (
+    "multi_tensor_apply/multi_tensor_apply.py",
+    "normalization/fused_layer_norm.py",
+    "optimizers/fused_adam.py",
+)
+"""What the package of that name has if it is NVIDIA's."""
 
 
 @cache
@@ -26,7 +45,7 @@ def why_not_triton(device: str) -> str | None:
 
 @cache
 def why_not_apex(device: str) -> str | None:
-    """Why apex cannot be used on a device of that type at all, or None; each kernel needs an extension beside."""
+    """Why apex cannot be used on a device of that type at all, or None; each kernel also needs its extension."""
     if device != "cuda":
         return f"apex has no {device}; it needs a CUDA device"
     extensions, reason = apex_extensions()
@@ -34,8 +53,61 @@ def why_not_apex(device: str) -> str | None:
 
 
 @cache
+def apex_extensions() -> tuple[frozenset[str] | None, str]:
+    """The extensions that can be found, and "" ; or None and why there is no apex."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None, "apex is not installed"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any(all((folder / file).is_file() for file in _FILES) for folder in folders):
+        place = spec.origin or ", ".join(map(str, folders))
+        return None, f"the apex at {place} is not NVIDIA's (PyPI has another project of that name)"
+    return frozenset(name for name in EXTENSIONS if importlib.util.find_spec(name) is not None), ""
+
+
+@cache
+def why_not_extension(name: str) -> str | None:
+    """Why one of apex's compiled extensions cannot be used, or None. It is imported, once, if apex is NVIDIA's."""
+    extensions, reason = apex_extensions()
+    if extensions is None:
+        return reason
+    if name not in extensions:
+        return f"apex is installed without its extension {name}"
+    try:
+        extension(name)
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
+        first = str(error).partition("\n")[0]
+        return f"apex's extension {name} cannot be loaded ({first}); build apex again for this torch"
+    return None
+
+
+def extension(name: str) -> ModuleType:
+    """One of `EXTENSIONS`. The adapters ask for it when they run, as each may be there without the others."""
+    return importlib.import_module(name)
+
+
+def softmax_limit(length: int) -> str | None:
+    """Why apex's causal softmax does not take sequences of this length, or None."""
+    if not 16 < length <= 16384:
+        return f"it takes sequences of 17 to 16384 tokens, not {length}"
+    return None if length % 4 == 0 else f"it takes sequences of a multiple of 4 tokens, not {length}"
+
+
+@cache
+def why_not_onednn(device: str) -> str | None:
+    """Why oneDNN's fp32 products cannot be used on a device of that type, or None."""
+    if device != "cpu":
+        return f"onednn has no {device}; it serves CPUs"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
+    return None
+
+
+@cache
 def cpu_kinds(about: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """What rules may call this machine's processor beside `cpu`: `amd-avx512`, or nothing.
+    """What rules may call this machine's processor in addition to `cpu`: `amd-avx512`, or nothing.
 
     Args:
         about: where Linux describes it; there need be no such file.

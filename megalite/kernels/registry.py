@@ -1,29 +1,229 @@
-"""Which kernel serves an operation: every implementation, what it takes, and the choice among them.
+"""Which kernel serves an operation: all implementations, what each takes, and the choice among them.
 
 A module asks when it is built and keeps the function that it gets, so a call costs no more than the call.
 """
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import yaml
 
 from megalite.config.compute import BACKENDS, OPERATIONS
 from megalite.config.errors import ConfigError
-from megalite.kernels.implementations import IMPLEMENTATIONS, Implementation, Use
-from megalite.kernels.onednn import why_not_onednn
-from megalite.kernels.preferences import Preferences, shipped_preferences
-from megalite.kernels.probes import why_not_apex, why_not_triton
+from megalite.kernels.probes import (
+    cpu_kinds,
+    softmax_limit,
+    why_not_apex,
+    why_not_extension,
+    why_not_onednn,
+    why_not_triton,
+)
+from megalite.kernels.self_check import why_wrong
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES)
+ALL = (torch.float64, *FLOATS)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a module asks a kernel for, as far as it knows when it is built."""
+
+    device: str
+    """Type of the device: cpu, cuda."""
+    dtype: torch.dtype
+    """Of activations, or of a flat tensor."""
+    size: int
+    """Of the last dimension; for an optimizer's operation the number of elements."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One kernel of one backend for one operation."""
+
+    operation: str
+    backend: str
+    place: str
+    """Its function, or its functions with commas between, in a module below megalite.kernels: `module:name`."""
+    dtypes: tuple[torch.dtype, ...] = ALL
+    extension: str | None = None
+    """Of apex."""
+    limit: Callable[[int], str | None] | None = None
+    """Why it does not take a size of a type that it takes, or None."""
+
+    def load(self) -> Any:
+        """The function; the functions in a tuple where there are several. Imports the module."""
+        module, _, names = self.place.partition(":")
+        loaded = importlib.import_module(f"megalite.kernels.{module}")
+        found = tuple(getattr(loaded, name) for name in names.split(","))
+        return found[0] if len(found) == 1 else found
+
+    def why_not_here(self) -> str | None:
+        """Why it cannot be used in this installation, or None."""
+        return None if self.extension is None else why_not_extension(self.extension)
+
+    def why_not(self, use: Use) -> str | None:
+        """Why it cannot serve a use here, or None. Kernels of others must give torch's numbers on a few rows first."""
+        if use.dtype not in self.dtypes:
+            takes = ", ".join(_name(dtype) for dtype in self.dtypes)
+            return f"it takes {takes}, not {_name(use.dtype)}"
+        reason = self.why_not_here() or (None if self.limit is None else self.limit(use.size))
+        if reason is not None or self.backend in ("torch", "triton"):
+            return reason
+        return why_wrong(self.backend, self.operation, self.load(), use.dtype, use.device, use.size)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CROSS_ENTROPY = "cross_entropy_forward,cross_entropy_backward"
+_LAMB = "lamb_moments,lamb_step"
+_SOFTMAX = "causal_softmax_forward,causal_softmax_backward"
+_NORMS, _LOWER = "fused_layer_norm_cuda", (torch.float32, torch.float16)
+_ROPE, _PRODUCTS = "fused_rotary_positional_embedding", "fused_weight_gradient_mlp_cuda"
+_CAUSAL = "scaled_upper_triang_masked_softmax_cuda"
+_FP32 = (torch.float32,)
+
+# Of apex not FastLayerNorm, of which the list of sizes differs between versions, nor FusedLAMB, which knows no bounds of
+# the trust ratio and no tensor that is split: of LAMB the pieces that it is made of. Its cross-entropy rounds the
+# log-sum-exp of bf16 logits to bf16: probabilities off by up to 3 %. The moments of its Adam are fp32 whatever the
+# parameter is, and bf16 parameters would have no fp32 copy. oneDNN's products in half types are torch's already.
+_ROWS = (
+    Implementation("rmsnorm", "torch", "layer_ops:rms_norm"),
+    Implementation("rmsnorm", "triton", "triton.norms:rmsnorm", FLOATS),
+    Implementation("rmsnorm", "apex", "apex.layers:rmsnorm", FLOATS, _NORMS),
+    Implementation("layernorm", "torch", "layer_ops:layer_norm"),
+    Implementation("layernorm", "triton", "triton.norms:layernorm", FLOATS),
+    Implementation("layernorm", "apex", "apex.layers:layernorm", FLOATS, _NORMS),
+    Implementation("add_norm", "torch", "layer_ops:add_norm"),
+    Implementation("add_norm", "triton", "triton.norms:add_norm", FLOATS),
+    Implementation("bias_gelu", "torch", "layer_ops:bias_gelu"),
+    Implementation("bias_gelu", "triton", "triton.activations:bias_gelu", FLOATS),
+    Implementation("swiglu", "torch", "layer_ops:swiglu"),
+    Implementation("swiglu", "triton", "triton.activations:swiglu", FLOATS),
+    Implementation("geglu", "torch", "layer_ops:geglu"),
+    Implementation("geglu", "triton", "triton.activations:geglu", FLOATS),
+    Implementation("rope", "torch", "layer_ops:apply_rope"),
+    Implementation("rope", "triton", "triton.rope:rope", FLOATS),
+    Implementation("rope", "apex", "apex.layers:rope", FLOATS, _ROPE),
+    Implementation("cross_entropy", "torch", f"cross_entropy:{_CROSS_ENTROPY}"),
+    Implementation("cross_entropy", "triton", f"triton.cross_entropy:{_CROSS_ENTROPY}", FLOATS),
+    Implementation("cross_entropy", "apex", f"apex.layers:{_CROSS_ENTROPY}", _LOWER, "xentropy_cuda"),
+    Implementation("softmax", "torch", f"unfused_attention:{_SOFTMAX}"),
+    Implementation("softmax", "apex", f"apex.layers:{_SOFTMAX}", HALVES, _CAUSAL, softmax_limit),
+    Implementation("matmul", "torch", "matmul:matmul"),
+    Implementation("matmul", "onednn", "matmul:onednn_matmul", _FP32),
+    Implementation("weight_grad", "torch", "matmul:accumulate_weight_grad"),
+    Implementation("weight_grad", "onednn", "matmul:onednn_accumulate_weight_grad", _FP32),
+    Implementation("weight_grad", "apex", "apex.layers:accumulate_weight_grad", FLOATS, _PRODUCTS),
+    Implementation("adam", "torch", "optimizer_ops:adam"),
+    Implementation("adam", "triton", "triton.optimizer_ops:adam", _FP32),
+    Implementation("adam", "apex", "apex.multi_tensor:adam", _FP32, "amp_C"),
+    Implementation("lamb", "torch", f"optimizer_ops:{_LAMB}"),
+    Implementation("lamb", "triton", f"triton.optimizer_ops:{_LAMB}", _FP32),
+    Implementation("lamb", "apex", f"apex.multi_tensor:{_LAMB}", _FP32, "amp_C"),
+    Implementation("l2norm", "torch", "optimizer_ops:l2norm"),
+    Implementation("l2norm", "triton", "triton.optimizer_ops:l2norm", FLOATS),
+)
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Implementation]] = MappingProxyType(
+    {operation: {row.backend: row for row in _ROWS if row.operation == operation} for operation in OPERATIONS}
+)
+"""Operation -> backend -> its kernel."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Of an operation on one kind of device."""
+
+    operation: str
+    device: str
+    """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
+    dtypes: frozenset[str]
+    """Empty: any."""
+    from_size: int
+    """It holds for this size of the last dimension and up; the largest that fits wins."""
+    order: tuple[str, ...]
+    because: str
+    """Measured where, with what; or assumed, and from what."""
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """The rules, and the order that follows for a use."""
+
+    rules: tuple[Rule, ...]
+
+    def order(self, operation: str, use: Use, device: torch.device) -> tuple[tuple[str, ...], str]:
+        """(backends, best first; why). torch alone where no rule fits."""
+        kinds = _kinds(device)
+        fitting = [
+            (kinds.index(rule.device), -rule.from_size, number, rule)
+            for number, rule in enumerate(self.rules)
+            if rule.operation == operation
+            and rule.device in kinds
+            and (not rule.dtypes or _name(use.dtype) in rule.dtypes)
+            and rule.from_size <= use.size
+        ]
+        if not fitting:
+            return ("torch",), "no rule: torch"
+        rule = min(fitting)[3]
+        return rule.order, rule.because
+
+
+def _kinds(device: torch.device) -> list[str]:
+    """What rules may call a device, the most special first."""
+    if device.type == "cpu":
+        return [*cpu_kinds(), "cpu"]
+    if device.type != "cuda":
+        return [device.type]
+    major, minor = torch.cuda.get_device_capability(device)
+    return [f"sm_{major}{minor}", "cuda"]
+
+
+def read_preferences(text: str, source: str) -> Preferences:
+    """From YAML: a list of rules.
+
+    Raises:
+        ConfigError: naming `source`, the rule and what is wrong with it.
+    """
+    rows = yaml.safe_load(text)
+    if not isinstance(rows, list):
+        raise ConfigError(f"{source}: a list of rules is wanted, got {type(rows).__name__}")
+    return Preferences(tuple(_rule(row, f"{source}, rule {n}") for n, row in enumerate(rows, start=1)))
+
+
+def _rule(row: Any, where: str) -> Rule:
+    keys = {"operation", "device", "order", "because"}
+    if not isinstance(row, Mapping) or not keys <= set(row) <= keys | {"dtypes", "from_size"}:
+        raise ConfigError(f"{where}: wanted are {', '.join(sorted(keys))}, and may be dtypes and from_size")
+    if row["operation"] not in OPERATIONS:
+        raise ConfigError(f"{where}: no operation {row['operation']} (one of {', '.join(OPERATIONS)})")
+    unknown = [backend for backend in row["order"] if backend not in BACKENDS]
+    if unknown:
+        raise ConfigError(f"{where}: no backend {unknown[0]} (one of {', '.join(BACKENDS)})")
+    given = {"dtypes": (), "from_size": 0, **row}
+    return Rule(**{**given, "dtypes": frozenset(given["dtypes"]), "order": tuple(given["order"])})
+
+
+@cache
+def shipped_preferences() -> Preferences:
+    """Those that come with megalite."""
+    file = resources.files("megalite.kernels").joinpath("preferences.yaml")
+    return read_preferences(file.read_text(encoding="utf-8"), "megalite/kernels/preferences.yaml")
 
 
 def why_not_backend(backend: str, device: str) -> str | None:
     """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
     if backend == "torch":
         return None
-    if backend == "onednn":
-        return why_not_onednn(device)
-    return why_not_triton(device) if backend == "triton" else why_not_apex(device)
+    return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
 
 
 @dataclass(frozen=True)
@@ -61,12 +261,11 @@ class Kernels:
                 raise ConfigError(_refusal(operation, backend, reason))
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
-        """The function (of the cross-entropy: the module with its two functions) that serves a use.
+        """The function that serves a use, or the tuple of its functions.
 
         Args:
             operation: a key of OPERATIONS.
-            dtype: of the activations, or of the flat tensor.
-            size: of the last dimension; of an optimizer's operation the number of elements.
+            device, dtype, size: as in `Use`.
 
         Raises:
             ConfigError: what was asked for does not take this use.
@@ -78,7 +277,7 @@ class Kernels:
         return self._chosen[operation, use][1]
 
     def fuses(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> bool:
-        """What serves the use is one kernel, so that it pays to leave it work that a matrix product could take along."""
+        """One kernel serves the use, so that it pays to leave it work that a matrix product could take along."""
         self.get(operation, device=device, dtype=dtype, size=size)
         return self._chosen[operation, Use(device.type, dtype, size)][0].backend != "torch"
 
@@ -89,10 +288,8 @@ class Kernels:
 
     def summary(self) -> dict[str, str]:
         """Operation -> backend; several with a plus sign between them."""
-        backends: dict[str, set[str]] = {}
-        for choice in self.chosen:
-            backends.setdefault(choice.operation, set()).add(choice.backend)
-        return {operation: "+".join(sorted(found)) for operation, found in sorted(backends.items())}
+        pairs = sorted({(choice.operation, choice.backend) for choice in self.chosen})
+        return {name: "+".join(backend for of, backend in pairs if of == name) for name, _ in pairs}
 
     def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
         asked = self._requests.get(operation)

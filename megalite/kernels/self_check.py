@@ -11,18 +11,14 @@ from typing import Any
 
 import torch
 
-from megalite.kernels.adam import adam
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.l2norm import l2norm
-from megalite.kernels.lamb import lamb_moments, lamb_step
-from megalite.kernels.matmul import matmul
-from megalite.kernels.norms import layer_norm, rms_norm
-from megalite.kernels.rope import apply_rope
-from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_forward
-from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
+from megalite.kernels.matmul import accumulate_weight_grad, matmul
+from megalite.kernels.optimizer_ops import adam, lamb_moments, lamb_step
+from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 
 ROWS = 64
-LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16, "l2norm": 1 << 16}
+LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16}
 """Sizes above are tried at this one, where the rows grow with the size or there are none."""
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -32,7 +28,7 @@ Results = Mapping[str, torch.Tensor]
 
 
 class Inputs:
-    """The same numbers at each making, standard normal, drawn apart from torch's own generators."""
+    """The same standard normal numbers in every instance; torch's own generators are not touched."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device = dtype, device
@@ -50,13 +46,7 @@ class Inputs:
 def why_wrong(
     backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int
 ) -> str | None:
-    """Why a kernel must not serve an operation on a device of that type, or None.
-
-    Args:
-        backend: whose kernel it is.
-        kernel: the function, or the functions in a tuple.
-        size: of the last dimension.
-    """
+    """Why a backend's kernel (a function, or a tuple of them) must not serve an operation on a device, or None."""
     return _why_wrong(backend, operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
@@ -110,10 +100,7 @@ def _rope(kernel: Any, draw: Inputs, size: int) -> Results:
 def _softmax(kernel: Any, draw: Inputs, size: int) -> Results:
     scores, grad = draw.normal(2, 4, size, size), draw.normal(2, 4, size, size)
     probabilities = kernel[0](scores, 0.125).to(draw.dtype)
-    return {
-        "the output": probabilities,
-        "gradient 1": kernel[1](grad, probabilities, 0.125),
-    }
+    return {"the output": probabilities, "gradient 1": kernel[1](grad, probabilities, 0.125)}
 
 
 def _cross_entropy(kernel: Any, draw: Inputs, size: int) -> Results:
@@ -161,19 +148,8 @@ def _lamb(kernel: Any, draw: Inputs, size: int) -> Results:
     settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1, "step": 3}
     norms = kernel[0](param, grad, exp_avg, exp_avg_sq, **settings, norms=True)
     kernel[1](param, exp_avg, exp_avg_sq, **settings, rate=0.1)
-    return {
-        "the norms": torch.stack(norms),
-        "exp_avg": exp_avg,
-        "exp_avg_sq": exp_avg_sq,
-        "the weights": param,
-        "the gradient": grad,
-    }
-
-
-def _l2norm(kernel: Any, draw: Inputs, size: int) -> Results:
-    return {
-        "the norm": kernel([draw.normal(size), draw.normal(0), draw.normal(size // 2 + 1), draw.normal(0)])
-    }
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return {"the norms": torch.stack(norms), **moments, "the weights": param, "the gradient": grad}
 
 
 _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = MappingProxyType(
@@ -187,7 +163,6 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "weight_grad": (_weight_grad, accumulate_weight_grad),
         "adam": (_adam, adam),
         "lamb": (_lamb, (lamb_moments, lamb_step)),
-        "l2norm": (_l2norm, l2norm),
     }
 )
 """Operation -> what runs a kernel on inputs, and torch's kernel."""

@@ -7,14 +7,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
-from megalite.context_parallel.gathered import gather_sequence
 from megalite.context_parallel.ring import ring_attention
 from megalite.context_parallel.tiles import Visibility
-from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import cached_attention, causal_attention
 from megalite.kernels.unfused_attention import unfused_attention
-from megalite.models.cache import KeyValueCache
-from megalite.models.context import CAUSAL, ForwardContext
+from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -34,7 +32,7 @@ class Attention(torch.nn.Module):
         name: str,
         config: ModelConfig,
         *,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         recompute: Recompute,
         cp_comm_type: str = "p2p",
     ) -> None:
@@ -45,37 +43,41 @@ class Attention(torch.nn.Module):
         self.causal_attention: Callable[..., torch.Tensor] = causal_attention
         self.head_size = config.head_size
         self.queries = config.num_attention_heads // config.query_groups
-        self.groups = config.query_groups // make.tp.size
-        self.cp = make.cp
-        self.exchange_heads = cp_comm_type == "a2a" and make.cp.size > 1
+        self.groups = config.query_groups // factory.tp.size
+        self.cp = factory.cp
+        self.exchange_heads = cp_comm_type == "a2a" and factory.cp.size > 1
         # The ranks that the core sees the sequence split over, and its first query head among all.
-        self.core_cp = Group.solo("cp") if self.exchange_heads else make.cp
-        self.first_head = make.tp.rank * self.groups * self.queries
+        self.core_cp = Group.solo("cp") if self.exchange_heads else factory.cp
+        self.first_head = factory.tp.rank * self.groups * self.queries
         if self.exchange_heads:
-            self.first_head += make.cp.rank * (self.groups // make.cp.size) * self.queries
+            self.first_head += factory.cp.rank * (self.groups // factory.cp.size) * self.queries
         rows = config.query_groups * (self.queries + 2) * self.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             (rows, config.hidden_size),
             std=config.init_method_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            make=make,
+            factory=factory,
         )
-        self._rope = make.kernel("rope", config.head_size)
+        self._rope = factory.kernel("rope", config.head_size)
         self._softmax = None
         if self.dropout > 0.0 and self.core_cp.size == 1:
-            self._softmax = make.kernel("softmax", config.max_position_embeddings or 0)
+            self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            # Each tp rank norms heads of its own, so its gradient is a part of the whole.
-            self.q_norm = Norm(f"{name}.q_norm", config, make=make, size=config.head_size, per_head=True)
-            self.k_norm = Norm(f"{name}.k_norm", config, make=make, size=config.head_size, per_head=True)
+            # Each tp rank norms its own heads, so its gradient is partial.
+            self.q_norm = Norm(
+                f"{name}.q_norm", config, factory=factory, size=config.head_size, per_head=True
+            )
+            self.k_norm = Norm(
+                f"{name}.k_norm", config, factory=factory, size=config.head_size, per_head=True
+            )
         self.out = RowParallelLinear(
             f"{name}.out",
             (config.hidden_size, config.num_attention_heads * self.head_size),
             std=config.init_method_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,
-            make=make,
+            factory=factory,
         )
 
     def forward(
@@ -120,14 +122,14 @@ class Attention(torch.nn.Module):
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         q, k, v = qkv.split((self.queries, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv beside them
+        if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv too
             k, v = k.contiguous(), v.contiguous()
         return q, k, v
 
     def _positioned(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys normed and turned by their true positions, as the family has it."""
+        """Queries and keys normed and rotated by their true positions, as the family has it."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
@@ -159,23 +161,13 @@ class Attention(torch.nn.Module):
         columns = torch.arange(length, device=q.device)
         rows = columns if self.core_cp.size == 1 else context.positions
         k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
-        keep = torch.stack(
-            [
-                torch.stack(
-                    [
-                        context.stream.keep(
-                            f"{self.name}.{self.first_head + head}",
-                            sample,
-                            (length, length),
-                            self.dropout,
-                            q.device,
-                        )[rows]
-                        for head in range(q.shape[1])
-                    ]
-                )
-                for sample in range(q.shape[0])
-            ]
-        )
+        sites = [f"{self.name}.{self.first_head + head}" for head in range(q.shape[1])]
+        masks = [
+            context.stream.keep(site, sample, (length, length), self.dropout, q.device)[rows]
+            for sample in range(q.shape[0])
+            for site in sites
+        ]
+        keep = torch.stack(masks).unflatten(0, (q.shape[0], q.shape[1]))
         plain = self._softmax is not None and context.visibility == CAUSAL
         return unfused_attention(
             *(q, k, v),

@@ -1,21 +1,25 @@
 """One transformer block, pre-norm."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.dropout import add_dropped
+from megalite.config.registry import Registry
+from megalite.kernels.layer_ops import add_dropped
 from megalite.models.attention import Attention
-from megalite.models.cache import KeyValueCache
-from megalite.models.context import ForwardContext
+from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
-from megalite.models.moe.layer import MoELayer
 from megalite.models.norm import Norm
-from megalite.models.recompute import Recompute
-from megalite.models.recompute_saved import not_saving
+from megalite.models.recompute import Recompute, not_saving
 from megalite.tensor_parallel.parameter import ParameterFactory
+
+FEED_FORWARD: Registry[Callable[..., torch.nn.Module]] = Registry(
+    "feed-forward", {"experts": "megalite.models.moe.layer:MoELayer"}
+)
+"""What a layer may have in place of an MLP."""
 
 
 class Block(torch.nn.Module):
@@ -32,7 +36,7 @@ class Block(torch.nn.Module):
         index: int,
         config: ModelConfig,
         *,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         recompute: Recompute,
         cp_comm_type: str = "p2p",
     ) -> None:
@@ -40,23 +44,25 @@ class Block(torch.nn.Module):
         name = f"layers.{index}"
         self.name = name
         self.dropout = config.hidden_dropout
-        self.tp, self.sequence_parallel = make.tp, make.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self._add_dropped = add_dropped
         self.recompute_norms = recompute.selects("layernorm")
         self.recompute_mlp = recompute.selects("mlp")
-        self.attention_norm = Norm(f"{name}.attention_norm", config, make=make)
+        self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
         self.attention = Attention(
-            f"{name}.attention", config, make=make, recompute=recompute, cp_comm_type=cp_comm_type
+            f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type
         )
         # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
-        self.mlp_norm = Norm(f"{name}.mlp_norm", config, make=make, of_sums=not self.recompute_norms)
+        self.mlp_norm = Norm(f"{name}.mlp_norm", config, factory=factory, of_sums=not self.recompute_norms)
         self.mlp: MLP | None = None
-        self.moe: MoELayer | None = None
+        self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
-            self.moe = MoELayer(f"{name}.moe", config, make=make, recompute=recompute)
+            self.moe = FEED_FORWARD.get("experts")(
+                f"{name}.moe", config, factory=factory, recompute=recompute
+            )
         else:
             inside = None if self.recompute_mlp else recompute
-            self.mlp = MLP(f"{name}.mlp", config, make=make, recompute=inside)
+            self.mlp = MLP(f"{name}.mlp", config, factory=factory, recompute=inside)
 
     def forward(
         self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
@@ -97,3 +103,35 @@ class Block(torch.nn.Module):
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
         )
+
+
+def run_layers(
+    blocks: Sequence[Block],
+    x: torch.Tensor,
+    context: ForwardContext,
+    *,
+    cache: KeyValueCache | None,
+    recompute: Recompute,
+) -> torch.Tensor:
+    """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
+
+    With full recompute a unit keeps its input alone and runs again in the backward; dropout needs no saved generator
+    state for that, since its masks have none.
+    """
+    recomputed, kept = 0, len(blocks)
+    if recompute.granularity == "full" and torch.is_grad_enabled():
+        recomputed = kept if recompute.method == "uniform" else min(recompute.num_layers, kept)
+    unit = recompute.num_layers if recompute.method == "uniform" else 1
+    for start in range(0, recomputed, unit):
+        x = checkpoint(
+            _run, blocks[start : start + unit], x, context, use_reentrant=False, preserve_rng_state=False
+        )
+    return _run(blocks[recomputed:], x, context, cache)
+
+
+def _run(
+    blocks: Sequence[Block], x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
+) -> torch.Tensor:
+    for block in blocks:
+        x = block(x, context, cache)
+    return x

@@ -1,18 +1,16 @@
-"""How the layers of a stage compute: what section `compute` of the config says, applied once when they are built."""
-
-from collections.abc import Iterator
-
-import torch
+"""How the layers of a stage compute: section `compute` of the config, applied once when they are built."""
 
 from megalite.config.errors import ConfigError
 from megalite.config.rules.compute import attention_in_tiles
 from megalite.config.run import RunConfig
 from megalite.kernels.attention_backends import AttentionShape, choose_attention
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.fp8 import ALIGNMENT, Fp8Products, quantise, why_not_fp8
+from megalite.kernels.matmul import ALIGNMENT, Fp8Products, quantise, why_not_fp8
 from megalite.models.attention import Attention
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+_LINEAR = (ColumnParallelLinear, RowParallelLinear)
 
 
 def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
@@ -27,11 +25,10 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
     compute = config.compute
     lines = _use_attention(stage, config)
     if compute.tp_comm_overlap:
-        for linear in _linears(stage):
-            linear.overlap = True
-        lines.append(
-            "sequence-parallel gathers and scatters travel in pieces under the layers' matrix products"
-        )
+        for module in stage.modules():
+            if isinstance(module, _LINEAR):
+                module.overlap = True
+        lines.append("sequence-parallel gathers and scatters run in pieces under the layers' matrix products")
     if compute.compile:
         reason = None if stage.device.type == "meta" else why_not_compile(stage.device)
         if reason is not None:
@@ -53,11 +50,11 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
         return []
     if config.model.attention_dropout > 0.0:
         return ["attention with its probabilities in memory, for attention_dropout"]
-    first, make = layers[0], stage.make
-    shared = make.cp.size if first.exchange_heads else 1
+    first, factory = layers[0], stage.factory
+    shared = factory.cp.size if first.exchange_heads else 1
     shape = AttentionShape(
-        device=make.device,
-        dtype=make.dtype,
+        device=factory.device,
+        dtype=factory.dtype,
         heads=first.groups * first.queries // shared,
         groups=first.groups // shared,
         head_size=first.head_size,
@@ -71,12 +68,6 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     return [f"attention {choice.backend} ({choice.why})"]
 
 
-def _linears(module: torch.nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
-    for child in module.modules():
-        if isinstance(child, ColumnParallelLinear | RowParallelLinear):
-            yield child
-
-
 def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
     reason = None if stage.device.type == "meta" else why_not_fp8(stage.device)
     if reason is not None:
@@ -86,12 +77,11 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
     for index, block in stage.layers.items():
         if int(index) in (0, last):
             continue
-        for linear in _linears(block):
-            spec = linear.weight.info.spec
-            shape = linear.weight.flatten(0, -2).shape
+        for linear in (module for module in block.modules() if isinstance(module, _LINEAR)):
+            spec, shape = linear.weight.info.spec, linear.weight.flatten(0, -2).shape
             if any(size % ALIGNMENT for size in shape):
                 raise ConfigError(
-                    f"fp8 takes weights whose dimensions on a rank are multiples of {ALIGNMENT}, and {spec.name} has "
+                    f"fp8 takes weights with dimensions per rank that are multiples of {ALIGNMENT}, and {spec.name} has "
                     f"{shape[0]} x {shape[1]}; use other sizes or another tp"
                 )
             linear.products = products

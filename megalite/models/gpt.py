@@ -9,13 +9,16 @@ import torch.nn.functional as F
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.tiles import Visibility
-from megalite.kernels.products import PlainProducts
-from megalite.kernels.rope import rope_frequencies, rope_tables
-from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.models.block import Block
-from megalite.models.cache import KeyValueCache, NextTokens
-from megalite.models.context import ForwardContext, document_position_ids
-from megalite.models.layers import run_layers
+from megalite.kernels.layer_ops import rope_frequencies, rope_tables
+from megalite.kernels.matmul import PlainProducts
+from megalite.models.block import Block, run_layers
+from megalite.models.context import (
+    AuxiliaryLosses,
+    ForwardContext,
+    KeyValueCache,
+    NextTokens,
+    document_position_ids,
+)
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -24,23 +27,23 @@ from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_regio
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import Group
-from megalite.topology.sequence import sequence_spans
+from megalite.topology.layout import sequence_spans
 
 
 class Embedding(torch.nn.Module):
     """Word plus learned position embedding (if any), then dropout: tokens [b, s] -> [s, b, h]."""
 
-    def __init__(self, config: ModelConfig, *, make: ParameterFactory, tied: bool, uses: int) -> None:
+    def __init__(self, config: ModelConfig, *, factory: ParameterFactory, tied: bool, uses: int) -> None:
         super().__init__()
         h = config.hidden_size
         self.dropout = config.hidden_dropout
         self.scale = math.sqrt(h) if config.scale_embeddings else 1.0
-        self.tp, self.sequence_parallel = make.tp, make.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.word = VocabParallelEmbedding(
             "embedding.word",
             (config.padded_vocab_size, h),
             std=config.init_method_std,
-            make=make,
+            factory=factory,
             tied=tied,
             uses=uses,
         )
@@ -48,7 +51,7 @@ class Embedding(torch.nn.Module):
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, h)
-            self.position = make.make("embedding.position.weight", shape, std=config.init_method_std)
+            self.position = factory.parameter("embedding.position.weight", shape, std=config.init_method_std)
 
     def forward(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Tokens [b, s/cp] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
@@ -67,22 +70,29 @@ class Embedding(torch.nn.Module):
 
 
 class Head(torch.nn.Module):
-    """Final norm and the projection to the vocabulary, whose weight may be the word embedding's."""
+    """Final norm and the projection to the vocabulary, by its own weight or the word embedding's."""
 
-    def __init__(self, config: ModelConfig, *, make: ParameterFactory, weight: ShardedParameter) -> None:
+    def __init__(self, config: ModelConfig, *, factory: ParameterFactory, weight: ShardedParameter) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.tp = make.tp
-        self.enter = "gather" if make.sequence_parallel else "copy"
+        self.tp = factory.tp
+        self.sequence_parallel = factory.sequence_parallel
         self.vocab_size = config.vocab_size
-        self.norm = Norm("final_norm", config, make=make)
+        self.norm = Norm("final_norm", config, factory=factory)
         self.weight = weight
-        self._products = PlainProducts(make.kernel("matmul", config.hidden_size))
-        self._cross_entropy = make.kernel("cross_entropy", config.padded_vocab_size // make.tp.size)
+        self._products = PlainProducts(factory.kernel("matmul", config.hidden_size))
+        self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
-        return linear(self.norm(x), self.weight, None, tp=self.tp, enter=self.enter, products=self._products)
+        return linear(
+            self.norm(x),
+            self.weight,
+            None,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            products=self._products,
+        )
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of each token: labels [b, s] -> [b, s]."""
@@ -102,9 +112,9 @@ class GPTStage(torch.nn.Module):
     """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
 
     Args:
-        make: where and how parameters are made; also carries the groups.
-        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies,
-        word: unless the other is in a stage of this rank too: then the head takes its weight.
+        factory: where and how parameters are made; also carries the groups.
+        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies.
+        word: the weight of the embedding, if that is in another stage of this rank: the head then takes it.
         seq_length: tokens of a whole sequence.
         recompute: which activations the backward computes again.
         cp_comm_type: how attention sees a sequence that is split over cp: `p2p` or `a2a`.
@@ -118,7 +128,7 @@ class GPTStage(torch.nn.Module):
         last_layer: int,
         has_embedding: bool,
         has_head: bool,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         seq_length: int,
         recompute: Recompute | None = None,
         cp_comm_type: str = "p2p",
@@ -127,48 +137,45 @@ class GPTStage(torch.nn.Module):
         super().__init__()
         self.config = config
         self.seq_length = seq_length
-        self.make = make
+        self.factory = factory
         self.recompute = recompute or Recompute()
         self.embedding: Embedding | None = None
         if has_embedding:
             tied, shared_here = config.tie_embeddings, config.tie_embeddings and has_head
             uses = 2 if shared_here else 1
-            self.embedding = Embedding(config, make=make, tied=tied and not shared_here, uses=uses)
-        self.layers = torch.nn.ModuleDict(
-            {
-                str(index): Block(
-                    index, config, make=make, recompute=self.recompute, cp_comm_type=cp_comm_type
-                )
-                for index in range(first_layer, last_layer)
-            }
-        )
+            self.embedding = Embedding(config, factory=factory, tied=tied and not shared_here, uses=uses)
+        self.layers = torch.nn.ModuleDict()
+        for index in range(first_layer, last_layer):
+            self.layers[str(index)] = Block(
+                index, config, factory=factory, recompute=self.recompute, cp_comm_type=cp_comm_type
+            )
         self.head: Head | None = None
         if has_head:
-            self.head = Head(config, make=make, weight=self._head_weight(make, word))
-        spans = sequence_spans(seq_length, cp_rank=make.cp.rank, cp_size=make.cp.size)
-        self._positions = torch.cat([torch.arange(*span, device=make.device) for span in spans])
+            self.head = Head(config, factory=factory, weight=self._head_weight(factory, word))
+        spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
+        self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def tp(self) -> Group:
         """The tensor-parallel group."""
-        return self.make.tp
+        return self.factory.tp
 
     @property
     def device(self) -> torch.device:
         """Where parameters and activations are."""
-        return self.make.device
+        return self.factory.device
 
-    def _head_weight(self, make: ParameterFactory, word: ShardedParameter | None) -> ShardedParameter:
+    def _head_weight(self, factory: ParameterFactory, word: ShardedParameter | None) -> ShardedParameter:
         shape = (self.config.padded_vocab_size, self.config.hidden_size)
         std = self.config.init_method_std
         if not self.config.tie_embeddings:
-            return make.make("head.weight", shape, shard_dim=0, std=std)
+            return factory.parameter("head.weight", shape, shard_dim=0, std=std)
         if self.embedding is not None:
             return self.embedding.word.weight
         if word is not None:
             return word
-        return make.make("embedding.word.weight", shape, shard_dim=0, std=std, tied=True)
+        return factory.parameter("embedding.word.weight", shape, shard_dim=0, std=std, tied=True)
 
     def context(
         self,
@@ -193,14 +200,14 @@ class GPTStage(torch.nn.Module):
             seq_length=self.seq_length,
             positions=self._positions,
             position_ids=ids,
-            stream=DropoutStream(self.make.seed, sample_ids) if self.training else None,
+            stream=DropoutStream(self.factory.seed, sample_ids) if self.training else None,
             rope=self._rope_rows(ids, self.seq_length),
             visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
             auxiliary=auxiliary,
         )
 
     def generation_context(self, length: int) -> ForwardContext:
-        """The context of the first `length` tokens of texts whose ends are not known, without dropout; cp must be 1."""
+        """The context of the first `length` tokens of texts that may be longer, without dropout; cp must be 1."""
         positions = torch.arange(length, device=self.device)
         return ForwardContext(
             seq_length=length,
@@ -244,8 +251,8 @@ class GPTStage(torch.nn.Module):
                 high_freq_factor=config.rope_high_freq_factor,
                 original_max_positions=config.rope_original_max_positions,
             )
-            dtype = torch.float64 if self.make.dtype == torch.float64 else torch.float32
-            # Twice as many as before: a text that goes on and on would have them made anew for each token.
+            dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
+            # Twice as many as before: a long generated text would otherwise have them made again for each token.
             known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
             self._rope = rope_tables(positions, frequencies.to(self.device), dtype)
@@ -254,7 +261,7 @@ class GPTStage(torch.nn.Module):
 
     def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:
         """Shape of what travels between stages: [s/cp, b, h], or [s/(cp·tp), b, h] with sequence parallelism."""
-        s = self._positions.numel() // (self.tp.size if self.make.sequence_parallel else 1)
+        s = self._positions.numel() // (self.tp.size if self.factory.sequence_parallel else 1)
         return (s, micro_batch_size, self.config.hidden_size)
 
     def forward(

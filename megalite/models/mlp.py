@@ -1,15 +1,33 @@
 """The feed-forward half of a block."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.models.activation import activation_of
-from megalite.models.recompute import Recompute
-from megalite.models.recompute_saved import not_saving
+from megalite.models.recompute import Recompute, not_saving
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
+
+
+def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callable[..., torch.Tensor]:
+    """x [..., size] -> [..., size], or x [..., 2·size] where there is a gate, in the first half.
+
+    Without a gate it takes a bias too: `f(x, bias)`.
+
+    Args:
+        name: `ModelConfig.activation`.
+        size: features on this rank.
+    """
+    tanh = name.endswith("_tanh")
+    if name == "swiglu":
+        return factory.kernel("swiglu", size)
+    if name.startswith("geglu"):
+        return partial(factory.kernel("geglu", size), tanh=tanh)
+    assert name.startswith("gelu"), name
+    return partial(factory.kernel("bias_gelu", size), tanh=tanh)
 
 
 class MLP(torch.nn.Module):
@@ -25,16 +43,16 @@ class MLP(torch.nn.Module):
         name: str,
         config: ModelConfig,
         *,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         recompute: Recompute | None = None,
         ffn_size: int | None = None,
     ) -> None:
         super().__init__()
         f, h = ffn_size or config.ffn_size, config.hidden_size
-        local = f // make.tp.size
-        self.activation = activation_of(config.activation, local, make=make)
+        local = f // factory.tp.size
+        self.activation = activation_of(config.activation, local, factory=factory)
         # A fused kernel gives the bias's gradient in the pass that it makes anyway.
-        self.fuses_bias = config.add_bias_linear and not config.is_gated and make.fuses("bias_gelu", local)
+        self.fuses_bias = config.add_bias_linear and not config.is_gated and factory.fuses("bias_gelu", local)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = ColumnParallelLinear(
             f"{name}.up",
@@ -42,14 +60,14 @@ class MLP(torch.nn.Module):
             shard_dim=1 if config.is_gated else 0,
             std=config.init_method_std,
             bias=config.add_bias_linear,
-            make=make,
+            factory=factory,
         )
         self.down = RowParallelLinear(
             f"{name}.down",
             (h, f),
             std=config.init_method_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,
-            make=make,
+            factory=factory,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

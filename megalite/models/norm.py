@@ -3,7 +3,7 @@
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.dropout import add_dropped
+from megalite.kernels.layer_ops import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
@@ -24,7 +24,7 @@ class Norm(torch.nn.Module):
         name: str,
         config: ModelConfig,
         *,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         size: int | None = None,
         per_head: bool = False,
         of_sums: bool = False,
@@ -35,12 +35,12 @@ class Norm(torch.nn.Module):
         self.zero_centered = config.norm_zero_centered
         value = 0.0 if self.zero_centered else 1.0
         partial = {"in_sequence_region": True, "always_partial": per_head}
-        self.weight = make.make(f"{name}.weight", shape, value=value, decay=False, **partial)
+        self.weight = factory.parameter(f"{name}.weight", shape, value=value, decay=False, **partial)
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = make.make(f"{name}.bias", shape, decay=False, **partial)
-        self._kernel = make.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
-        self._sum_kernel = make.kernel("add_norm", *shape) if of_sums else None
+            self.bias = factory.parameter(f"{name}.bias", shape, decay=False, **partial)
+        self._kernel = factory.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
+        self._sum_kernel = factory.kernel("add_norm", *shape) if of_sums else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""

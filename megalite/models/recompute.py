@@ -1,7 +1,11 @@
-"""Which activations the backward computes again instead of keeping them (arXiv 2205.05198)."""
+"""Which activations the backward computes again instead of keeping them (arXiv 2205.05198), and how it does so."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +29,69 @@ class Recompute:
     def selects(self, module: str) -> bool:
         """Selective recompute runs this kind of module again."""
         return self.granularity == "selective" and module in self.modules
+
+
+class _Remade:
+    """A tensor that each backward makes once, when the first operation asks for it, and frees after the last."""
+
+    def __init__(self, make: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+        self._make, self._inputs = make, inputs
+        self.uses = self._waiting = 0
+        """Operations that would have kept the tensor."""
+        self._value: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        """The tensor, for one of its uses."""
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._make(*self._inputs)
+            self._waiting = self.uses
+        value = self._value
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._value = None
+        return value
+
+
+@dataclass(frozen=True)
+class _Token:
+    """What is kept in place of a view of the tensor."""
+
+    remade: _Remade
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    if isinstance(kept, _Token):
+        return kept.remade.get().as_strided(kept.size, kept.stride, kept.offset)
+    return kept
+
+
+@contextmanager
+def not_saving(
+    tensor: torch.Tensor, make: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Iterator[None]:
+    """Operations inside keep neither `tensor` nor views of it; their backward works on `make(*inputs)` instead.
+
+    Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
+
+    Args:
+        tensor: the output of `make(*inputs)`, in its own memory.
+        make: gives the same bits and memory layout again; called without gradients.
+        inputs: tensors that stay in memory until the backward anyway.
+    """
+    storage, dtype = tensor.untyped_storage().data_ptr(), tensor.dtype
+    # Detached: a token must keep memory alive, not the graph behind it.
+    remade = _Remade(make, tuple(each.detach() for each in inputs))
+
+    def pack(saved: torch.Tensor) -> Any:
+        if saved.numel() == 0 or saved.dtype != dtype or saved.untyped_storage().data_ptr() != storage:
+            # An operation that saves its own output would keep itself alive if the hook gave it back with its graph.
+            return saved if saved.is_leaf else saved.detach()
+        remade.uses += 1
+        return _Token(remade, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield

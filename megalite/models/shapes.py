@@ -80,7 +80,7 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
     h = model.hidden_size
-    # Gate and up projection are stacked on a dimension of their own: a cut of [2f, h] would give rank 0 only gates.
+    # Gate and up projection are stacked on a separate dimension: a cut of [2f, h] would give rank 0 only gates.
     stacked = (2, f) if model.is_gated else (f,)
     split = len(stacked) - 1
     shapes = [_matrix(f"{prefix}.up.weight", (*stacked, h), split)]

@@ -1,1 +1,1 @@
-"""Optimizers and the schedules of what they are told: learning rate, weight decay, loss scale."""
+"""Optimizers, and the schedules of learning rate, weight decay and loss scale."""

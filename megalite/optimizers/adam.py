@@ -1,16 +1,19 @@
-"""AdamW over flat shards, one tensor a bucket."""
+"""AdamW over flat shards, one tensor per bucket; with bf16 moments, which may be rounded at random."""
 
+import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
+from torch.optim.adamw import adamw
 
+from megalite.config.optimizer import STATES as STATES_OF
 from megalite.config.optimizer import OptimizerConfig
+from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Exchange, Optimizer
-from megalite.optimizers.flat import FlatParameter, Update
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
 
-STATES = ("exp_avg", "exp_avg_sq")
-"""Names of the state tensors, each of the shape of its parameter."""
+STATES = STATES_OF["adam"]
 
 
 class AdamW(Optimizer):
@@ -24,28 +27,26 @@ class AdamW(Optimizer):
     writes_copies = True
 
     def __init__(
-        self,
-        parameters: Sequence[FlatParameter],
-        config: OptimizerConfig,
-        kernels: Kernels | None = None,
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, kernels: Kernels | None = None
     ) -> None:
-        self.parameters, self.notes = parameters, []
-        self._config, self._updates = config, 0
-        # Made at once, not at the first step: memory is then known at the start and loading has a place to go.
-        self._states = {
-            flat.param: {name: torch.zeros_like(flat.param, requires_grad=False) for name in STATES}
-            for flat in parameters
-        }
+        super().__init__(parameters, config, STATES)
         kernels = kernels or Kernels()
         self._kernels = [
             kernels.get("adam", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
             for flat in parameters
         ]
 
+    @classmethod
+    def from_config(
+        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
+    ) -> Optimizer:
+        if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
+            return RoundedAdamW(parameters, config.optimizer, seed=config.training.seed)
+        return cls(parameters, config.optimizer, context.kernels)
+
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """Update all parameters from their gradients."""
-        self._updates += 1
+        self.updates += 1
         for flat, kernel in zip(self.parameters, self._kernels, strict=True):
             param = flat.param
             factor = None
@@ -54,26 +55,173 @@ class AdamW(Optimizer):
             kernel(
                 param.data,
                 param.grad,
-                *(self._states[param][name] for name in STATES),
+                *self._states[param].values(),
                 lr=update.lr,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
-                eps=self._config.adam_eps,
+                beta1=self.config.adam_beta1,
+                beta2=self.config.adam_beta2,
+                eps=self.config.adam_eps,
                 weight_decay=update.weight_decay if flat.decay else 0.0,
-                step=self._updates,
+                step=self.updates,
                 factor=factor,
                 copy=update.copies.get(param),
             )
 
-    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The two moments."""
-        return self._states[parameter]
 
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._updates
+CPU_PIECE, DEVICE_PIECE = 1 << 18, 1 << 23
+"""Elements that are worked on at a time: what fits into a cache, or what keeps a device busy."""
 
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
-        self._updates = updates
+
+class RoundedAdamW(AdamW):
+    """AdamW with bf16 moments: 2 bytes of each instead of 4. The arithmetic is that of `AdamW`, torch's fused kernel in
+    fp32; a bf16 moment is rounded once per update, a piece at a time.
+
+    To the nearest, a second moment with beta2 above 1 - 2^-8 stands still: an update changes it by less than half of its
+    last bit. Stochastic rounding keeps its expectation (arXiv 2010.06192).
+
+    Args:
+        seed: of the random bits.
+    """
+
+    applies_factor = writes_copies = False
+
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, seed: int) -> None:
+        super().__init__([], config)
+        self.parameters, self._seed = parameters, seed
+        for flat in parameters:
+            self._states[flat.param] = {}
+            for name, dtype in zip(STATES, (config.exp_avg_dtype, config.exp_avg_sq_dtype), strict=True):
+                kept = torch.bfloat16 if dtype == "bf16" else flat.param.dtype
+                self._states[flat.param][name] = torch.zeros_like(flat.param.data, dtype=kept)
+
+    @torch.no_grad()
+    def step(self, update: Update, exchange: Exchange | None = None) -> None:
+        for flat in self.parameters:
+            piece = CPU_PIECE if flat.param.device.type == "cpu" else DEVICE_PIECE
+            for start in range(0, flat.param.numel(), piece):
+                self._step_piece(flat, start, min(start + piece, flat.param.numel()), update)
+        self.updates += 1
+
+    def _step_piece(self, flat: FlatParameter, start: int, stop: int, update: Update) -> None:
+        config, grad = self.config, flat.param.grad
+        assert grad is not None
+        kept = [values[start:stop] for values in self._states[flat.param].values()]
+        moments = [values.float() if values.dtype == torch.bfloat16 else values for values in kept]
+        adamw(
+            [flat.param.data[start:stop]],
+            [grad[start:stop]],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [torch.tensor(float(self.updates), device=grad.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            lr=update.lr,
+            weight_decay=update.weight_decay if flat.decay else 0.0,
+            eps=config.adam_eps,
+            maximize=False,
+        )
+        bits = None
+        if config.stochastic_rounding:
+            bits = torch.zeros(stop - start, dtype=torch.int32, device=grad.device)
+            random_bits(flat, start, stop, seed=self._seed, step=update.step, out=bits)
+        # One half of the bits for each moment.
+        for target, values, shift in zip(kept, moments, (0, 16), strict=True):
+            if target.dtype == values.dtype:
+                continue
+            if bits is None:
+                target.copy_(values)
+            else:
+                round_to(target, values, bits.bitwise_right_shift(shift))
+
+
+# Stochastic rounding to bf16, with random bits that belong to the element of the model and not to its place: an element
+# between two bf16 numbers goes to the upper one with the probability of its distance from the lower one. The bits are a
+# hash of the seed, the step, the tensor's name and the element's index in the whole tensor: every layout rounds alike,
+# and there is no generator with a state that a checkpoint would have to keep.
+
+_SPREAD, _FIRST, _SECOND, _CARRY = (
+    number - (1 << 32) if number >> 31 else number
+    # Odd, so that a product with it is a bijection of 32 bits. The first spreads indices that follow one another; with the
+    # next two, found by search, each bit of the index moves each bit of the hash (github.com/skeeto/hash-prospector).
+    for number in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
+)
+
+
+def tensor_key(seed: int, step: int, name: str) -> tuple[int, int]:
+    """Two numbers of 32 bits, with sign."""
+    digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
+    first, second = digest[:4], digest[4:]
+    return int.from_bytes(first, "little", signed=True), int.from_bytes(second, "little", signed=True)
+
+
+def global_indices(segment: Segment, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Where the elements start..stop of a flat parameter, all in the segment, are in the flattened whole tensor: int64.
+
+    They count on, but for a gap where a row of a cut dimension ends.
+    """
+    first = start - segment.start + segment.offset
+    index = torch.arange(first, first + stop - start, device=device)
+    shift, local, stride = 0, 1, 1
+    for dim in reversed(range(len(segment.global_shape))):
+        size, (low, high) = segment.global_shape[dim], segment.slice[dim]
+        shift += low * stride
+        local *= high - low
+        if dim > 0 and high - low != size:
+            _leave_gaps(index, first, every=local, gap=(size - high + low) * stride)
+        stride *= size
+    return index.add_(shift)
+
+
+def _leave_gaps(index: torch.Tensor, first: int, *, every: int, gap: int) -> None:
+    """Move element i by `gap` for each `every` elements before it, where those of `index` are first, first + 1, ..."""
+    head = min(-first % every, index.numel())
+    index[:head] += first // every * gap
+    row, rows = (first + head) // every, (index.numel() - head) // every
+    end = head + rows * every
+    # Whole rows together: a division for each element would take longer than all the rest.
+    whole = index[head:end].view(rows, every)
+    whole += gap * torch.arange(row, row + rows, device=index.device).view(rows, 1)
+    index[end:] += (row + rows) * gap
+
+
+def random_bits(
+    flat: FlatParameter, start: int, stop: int, *, seed: int, step: int, out: torch.Tensor
+) -> torch.Tensor:
+    """32 random bits for each element of a range of a flat parameter, into `out`, int32; padding gets what was there."""
+    for segment in flat.segments:
+        low, high = max(segment.start, start), min(segment.stop, stop)
+        if low < high:
+            index = global_indices(segment, low, high, out.device)
+            wide = math.prod(segment.global_shape) > 1 << 32
+            _hash(index, tensor_key(seed, step, segment.name), out[low - start : high - start], wide=wide)
+    return out
+
+
+def _hash(index: torch.Tensor, key: tuple[int, int], out: torch.Tensor, *, wide: bool) -> None:
+    """`out` becomes a hash of each index, which is used up; `wide` if some take more than 32 bits. Arithmetic wraps."""
+    out.copy_(index)
+    out.mul_(_SPREAD).add_(key[0])
+    if wide:
+        out.add_(index.bitwise_right_shift_(32).to(torch.int32).mul_(_CARRY))
+    shifted = torch.empty_like(out)
+    for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
+        torch.bitwise_right_shift(out, shift, out=shifted)
+        # The shift repeats the sign: away with it.
+        out.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor != 1:
+            # Without the second part of the key all steps would take their numbers from one sequence.
+            out.mul_(factor).bitwise_xor_(key[1])
+
+
+def round_to(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor) -> None:
+    """`target`, bf16, becomes fp32 `values`, rounded by the lower 16 of each element's `bits`, which are used up.
+
+    What is NaN or infinite stays so.
+    """
+    # As an integer a number's magnitude grows with it: the sum carries into the bf16 part as often as the fraction says.
+    rounded = bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
+    # A NaN may have carried into its sign. This is NaN where values are, else 0 of their sign; comparing takes longer.
+    rounded.bitwise_or_(values.clamp(-1.0, 1.0).mul_(0.0).view(torch.int32))
+    target.copy_(rounded.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16))

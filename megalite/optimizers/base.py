@@ -1,71 +1,169 @@
-"""What every optimizer offers to the training step, the data-parallel strategies and the checkpoints."""
+"""What an optimizer gets and offers: flat parameters and the tensors in them, the terms of an update, states by name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megalite.optimizers.flat import FlatParameter, Update
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig
+from megalite.kernels.registry import Kernels
+from megalite.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a flat parameter that belongs to one tensor of the model.
+
+    A flat parameter may hold only some of the elements of this rank's slice of the tensor; `offset` is the first of them.
+    """
+
+    name: str
+    """Of the tensor; the same on every rank that holds a part of it."""
+    start: int
+    stop: int
+    """Place in the flat parameter."""
+    offset: int
+    """First element in the flattened local slice."""
+    local_shape: tuple[int, ...]
+    """Of this rank's slice of the tensor."""
+    global_shape: tuple[int, ...]
+    shard_dim: int | None
+    """Dimension that tensor parallelism splits."""
+    slice: tuple[tuple[int, int], ...]
+    """Per dimension [start, stop) of the local slice in the tensor."""
+    counts: bool
+    """In a sum over the world's ranks these elements are counted here; where others hold the same ones, on one alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class FlatParameter:
+    """One tensor for the optimizer: the main parameters of a bucket, or of the range of it that this rank updates."""
+
+    param: torch.nn.Parameter
+    """Flat; `.grad` is set before a step."""
+    decay: bool
+    """Weight decay applies."""
+    segments: tuple[Segment, ...]
+    """In the order of their places; padding is in none."""
+    orthogonal: bool = False
+    """It holds nothing but hidden matrices, which Muon orthogonalises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """The terms of an update, in addition to the gradients."""
+
+    step: int
+    """The current step, counted from 1."""
+    lr: float
+    weight_decay: float
+    factor: float = 1.0
+    """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
+    copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What an optimizer may use of a run, in addition to its settings."""
+
+    topology: Topology
+    kernels: Kernels
+    replicas_agree: bool
+    """Data-parallel ranks have the same weights after each update."""
+
 
 Exchange = Callable[[FlatParameter, torch.Tensor], None]
-"""In place: a flat tensor like the parameter becomes its mean over the data-parallel ranks, as far as the wire lets it."""
+"""In place: a flat tensor like the parameter becomes its mean over the data-parallel ranks, as well as the wire allows."""
 
 
 class Optimizer(ABC):
     """Steps flat parameters from their `.grad`. States are made at once, so that memory is known at the start and a
-    checkpoint has a place to go."""
+    checkpoint has a place to go.
 
-    parameters: Sequence[FlatParameter]
-    notes: list[str]
-    """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+    Args:
+        states: the names of the state tensors of each of `parameters`; they start from 0.
+    """
+
     applies_factor: bool = False
     """`step` multiplies gradients with `update.factor` itself, in the pass that it makes anyway."""
     writes_copies: bool = False
     """`step` fills `update.copies`, in the same pass."""
     from_zeros: frozenset[str] = frozenset()
-    """Names of state tensors that a checkpoint need not have: it is another optimizer's, and they start from 0."""
+    """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
+
+    def __init__(
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str]
+    ) -> None:
+        self.parameters, self.config = parameters, config
+        self.notes: list[str] = []
+        """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+        self.updates = 0
+        """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
+        self._states = {
+            flat.param: {name: torch.zeros_like(flat.param, requires_grad=False) for name in states}
+            for flat in parameters
+        }
+
+    @classmethod
+    @abstractmethod
+    def from_config(
+        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
+    ) -> "Optimizer":
+        """The optimizer of a run."""
 
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Update all parameters. Unless it `applies_factor`, gradients have been multiplied with that already.
 
         Args:
-            exchange: given where `reduces_gradients(update.step)` is False: gradients are this rank's own.
+            exchange: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own.
 
         Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed.
         """
 
     def reduces_gradients(self, step: int) -> bool:
-        """The step needs gradients summed over ranks; else the optimizer averages states of its own."""
+        """The step needs gradients summed over ranks; else the optimizer averages its own states."""
         return True
 
     def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Optimizer | None":
-        """One of the same kind over other `parameters`, which no other rank has a part in, that reduces gradients up to
-        step `freeze_step` and not after it: to see what steps cost. None: this one always reduces gradients."""
+        """One of the same kind over other `parameters` that no other rank shares, which reduces gradients up to
+        step `freeze_step` and not after it: to measure what steps cost. None: this one always reduces gradients."""
         return None
 
-    @abstractmethod
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state."""
+        return dict(self._states[parameter])
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
-        """(state, tensor name) -> what there is once a tensor of the model, such as a trust ratio. All ranks that hold a
-        part of the tensor have the same; writing into it changes the state."""
+        """(state, tensor name) -> what there is once per tensor of the model, such as a trust ratio. All ranks that hold
+        a part of the tensor have the same; writing into it changes the state."""
         return {}
-
-    @property
-    @abstractmethod
-    def updates(self) -> int:
-        """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
-
-    @abstractmethod
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
 
     def counters(self) -> dict[str, Any]:
         """Further numbers that a checkpoint keeps: the same on every rank, and plain JSON."""
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take up saved `counters`; those of another optimizer (or none) are passed over."""
+        """Load saved `counters`; those of another optimizer (or none) are ignored."""
+
+
+_HERE = "megalite.optimizers"
+
+OPTIMIZERS: Registry[type[Optimizer]] = Registry(
+    "optimizer",
+    {
+        "adam": f"{_HERE}.adam:AdamW",
+        "sgd": f"{_HERE}.sgd:SGD",
+        "lamb": f"{_HERE}.lamb:LAMB",
+        "muon": f"{_HERE}.muon:Muon",
+        "onebit-adam": f"{_HERE}.onebit:OneBitAdam",
+        "onebit-lamb": f"{_HERE}.onebit_lamb:OneBitLAMB",
+        "zero-one-adam": f"{_HERE}.zero_one_adam:ZeroOneAdam",
+    },
+)
+"""By name; a new optimizer is a class with `from_config`, a line here and one in `config/optimizer.py`."""

@@ -1,24 +1,87 @@
-"""LAMB: Adam whose step is as long, for each tensor, as the tensor is large."""
+"""LAMB: Adam with a step as long, for each tensor, as the tensor is large; and sums over whole tensors of the model."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Exchange, Optimizer
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.tensor_sums import Pieces, TensorSums
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
 from megalite.topology.group import Group
 
-STATES = ("exp_avg", "exp_avg_sq")
-"""Names of the state tensors, each of the shape of its parameter."""
+
+class TensorSums:
+    """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`), and
+    one all-reduce makes the sums of all tensors whole, the same on every rank.
+
+    So shards of tensor parallelism, of experts and of a distributed optimizer, and the stages of a pipeline, all come to
+    the same sums but for rounding.
+
+    Args:
+        parameters: those with tensors to sum over; other ranks may have other ones, or none.
+        group: the ranks that together count every element once.
+
+    Collectives: the names of the tensors are gathered over `group`, once.
+    """
+
+    def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
+        own = sorted({segment.name for flat in parameters for segment in flat.segments})
+        gathered = group.gather_json(own, device)
+        self.names: tuple[str, ...] = tuple(sorted({name for names in gathered for name in names}))
+        """Of all tensors, in the same order on every rank."""
+        self._group, self.device = group, device
+        self._column = {name: column for column, name in enumerate(self.names)}
+
+    def column(self, segment: Segment) -> int:
+        """The place of the segment's tensor in a row of sums."""
+        return self._column[segment.name]
+
+    def zeros(self, rows: int) -> torch.Tensor:
+        """fp64 [rows, tensors], to be filled with what this rank counts."""
+        return torch.zeros(rows, len(self.names), dtype=torch.float64, device=self.device)
+
+    def all_reduce(self, table: torch.Tensor, *, op: str = "sum") -> None:
+        """In place: the sums (or maxima) over all ranks."""
+        self._group.all_reduce(table, op=op)
+
+
+class Pieces:
+    """Adds up numbers of pieces of tensors: many launches' work in three, in the same order in every run.
+
+    Args:
+        columns: for each piece the place of its tensor in a row of `sums`.
+    """
+
+    def __init__(self, columns: Sequence[int], sums: TensorSums) -> None:
+        seen: Counter[int] = Counter()
+        rows = []
+        for column in columns:
+            rows.append(seen[column])
+            seen[column] += 1
+        self._shape = (max(seen.values(), default=0), len(sums.names))
+        place = [row * self._shape[1] + column for row, column in zip(rows, columns, strict=True)]
+        self._place = torch.tensor(place, dtype=torch.int64, device=sums.device)
+
+    def add_up(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """fp64 [tensors], the sums of the squares of the pieces' numbers: of their norms, say."""
+        table = torch.zeros(self._shape, dtype=torch.float64, device=self._place.device)
+        if numbers:
+            table.view(-1)[self._place] = torch.stack(list(numbers)).double().square()
+        return table.sum(dim=0)
+
 
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements that are updated at a time: on a CPU what fits into its cache, on CUDA so many that launches do not count.
 Temporaries are of this size."""
+
+
+def block_size(parameter: torch.Tensor) -> int:
+    """`BLOCKS` of its device."""
+    return BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
 
 
 def trust_ratios(
@@ -37,7 +100,7 @@ def trust_ratios(
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A part of a flat parameter that lies in one tensor, or anywhere where tensors are not told apart."""
+    """A part of a flat parameter that lies in one tensor, or anywhere where tensors make no difference."""
 
     param: torch.nn.Parameter
     start: int
@@ -56,7 +119,7 @@ def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums) -> list[B
     """All elements of `parameters`, each once; those that decay tensor by tensor."""
     found = []
     for flat in parameters:
-        size = BLOCKS["cpu" if flat.param.device.type == "cpu" else "cuda"]
+        size = block_size(flat.param)
         ranges: list[tuple[int, int, int | None, bool]] = [(0, flat.param.numel(), None, False)]
         if flat.decay:
             ranges = [(each.start, each.stop, sums.column(each), each.counts) for each in flat.segments]
@@ -95,17 +158,12 @@ class LAMB(Optimizer):
         group: Group,
         kernels: Kernels | None = None,
     ) -> None:
-        self.parameters, self.notes = parameters, []
-        self._config, self._updates = config, 0
+        super().__init__(parameters, config, STATES["lamb"])
         device = parameters[0].param.device
         self._sums = TensorSums([flat for flat in parameters if flat.decay], group=group, device=device)
         self._blocks = make_blocks(parameters, self._sums)
         counted = [block.column for block in self._blocks if block.column is not None and block.counts]
         self._pieces = Pieces(counted, self._sums)
-        self._states = {
-            flat.param: {name: torch.zeros_like(flat.param, requires_grad=False) for name in STATES}
-            for flat in parameters
-        }
         self._ratios = [1.0] * len(self._sums.names)
         kernels = kernels or Kernels()
         self._kernels = {
@@ -115,17 +173,22 @@ class LAMB(Optimizer):
             for flat in parameters
         }
 
+    @classmethod
+    def from_config(
+        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
+    ) -> Optimizer:
+        return cls(parameters, config.optimizer, group=context.topology.world, kernels=context.kernels)
+
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """Moments and norms, the ratios, then the step. Waits for the device once, for the ratios."""
-        assert exchange is None, "LAMB goes by reduced gradients"
-        self._updates += 1
-        c = self._config
+        assert exchange is None, "LAMB steps by reduced gradients"
+        self.updates += 1
+        c = self.config
         terms: dict[str, Any] = {
             "beta1": c.adam_beta1,
             "beta2": c.adam_beta2,
             "eps": c.adam_eps,
-            "step": self._updates,
+            "step": self.updates,
         }
         norms: list[torch.Tensor] = []
         for block in self._blocks:
@@ -134,7 +197,7 @@ class LAMB(Optimizer):
             norms += lamb_moments(
                 *(block.of(block.param.data), block.of(block.param.grad), *self._moments(block)),
                 **terms,
-                weight_decay=self._decay(block, update),
+                weight_decay=0.0 if block.column is None else update.weight_decay,
                 norms=block.column is not None and block.counts,
             )
         squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
@@ -146,30 +209,13 @@ class LAMB(Optimizer):
                 *(block.of(block.param.data), *self._moments(block)),
                 **terms,
                 rate=update.lr * (1.0 if block.column is None else self._ratios[block.column]),
-                weight_decay=self._decay(block, update),
+                weight_decay=0.0 if block.column is None else update.weight_decay,
             )
 
-    def _moments(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        exp_avg, exp_avg_sq = (self._states[block.param][name] for name in STATES)
-        return block.of(exp_avg), block.of(exp_avg_sq)
-
-    def _decay(self, block: Block, update: Update) -> float:
-        return 0.0 if block.column is None else update.weight_decay
-
-    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The two moments."""
-        return dict(self._states[parameter])
+    def _moments(self, block: Block) -> list[torch.Tensor]:
+        return [block.of(values) for values in self._states[block.param].values()]
 
     @property
     def trust_ratios(self) -> dict[str, float]:
         """Those of the last step by tensor, of all tensors of the model, the same on every rank."""
         return dict(zip(self._sums.names, self._ratios, strict=True))
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._updates
-
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
-        self._updates = updates

@@ -1,18 +1,206 @@
-"""Muon: the update of a matrix is its momentum, made orthogonal."""
+"""Muon: the update of a matrix is its momentum, made orthogonal; and which rank works on which matrix."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.config.run import RunConfig
 from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import Exchange, Optimizer
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.matrix_plan import Box, Holding, Key, Matrix, Traffic, Wave, plan
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Update
 from megalite.topology.group import Group
 
-BUFFER = "momentum_buffer"
+WAVE = 1 << 26
+"""Elements that a rank has of matrices in work at the same time, at most: a bound for the buffers."""
+
+Key = tuple[str, int]
+"""A tensor's name and the number of the matrix in it."""
+
+Box = tuple[int, int, int, int]
+"""First row, one past the last, and columns likewise."""
+
+
+class Span(NamedTuple):
+    """Consecutive elements [start, stop) of a flattened box of a matrix."""
+
+    box: Box
+    start: int
+    stop: int
+
+
+class Holding(NamedTuple):
+    """A span of a matrix where a rank has it: from `start` in the rank's flat parameter number `flat`."""
+
+    span: Span
+    rank: int
+    flat: int
+    start: int
+
+    @property
+    def place(self) -> slice:
+        """In the flat parameter."""
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.span.stop - self.span.start
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix, with all parts of it that the group's ranks have."""
+
+    key: Key
+    rows: int
+    columns: int
+    holdings: tuple[Holding, ...]
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What the slices of tensor parallelism cut it into."""
+        return sorted({holding.span.box for holding in self.holdings})
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of a product with its Gram matrix."""
+        return self.rows * self.columns * min(self.rows, self.columns)
+
+
+Place = tuple[Matrix, Holding]
+
+
+@dataclass
+class Traffic:
+    """One exchange: spans of matrices that go from rank to rank, all of one wave.
+
+    Both ends list what passes between two ranks in the same order, that of matrices and spans.
+    """
+
+    sent: list[list[Place]]
+    """By receiver."""
+    received: list[list[Place]]
+    """By sender."""
+    kept: list[Place] = field(default_factory=list)
+    """What stays on this rank."""
+    moves: bool = False
+    """Some rank sends something."""
+
+    def add(self, place: Place, *, sender: int, receiver: int, rank: int) -> None:
+        """A span travels; `rank` is this one."""
+        if sender == receiver:
+            if rank == sender:
+                self.kept.append(place)
+            return
+        self.moves = True
+        if rank == sender:
+            self.sent[receiver].append(place)
+        if rank == receiver:
+            self.received[sender].append(place)
+
+
+@dataclass
+class Wave:
+    """Matrices that are in work together."""
+
+    owned: list[Matrix]
+    """Those that this rank works on."""
+    gather: Traffic
+    """To the owners; a holding is the sender's."""
+    give_back: Traffic
+    """From the owners to all ranks with a part; a holding is the receiver's."""
+
+
+def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device) -> list[Wave]:
+    """Deal out the matrices of `parameters` over the ranks of `group`, which together have every one of them complete.
+
+    A matrix is the last two dimensions of a tensor; further ones in front count matrices (experts, gate and up). Where
+    several ranks have the same elements, with the same values, one of them sends them: the owner itself if it can. Large
+    matrices are dealt out first, each to the rank with the least work so far.
+
+    Collectives: what each rank has is gathered over `group`.
+    """
+    own = [
+        [index, each.start, each.offset, each.stop - each.start, each.name, each.global_shape, each.slice]
+        for index, flat in enumerate(parameters)
+        for each in flat.segments
+    ]
+    gathered = group.gather_json(own, device)
+    found: dict[Key, list[Holding]] = {}
+    shapes: dict[Key, tuple[int, int]] = {}
+    for rank, segments in enumerate(gathered):
+        for flat, start, offset, length, name, shape, bounds in segments:
+            for number, span in _spans(shape, bounds, offset, offset + length):
+                found.setdefault((name, number), []).append(Holding(span, rank, flat, start))
+                shapes[name, number] = (shape[-2], shape[-1])
+                start += span.stop - span.start
+    matrices = [Matrix(key, *shapes[key], tuple(sorted(holdings))) for key, holdings in found.items()]
+    waves = _cut(sorted(matrices, key=lambda each: (-each.cost, each.key)))
+    work = [0] * group.size
+    return [_deal(wave, group, work) for wave in waves]
+
+
+def _spans(
+    shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int
+) -> Iterator[tuple[int, Span]]:
+    """(number of the matrix, span) for each that elements [start, stop) of the flattened slice `bounds` touch."""
+    (top, bottom), (left, right) = bounds[-2:]
+    size = (bottom - top) * (right - left)
+    counts = [after - before for before, after in bounds[:-2]]
+    for local in range(start // size, -(-stop // size)):
+        number, rest = 0, local
+        for dim, extent in enumerate(shape[:-2]):
+            index, rest = divmod(rest, math.prod(counts[dim + 1 :]))
+            number = number * extent + bounds[dim][0] + index
+        first, last = max(start - local * size, 0), min(stop - local * size, size)
+        yield number, Span((top, bottom, left, right), first, last)
+
+
+def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """In order, so many at a time that no rank has more than `WAVE` elements of them."""
+    wave: list[Matrix] = []
+    sizes: Counter[int] = Counter()
+    for matrix in matrices:
+        more = Counter(sizes)
+        for each in matrix.holdings:
+            more[each.rank] += each.size
+        if wave and max(more.values()) > WAVE:
+            yield wave
+            wave, more = [], more - sizes
+        wave.append(matrix)
+        sizes = more
+    if wave:
+        yield wave
+
+
+def _deal(matrices: Sequence[Matrix], group: Group, work: list[int]) -> Wave:
+    """Owners, and what travels to and from them; `work` is what each rank has to do so far."""
+    none: list[list[list[Place]]] = [[[] for _ in range(group.size)] for _ in range(4)]
+    wave = Wave([], Traffic(none[0], none[1]), Traffic(none[2], none[3]))
+    for matrix in matrices:
+        owner = work.index(min(work))
+        work[owner] += matrix.cost
+        if owner == group.rank:
+            wave.owned.append(matrix)
+        elements = 0
+        for span, copies in itertools.groupby(matrix.holdings, key=lambda each: each.span):
+            holders = {holding.rank: holding for holding in copies}
+            elements += span.stop - span.start
+            sender = owner if owner in holders else sorted(holders)[owner % len(holders)]
+            wave.gather.add((matrix, holders[sender]), sender=sender, receiver=owner, rank=group.rank)
+            for receiver, holding in holders.items():
+                wave.give_back.add((matrix, holding), sender=owner, receiver=receiver, rank=group.rank)
+        assert elements == matrix.rows * matrix.columns, (
+            f"{matrix.key} is not complete on ranks {group.ranks}"
+        )
+    return wave
+
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients: steepest at 0, at the price of singular values between 0.7 and 1.2 instead of 1."""
 EPS = 1e-7
@@ -44,16 +232,16 @@ class Muon(Optimizer):
 
     so that the root mean square of a full-rank update is muon_scale, about that of AdamW: learning rate and weight decay
     can be AdamW's. Embeddings, head, norms and biases are AdamW's. Queries, keys and values of a layer are one matrix, as
-    they lie in one tensor; gate and up projection, and every expert's, are matrices of their own.
+    they lie in one tensor; gate and up projection, and every expert's, are separate matrices.
 
-    Matrices are whole when they are orthogonalised, however ranks share them. Each is dealt to one rank; the others send
-    what it lacks of the momentum and get back their parts of the update (`matrix_plan`). So ranks share the work, also
+    Matrices are complete when they are orthogonalised, however ranks share them. Each is dealt to one rank; the others send
+    what it lacks of the momentum and get back their parts of the update (`plan`). So ranks share the work, also
     those that hold the same matrices, and the numbers do not depend on the layout but for the rounding of gradients.
 
     Args:
         matrices: parameters of nothing but hidden matrices.
         others: all other ones.
-        group: ranks that hold all matrices of their own among them; of what several hold, all have the same.
+        group: ranks that together have all these matrices complete; of what several have, all have the same.
 
     Collectives: where matrices are split, an exchange of the momentum over `group`, and where several ranks hold parts of
     one, an exchange of the update. Each rank sends and receives about as many elements as it holds, at most.
@@ -67,24 +255,39 @@ class Muon(Optimizer):
         *,
         group: Group,
     ) -> None:
-        self.parameters, self.notes = [*matrices, *others], []
-        self._matrices, self._config, self._group = matrices, config, group
+        super().__init__(matrices, config, STATES["muon"])
+        self.parameters = [*matrices, *others]
+        self._matrices, self._group = matrices, group
         self._adam = AdamW(others, config)
-        self._buffers = {flat.param: torch.zeros_like(flat.param, requires_grad=False) for flat in matrices}
+        self._states |= {flat.param: self._adam.state(flat.param) for flat in others}
         self._waves = plan(matrices, group, others[0].param.device)
+
+    @classmethod
+    def from_config(
+        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
+    ) -> Optimizer:
+        matrices = [flat for flat in parameters if flat.orthogonal]
+        others = [flat for flat in parameters if not flat.orthogonal]
+        # Where replicas have their own weights each orthogonalises its own matrices.
+        group = context.topology.tp_dp_cp if context.replicas_agree else context.topology.tp
+        return cls(matrices, others, config.optimizer, group=group)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """Momentum, then wave by wave: gather, orthogonalise, hand back, apply; and AdamW's step."""
-        assert exchange is None, "Muon goes by reduced gradients"
+        assert exchange is None, "Muon steps by reduced gradients"
         for flat in self._matrices:
             assert flat.param.grad is not None
-            self._buffers[flat.param].lerp_(flat.param.grad, 1.0 - self._config.muon_momentum)
+            self._momentum(flat.param).lerp_(flat.param.grad, 1.0 - self.config.muon_momentum)
             if flat.decay:
                 flat.param.data.mul_(1.0 - update.lr * update.weight_decay)
         for wave in self._waves:
             self._step(wave, update.lr)
+        self._adam.updates = self.updates
         self._adam.step(update)
+        self.updates += 1
+
+    def _momentum(self, param: torch.nn.Parameter) -> torch.Tensor:
+        return self._states[param]["momentum_buffer"]
 
     def _step(self, wave: Wave, lr: float) -> None:
         boxes = {
@@ -102,11 +305,11 @@ class Muon(Optimizer):
         def momentum(_: Matrix, holding: Holding) -> torch.Tensor:
             param = self._matrices[holding.flat].param
             assert param.grad is not None
-            part = slice(holding.start, holding.stop)
-            return param.grad[part].lerp(self._buffers[param][part], self._config.muon_momentum)
+            nesterov = self._momentum(param)[holding.place]
+            return param.grad[holding.place].lerp(nesterov, self.config.muon_momentum)
 
         def apply(_: Matrix, holding: Holding, values: torch.Tensor) -> None:
-            self._matrices[holding.flat].param.data[holding.start : holding.stop].sub_(values, alpha=lr)
+            self._matrices[holding.flat].param.data[holding.place].sub_(values, alpha=lr)
 
         self._exchange(wave.gather, momentum, fill)
         for matrix in wave.owned:
@@ -114,13 +317,12 @@ class Muon(Optimizer):
         self._exchange(wave.give_back, in_box, apply)
 
     def _orthogonalise(self, matrix: Matrix, boxes: dict[tuple[Key, Box], torch.Tensor]) -> None:
-        """From the momentum in the boxes to the update in them."""
         whole = self._empty(matrix.rows * matrix.columns).view(matrix.rows, matrix.columns)
         views = {box: whole[box[0] : box[1], box[2] : box[3]] for box in matrix.boxes}
         for box, view in views.items():
             view.copy_(boxes[matrix.key, box].view(view.shape))
-        scale = self._config.muon_scale * math.sqrt(max(matrix.rows, matrix.columns))
-        whole.copy_(orthogonalise(whole, self._config.muon_steps)).mul_(scale)
+        scale = self.config.muon_scale * math.sqrt(max(matrix.rows, matrix.columns))
+        whole.copy_(orthogonalise(whole, self.config.muon_steps)).mul_(scale)
         for box, view in views.items():
             boxes[matrix.key, box].view(view.shape).copy_(view)
 
@@ -130,37 +332,20 @@ class Muon(Optimizer):
         read: Callable[[Matrix, Holding], torch.Tensor],
         write: Callable[[Matrix, Holding, torch.Tensor], object],
     ) -> None:
-        """Each span from where it is read to where it is written."""
         for place in traffic.kept:
             write(*place, read(*place))
         if not traffic.moves:
             return
         sent = [read(*place) for part in traffic.sent for place in part]
         splits = [
-            [sum(holding.stop - holding.start for _, holding in part) for part in parts]
+            [sum(holding.size for _, holding in part) for part in parts]
             for parts in (traffic.received, traffic.sent)
         ]
         received = self._empty(sum(splits[0]))
         self._group.all_to_all(received, torch.cat([self._empty(0), *sent]), *splits)
         place_of = [place for part in traffic.received for place in part]
-        sizes = [holding.stop - holding.start for _, holding in place_of]
-        for place, values in zip(place_of, received.split(sizes), strict=True):
+        for place, values in zip(place_of, received.split([one.size for _, one in place_of]), strict=True):
             write(*place, values)
 
     def _empty(self, size: int) -> torch.Tensor:
         return self._matrices[0].param.data.new_empty(size)
-
-    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of matrices the momentum, of the rest AdamW's moments."""
-        if parameter in self._buffers:
-            return {BUFFER: self._buffers[parameter]}
-        return self._adam.state(parameter)
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._adam.updates
-
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
-        self._adam.set_updates(updates)

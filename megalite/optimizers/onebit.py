@@ -1,17 +1,149 @@
-"""What optimizers have in common whose ranks exchange signs of momentum once the second moment is frozen."""
+"""1-bit optimizers: when their second moment stops moving, and what they have in common once ranks exchange signs."""
 
+import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megalite.config.batch import steps_until
+from megalite.config.errors import ConfigError
 from megalite.config.optimizer import OptimizerConfig
-from megalite.kernels.lamb import Direction
-from megalite.optimizers.base import Exchange, Optimizer
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.lamb import BLOCKS
+from megalite.config.run import RunConfig
+from megalite.kernels.optimizer_ops import Direction
+from megalite.kernels.registry import Kernels
+from megalite.optimizers.adam import AdamW
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Update
+from megalite.optimizers.lamb import TensorSums, block_size
+from megalite.optimizers.schedules import Schedules
+from megalite.topology.group import Group
+
+
+def warmup_steps(config: RunConfig) -> int:
+    """Steps in which the learning rate rises.
+
+    Raises:
+        ConfigError: as `Schedules`.
+    """
+    length = Schedules(config).warmup
+    return length if config.training.train_samples is None else steps_until(config, length)
+
+
+class FreezePoint:
+    """The last step of the warm-up, F: whether a step is frozen depends on its number, on F and, with fp16, on the steps
+    that were skipped.
+
+    F is `freeze_step`. Without it, it is the first multiple t of Δ = 1/(1-β₂) after the warm-up of the learning rate at
+    which ‖v̂‖₁, over all parameters, has been stable for Δ steps (arXiv 2102.02888, section 4, which asks this of
+    shrinking alone: with a moment that still grows every step after it would be too long):
+
+        freeze_threshold ≤ ‖v̂_t‖₁/‖v̂_{t-Δ}‖₁ ≤ 1/freeze_threshold
+
+    Args:
+        world: all ranks, which together count each element of the moment once.
+
+    Raises:
+        ConfigError: freeze_step below 1; without it, as `warmup_steps`.
+    """
+
+    def __init__(self, config: RunConfig, *, world: Group) -> None:
+        c = config.optimizer
+        if c.freeze_step is not None and c.freeze_step < 1:
+            raise ConfigError(
+                f"freeze_step is {c.freeze_step}, but {c.optimizer} needs at least one step with whole gradients for its "
+                "second moment; take 15 to 25 % of the run, or leave it out to have it found while training"
+            )
+        self.step = c.freeze_step
+        """F, once it is known."""
+        self.updates: int | None = None
+        """Updates that the frozen second moment has had, once a frozen step has been made."""
+        self.bounded: int | None = None
+        """Updates that the second moment had had when it was last bounded (`onebit.bound_moments`)."""
+        self._given = c.freeze_step
+        self._threshold, self._world = c.freeze_threshold, world
+        self._warmup = warmup_steps(config) if c.freeze_step is None else 0
+        self._every = max(round(1.0 / (1.0 - c.adam_beta2)), 1)
+        self._last: tuple[int, float] | None = None
+
+    def at(self, step: int) -> "FreezePoint":
+        """Another one, of a warm-up that ends after `step` whatever happens."""
+        other = copy.copy(self)
+        other.step = other._given = step
+        other.updates = other.bounded = other._last = None
+        return other
+
+    def frozen(self, step: int, updates: int) -> bool:
+        """The step, from 1, is after the warm-up, in which there were `updates` updates if it ended just before.
+
+        Steps that fp16 skipped are no part of the warm-up: a moment of none would be frozen forever.
+        """
+        if self.step is None or step <= self.step:
+            return False
+        return self.updates is not None or self._given is None or updates >= self._given
+
+    def observe(self, step: int, norm: Callable[[], torch.Tensor]) -> str | None:
+        """Look at the second moment after an update of the warm-up; a line for the log if the warm-up ends with it.
+
+        Args:
+            norm: this rank's part of ‖v̂‖₁, fp64; called on few steps.
+
+        Collectives: on every Δ-th step, unless freeze_step is given, one all-reduce of a number over the world.
+        """
+        if self.step is not None or step % self._every:
+            return None
+        total = norm().view(1).clone()
+        self._world.all_reduce(total)
+        before, self._last = self._last, (step, float(total.item()))
+        if step <= self._warmup or before is None or before[0] != step - self._every or before[1] <= 0.0:
+            return None
+        ratio = self._last[1] / before[1]
+        if not self._threshold <= ratio <= 1.0 / self._threshold:
+            return None
+        self.step = step
+        return (
+            f"step {step}: the second moment is stable (its norm is {ratio:.4f} of that {self._every} steps ago, "
+            f"freeze_threshold is {self._threshold:g}): from step {step + 1} on signs are exchanged instead of gradients"
+        )
+
+    def counters(self) -> dict[str, Any]:
+        passed = self._given is None or self.updates is not None
+        return {
+            "freeze_step": self.step if passed else None,
+            "frozen_updates": self.updates,
+            "bounded_updates": self.bounded,
+            "second_moment_norm": None if self._last is None else list(self._last),
+        }
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Load saved `counters`; those of another optimizer are ignored.
+
+        Raises:
+            ConfigError: freeze_step is given and is not where the warm-up has ended already.
+        """
+        if "frozen_updates" not in counters:
+            return
+        step, updates, last = (
+            counters["freeze_step"],
+            counters["frozen_updates"],
+            counters["second_moment_norm"],
+        )
+        if step is not None and self._given is not None and int(step) != self._given:
+            raise ConfigError(
+                f"freeze_step is {self._given}, but the checkpoint's warm-up ended after step {step} already; give "
+                f"--freeze-step {step}, or leave it out"
+            )
+        if step is not None:
+            self.step = int(step)
+        self.updates = None if updates is None else int(updates)
+        # Checkpoints of before moments were bounded have none.
+        bounded = counters.get("bounded_updates")
+        self.bounded = None if bounded is None else int(bounded)
+        self._last = None if last is None else (int(last[0]), float(last[1]))
+
+
+NOISE_SHARE = 0.01
+"""Of a mean square (of a tensor's second moment, of ε): what is below is not stepped by its own size."""
 
 
 def second_moment_norm(
@@ -25,45 +157,135 @@ def second_moment_norm(
     return total / correction
 
 
+def bound_moments(
+    optimizer: Optimizer,
+    sums: TensorSums,
+    freeze: FreezePoint,
+    config: OptimizerConfig,
+    *,
+    updates: int,
+    by_bucket: bool,
+) -> None:
+    """In place, once for each second moment v that signs are divided by: make it one that bounds their steps.
+
+    A sign stands for the size of its whole tensor. Over the √v̂ of an element far below the tensor's that is a step of any
+    length: key biases have rounding noise for gradients, as softmax does not see them. With V the tensor's mean of v̂,
+
+        v̂ ≤ 0.01·V and v̂ ≤ 0.01·ε²:  v = 0; Adam would hardly move the element, and `silence` leaves it where it is
+        v̂ ≤ 0.01·V alone:             v̂ = 0.01·V; it steps no more than 10 times as far as one of mean size
+
+    What signs leave out stays owed as it is. The new v is what checkpoints have.
+
+    Args:
+        sums: over the optimizer's parameters; V is of whole tensors, however they are split.
+        updates: that v has had.
+        by_bucket: signs stand for the size of all tensors of a bucket, so V is the mean over those.
+
+    Collectives: one all-reduce of two fp64 numbers a tensor, or nothing where v is bounded already.
+    """
+    if freeze.bounded == updates:
+        return
+    freeze.bounded = updates
+    table = sums.zeros(2)
+    moments = [optimizer.state(flat.param)["exp_avg_sq"] for flat in optimizer.parameters]
+    for flat, moment in zip(optimizer.parameters, moments, strict=True):
+        for each in flat.segments:
+            if each.counts:
+                table[0, sums.column(each)] += moment[each.start : each.stop].sum(dtype=torch.float64)
+                table[1, sums.column(each)] += each.stop - each.start
+    sums.all_reduce(table)
+    totals, counts = table.tolist()
+    quiet = NOISE_SHARE * config.adam_eps**2 * (1.0 - config.adam_beta2**updates)
+    for flat, moment in zip(optimizer.parameters, moments, strict=True):
+        columns = [sums.column(each) for each in flat.segments]
+        for each, column in zip(flat.segments, columns, strict=True):
+            those = columns if by_bucket else [column]
+            lowest = NOISE_SHARE * sum(totals[one] for one in those) / sum(counts[one] for one in those)
+            part = moment[each.start : each.stop]
+            part.copy_(torch.where(part <= min(lowest, quiet), 0.0, part.clamp(min=lowest)))
+
+
 def silence(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """In place: 0 where the second moment v is. What got no gradient in the warm-up has no scale to step by: a sign there
-    stands for the others' size and would, divided by ε, be a huge step; so it stays as it is."""
+    """In place: 0 where the second moment v is. What got no gradient in the warm-up (see `bound_moments`) has no scale to
+    step by, so it stays as it is."""
     # v is not negative. A product is several times as fast as a mask, on a CPU.
     return values.mul_(moment.sign())
 
 
 def ranges(parameter: torch.Tensor) -> Iterator[slice]:
     """All elements, as many at a time as LAMB takes."""
-    size = BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
+    size = block_size(parameter)
     for start in range(0, parameter.numel(), size):
         yield slice(start, min(start + size, parameter.numel()))
 
 
-class FrozenMoments(Optimizer):
-    """A base optimizer in the warm-up; then v stays, and each rank's momentum goes by its own gradient and is averaged:
-
-        m_i = β₁m + (1-β₁)g_i;   m = mean over ranks of m_i, by signs;   a step along m̂/(√v̂ + ε)
-
-    v̂ = v/(1-β₂ᵏ) with the k updates that v has had when it is frozen: without that a short warm-up would leave every
-    later step 1/√(1-β₂ᵏ) times too long.
+class OneBitOptimizer(Optimizer):
+    """An optimizer that averages its own state by signs once its second moment is frozen.
 
     Args:
-        base: of the warm-up; its states `exp_avg` and `exp_avg_sq` are the moments.
+        freeze: when that is.
+        group: all ranks that make the step.
+        kernels: where the warm-up's kernel comes from.
+        states: as `Optimizer`.
     """
 
     def __init__(
         self,
         parameters: Sequence[FlatParameter],
-        base: Optimizer,
         config: OptimizerConfig,
         freeze: FreezePoint,
+        *,
+        group: Group,
+        kernels: Kernels | None = None,
+        states: Sequence[str] = (),
     ) -> None:
-        self.parameters, self.notes, self.freeze = parameters, [], freeze
-        self._base, self._config = base, config
+        super().__init__(parameters, config, states)
+        self.freeze, self._group, self._kernels = freeze, group, kernels
+        self._sums = TensorSums(parameters, group=group, device=parameters[0].param.device)
+        self._by_bucket = config.onebit_scale == "bucket"
+
+    @classmethod
+    def from_config(
+        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
+    ) -> Optimizer:
+        world = context.topology.world
+        freeze = FreezePoint(config, world=world)
+        return cls(parameters, config.optimizer, freeze, group=world, kernels=context.kernels)
+
+    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> Optimizer:
+        freeze, group = self.freeze.at(freeze_step), Group.solo("alone")
+        return type(self)(parameters, self.config, freeze, group=group, kernels=self._kernels)
+
+    def _bound(self, updates: int) -> None:
+        bound_moments(self, self._sums, self.freeze, self.config, updates=updates, by_bucket=self._by_bucket)
+
+    def _observe(self, step: int, correction: float) -> None:
+        """Look whether the warm-up ends with this step; 1 - β₂ᵏ is the `correction` of v̂."""
+        note = self.freeze.observe(step, lambda: second_moment_norm(self.parameters, self, correction))
+        if note:
+            self.notes.append(note)
+
+    def counters(self) -> dict[str, Any]:
+        return self.freeze.counters()
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self.freeze.load_counters(counters)
+
+
+class FrozenMoments(OneBitOptimizer):
+    """A base optimizer in the warm-up; then v stays, and each rank's momentum follows its own gradient and is averaged:
+
+        m_i = β₁m + (1-β₁)g_i;   m = mean over ranks of m_i, by signs;   a step along m̂/(√v̂ + ε)
+
+    v̂ = v/(1-β₂ᵏ) with the k updates that v has had when it is frozen: without that a short warm-up would leave every
+    later step 1/√(1-β₂ᵏ) times too long.
+    """
+
+    _base: Optimizer
+    """Of the warm-up; its states `exp_avg` and `exp_avg_sq` are the moments."""
 
     def reduces_gradients(self, step: int) -> bool:
-        """In the warm-up."""
-        return not self.freeze.frozen(step, self._base.updates)
+        return not self.freeze.frozen(step, self.updates)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -72,20 +294,21 @@ class FrozenMoments(Optimizer):
         Collectives: those of the base or of `exchange`, and what `_frozen_step` says; those of `FreezePoint.observe`.
         """
         if self.reduces_gradients(update.step):
+            self._base.updates = self.updates
             self._base.step(update)
+            self.updates += 1
             self._warmed()
-            correction = 1.0 - self._config.adam_beta2**self._base.updates
-            note = self.freeze.observe(
-                update.step, lambda: second_moment_norm(self.parameters, self._base, correction)
-            )
-            if note:
-                self.notes.append(note)
+            self._observe(update.step, 1.0 - self.config.adam_beta2**self.updates)
             return
         assert exchange is not None, "gradients are this rank's own"
-        if self.freeze.updates is None:
-            self.freeze.updates = max(self._base.updates, 1)
+        begins = self.freeze.updates is None
+        if begins:
+            self.freeze.updates = max(self.updates, 1)
+        assert self.freeze.updates is not None
+        self._bound(self.freeze.updates)
+        if begins:
             self._freeze()
-        self._base.set_updates(self._base.updates + 1)
+        self.updates += 1
         self._frozen_step(update, exchange)
 
     def _warmed(self) -> None:
@@ -100,39 +323,43 @@ class FrozenMoments(Optimizer):
 
     @property
     def _variance_correction(self) -> float:
-        """1 - β₂ᵏ of the frozen moment."""
         assert self.freeze.updates is not None
-        return 1.0 - self._config.adam_beta2**self.freeze.updates
+        return 1.0 - self.config.adam_beta2**self.freeze.updates
 
     @property
     def _direction(self) -> Direction:
-        """m̂/(√v̂ + ε) of the update under way."""
-        c = self._config
+        c = self.config
         return Direction.at(
-            self._base.updates,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            eps=c.adam_eps,
-            frozen=self.freeze.updates,
+            self.updates, beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps, frozen=self.freeze.updates
         )
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The two moments."""
         return self._base.state(parameter)
 
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._base.updates
 
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
-        self._base.set_updates(updates)
+class OneBitAdam(FrozenMoments):
+    """arXiv 2102.02888, with decoupled weight decay, bias correction as in AdamW and sizes of signs tensor by tensor.
 
-    def counters(self) -> dict[str, Any]:
-        """When the second moment was frozen."""
-        return self.freeze.counters()
+    In bucket scale all signs of a bucket stand for one size, as in the paper.
+    """
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take up saved `counters`."""
-        self.freeze.load_counters(counters)
+    def __init__(
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
+    ) -> None:
+        super().__init__(parameters, config, *args, **common)
+        self._base = AdamW(parameters, config)
+
+    def _frozen_step(self, update: Update, exchange: Exchange) -> None:
+        direction = self._direction
+        for flat in self.parameters:
+            param, moments = flat.param, self.state(flat.param)
+            exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
+            assert param.grad is not None
+            exp_avg.lerp_(param.grad, 1.0 - self.config.adam_beta1)
+            exchange(flat, exp_avg)
+            for part in ranges(param):
+                values, momentum, moment = param.data[part], exp_avg[part], exp_avg_sq[part]
+                silence(momentum, moment)
+                if flat.decay:
+                    values.mul_(1.0 - update.lr * update.weight_decay)
+                direction.add_to(values, momentum, moment, factor=-update.lr)

@@ -7,15 +7,10 @@ from typing import Any
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.kernels.lamb import norm
-from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Exchange
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.lamb import LAMB, Block, make_blocks
+from megalite.kernels.optimizer_ops import norm
+from megalite.optimizers.base import Exchange, FlatParameter, Update
+from megalite.optimizers.lamb import LAMB, Block, Pieces, make_blocks
 from megalite.optimizers.onebit import FrozenMoments
-from megalite.optimizers.tensor_sums import Pieces, TensorSums
-from megalite.topology.group import Group
 
 RATIO_SMOOTHING = 0.9
 """β₃, of the trust ratios in the warm-up."""
@@ -26,7 +21,7 @@ FACTOR_CHANGE = 0.1
 
 
 class OneBitLAMB(FrozenMoments):
-    """arXiv 2104.06069. In the warm-up LAMB, whose trust ratios c are smoothed: c̄ ← β₃c̄ + (1-β₃)c, from the first c on
+    """arXiv 2104.06069. In the warm-up LAMB, with smoothed trust ratios c: c̄ ← β₃c̄ + (1-β₃)c, from the first c on
     and whatever c is. Then, for each tensor of the model, with d = √v̂ + ε of the frozen moment,
 
         m_i = β₁m₋ + (1-β₁)g_i;   m = mean of m_i by signs;   ĝ = (m - β₁m₋)/(1-β₁)
@@ -40,27 +35,19 @@ class OneBitLAMB(FrozenMoments):
     In bucket scale momenta are multiplied with σ before they are exchanged, and divided by it after, which gives all
     tensors of the run the same root mean square when the moment is frozen: one size of sign then fits them all.
 
-    Args:
-        group: all ranks that make the step.
-        kernels: where the warm-up's kernel comes from.
-
     Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers a tensor.
     """
 
+    from_zeros = frozenset(("exp_avg_sq_fresh",))
+    """v' is made when the warm-up ends."""
+
     def __init__(
-        self,
-        parameters: Sequence[FlatParameter],
-        config: OptimizerConfig,
-        freeze: FreezePoint,
-        *,
-        group: Group,
-        kernels: Kernels | None = None,
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
     ) -> None:
-        self._lamb = LAMB(parameters, config, group=group, kernels=kernels)
-        self._kernels = kernels
-        super().__init__(parameters, self._lamb, config, freeze)
+        super().__init__(parameters, config, *args, **common)
+        self._base = self._lamb = LAMB(parameters, config, group=self._group, kernels=self._kernels)
         device = parameters[0].param.device
-        self._sums = TensorSums(parameters, group=group, device=device)
+        self._by_bucket = False  # in a bucket, too, σ gives signs the size of each tensor
         self._blocks = make_blocks(parameters, self._sums)
         in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
         self._columns = torch.tensor([column for column, _ in in_tensors], dtype=torch.int64, device=device)
@@ -72,16 +59,7 @@ class OneBitLAMB(FrozenMoments):
         self._factor += 1.0
         self._sigma += 1.0
 
-    from_zeros = frozenset(("exp_avg_sq_fresh",))
-    """It is made when the warm-up ends."""
-
-    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "OneBitLAMB":
-        """Another one that no other rank takes part in."""
-        freeze, group = self.freeze.at(freeze_step), Group.solo("alone")
-        return OneBitLAMB(parameters, self._config, freeze, group=group, kernels=self._kernels)
-
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take up saved `counters`. Trust ratios may not have come with them."""
         super().load_counters(counters)
         self._knows_ratios = False
 
@@ -96,9 +74,9 @@ class OneBitLAMB(FrozenMoments):
         for flat in self.parameters:
             moment = self.state(flat.param)["exp_avg_sq"]
             torch.div(moment, self._variance_correction, out=self._fresh[flat.param])
-        # Without a warm-up of its own (a checkpoint of another optimizer) there is no ratio to go by but 1.
+        # Without an own warm-up (a checkpoint of another optimizer) the ratio is 1.
         self._ratio.masked_fill_(self._ratio == 0.0, 1.0)
-        if self._config.onebit_scale == "bucket":
+        if self.config.onebit_scale == "bucket":
             self._find_sigma()
 
     def _find_sigma(self) -> None:
@@ -119,11 +97,8 @@ class OneBitLAMB(FrozenMoments):
         if not self._knows_ratios:
             # The warm-up was that of a 1-bit optimizer without trust ratios: start as where one ends.
             self._knows_ratios = True
-            if any(
-                float(ratio) == 0.0
-                for (state, _), ratio in self.tensor_state().items()
-                if state == "trust_ratio"
-            ):
+            known = [ratio for (state, _), ratio in self.tensor_state().items() if state == "trust_ratio"]
+            if any(float(ratio) == 0.0 for ratio in known):
                 self._freeze()
         direction = self._direction
         for flat in self.parameters:
@@ -149,11 +124,10 @@ class OneBitLAMB(FrozenMoments):
             values.add_(block.of(block.param.grad), alpha=-rate * direction.scale)
 
     def _exchange_momentum(self, flat: FlatParameter, exchange: Exchange) -> None:
-        """The gradient's memory becomes the mean of m_i; m is still m₋."""
         momentum, grad = self.state(flat.param)["exp_avg"], flat.param.grad
         assert grad is not None
-        torch.lerp(momentum, grad, 1.0 - self._config.adam_beta1, out=grad)
-        if self._config.onebit_scale == "tensor":
+        torch.lerp(momentum, grad, 1.0 - self.config.adam_beta1, out=grad)
+        if self.config.onebit_scale == "tensor":
             exchange(flat, grad)
             return
         sigma = self._sigma.tolist()
@@ -168,24 +142,24 @@ class OneBitLAMB(FrozenMoments):
 
         All is done to a block while it is in the cache.
         """
-        c, states = self._config, self._lamb.state(block.param)
+        c, states = self.config, self._lamb.state(block.param)
         assert block.param.grad is not None
         mean, momentum, moment = (
             block.of(each) for each in (block.param.grad, states["exp_avg"], states["exp_avg_sq"])
         )
         known = moment.sign()
         mean.mul_(known)  # see `silence`
-        told = torch.sub(mean, momentum, alpha=c.adam_beta1)
+        estimate = torch.sub(mean, momentum, alpha=c.adam_beta1)
         share = (1.0 - c.adam_beta2) / (1.0 - c.adam_beta1) ** 2
-        block.of(self._fresh[block.param]).mul_(c.adam_beta2).addcmul_(told, told, value=share)
+        block.of(self._fresh[block.param]).mul_(c.adam_beta2).addcmul_(estimate, estimate, value=share)
         momentum.copy_(mean)
-        below = torch.sqrt(moment, out=told).add_(eps)
+        below = torch.sqrt(moment, out=estimate).add_(eps)
         mean.div_(below)
         return below.mul_(known), mean
 
     def _growth(self, block: Block, below: torch.Tensor) -> torch.Tensor:
         """The largest (√v + eps)/(√v' + ε) of a block, []. `below` is used up."""
-        return below.div_(block.of(self._fresh[block.param]).sqrt().add_(self._config.adam_eps)).amax()
+        return below.div_(block.of(self._fresh[block.param]).sqrt().add_(self.config.adam_eps)).amax()
 
     def _factors(self, largest: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[float]:
         """c̄r of all tensors; 1 for those of which nothing is known.
@@ -209,13 +183,11 @@ class OneBitLAMB(FrozenMoments):
         return (self._ratio * self._factor).tolist()
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The two moments, and the second one as it would have gone on."""
         return self._lamb.state(parameter) | {"exp_avg_sq_fresh": self._fresh[parameter]}
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
-        """c̄ and r, and σ in bucket scale, of each tensor that this rank holds a part of."""
         found = {"trust_ratio": self._ratio, "trust_factor": self._factor}
-        if self._config.onebit_scale == "bucket":
+        if self.config.onebit_scale == "bucket":
             found["momentum_scale"] = self._sigma
         held = {each.name: self._sums.column(each) for flat in self.parameters for each in flat.segments}
         return {

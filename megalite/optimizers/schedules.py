@@ -1,15 +1,90 @@
 """Learning rate and weight decay as pure functions of how far the run is.
 
-Lengths are in steps, or in samples where the run's length is: `Progress` says which. The position is that *after*
-the step that is about to be made, so the first step already learns.
+The formulas, and the order in which they round, are Megatron-LM's (`OptimizerParamScheduler`): all is counted in samples,
+and a run with a length in steps has full batches.
 """
 
 import math
 from dataclasses import dataclass
 
-from megalite.config.batch import total_samples, total_steps
+from megalite.config.batch import batch_sizes, total_steps
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
+from megalite.config.training import TrainingConfig
+
+
+class LossScaler:
+    """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
+
+    Constant 1 without fp16 and constant where `loss_scale` is given; else it halves after `hysteresis` steps in a row
+    (of those that overflow; good ones in between do not reset the count before a whole window) and doubles after
+    `loss_scale_window` good ones, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same
+    scale without asking.
+
+    Learning rate and weight decay wait for a step that overflowed, as in Megatron-LM, and for one that was skipped for a
+    loss or gradient that is not finite in whatever precision: `skipped_steps` and `skipped_samples` say how far they are
+    behind the run.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.dynamic = config.precision == "fp16" and config.loss_scale is None
+        self.scale = 1.0
+        if config.precision == "fp16":
+            self.scale = config.loss_scale or config.initial_loss_scale
+        self._min = config.min_loss_scale
+        self._window = config.loss_scale_window
+        self._hysteresis = config.hysteresis
+        self._good_steps = 0
+        self._overflows_left = config.hysteresis
+        self.skipped_steps = self.skipped_samples = 0
+
+    def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:
+        """Take note of one step, over so many samples, and whether it was skipped.
+
+        Args:
+            overflow: of gradients, for which the scale may be too large.
+            fault: skipped for something that no scale would change, such as a loss that is not finite.
+        """
+        if overflow or fault:
+            self.skipped_steps += 1
+            self.skipped_samples += samples
+        if not self.dynamic or fault:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale / 2.0, self._min)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._window:
+            self._good_steps = 0
+            self._overflows_left = self._hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> dict[str, float]:
+        skipped: dict[str, float] = {}
+        if self.skipped_steps:
+            skipped = {"skipped_steps": self.skipped_steps, "skipped_samples": self.skipped_samples}
+        if not self.dynamic:
+            return skipped
+        return skipped | {
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Load a saved state; a scale that this run fixes stays fixed.
+
+        After a run without a dynamic scale (fp32, say) there is nothing to load: the initial scale stands.
+        """
+        self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.skipped_samples = int(state.get("skipped_samples", 0))
+        if self.dynamic and "scale" in state:
+            self.scale = float(state["scale"])
+            self._good_steps = int(state["good_steps"])
+            self._overflows_left = int(state["overflows_left"])
 
 
 @dataclass(frozen=True)
@@ -30,42 +105,50 @@ class Schedules:
     def __init__(self, config: RunConfig) -> None:
         c = config.optimizer
         self._config = c
-        self._by_samples = config.training.train_samples is not None
-        if self._by_samples:
-            self._length = c.lr_decay_samples or total_samples(config)
-            warmup, self._wsd_decay = c.lr_warmup_samples, c.lr_wsd_decay_samples
+        run = config.training.train_samples
+        self._by_samples = run is not None
+        if run is not None:
+            length, self._unit = c.lr_decay_samples or run, 1
+            warmup, final = c.lr_warmup_samples, c.lr_wsd_decay_samples
         else:
-            self._length = c.lr_decay_iters or total_steps(config)
-            warmup, self._wsd_decay = c.lr_warmup_iters, c.lr_wsd_decay_iters
+            run, self._unit = total_steps(config), batch_sizes(config)[-1]
+            length = c.lr_decay_iters or run
+            warmup, final = c.lr_warmup_iters, c.lr_wsd_decay_iters
+        self._run, self._length = run * self._unit, length * self._unit
+        self._wsd_decay = (final or 0) * self._unit
+        self._warmup: float = (warmup or 0) * self._unit
         if c.lr_warmup_fraction is not None:
-            warmup = int(c.lr_warmup_fraction * self._length)
-        self._warmup = warmup or 0
+            self._warmup = c.lr_warmup_fraction * self._length
         if self._warmup >= self._length:
             unit = "samples" if self._by_samples else "steps"
             raise ConfigError(
-                f"learning-rate warm-up takes {self._warmup} {unit} but the decay ends after {self._length}; warm up "
-                f"for fewer than {self._length}, e.g. --lr-warmup-fraction 0.01"
+                f"learning-rate warm-up takes {self.warmup} {unit} but the decay ends after {length}; warm up "
+                f"for fewer than {length}, e.g. --lr-warmup-fraction 0.01"
             )
 
+    def read_at(self, before: Progress, after: Progress) -> Progress:
+        """The position that the values of the step between two positions are read at."""
+        return before if self._config.lr_schedule_offset == "megatron" else after
+
     def _position(self, progress: Progress) -> int:
-        return progress.samples if self._by_samples else progress.step
+        return progress.samples if self._by_samples else progress.step * self._unit
 
     @property
     def warmup(self) -> int:
-        """Length of the learning rate's warm-up, in what the run's length is in."""
-        return self._warmup
+        """Length of the learning rate's warm-up, in what the run's length is in; what is not whole is left out."""
+        return int(self._warmup / self._unit)
 
     def lr(self, progress: Progress) -> float:
-        """Learning rate of the step that ends at `progress`."""
+        """Learning rate at a position of `read_at`."""
         c, x = self._config, self._position(progress)
         if self._warmup and x <= self._warmup:
             return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * x / self._warmup
         if c.lr_decay_style == "constant":
             return c.lr
-        if c.lr_decay_style == "inverse-square-root":
-            return max(c.min_lr, c.lr * math.sqrt(max(self._warmup, 1) / max(x, 1)))
-        if x >= self._length:
+        if x > self._length:
             return c.min_lr
+        if c.lr_decay_style == "inverse-square-root":
+            return max(c.min_lr, c.lr * max(self._warmup, 1) ** 0.5 / max(x, 1) ** 0.5)
         if c.lr_decay_style == "WSD":
             return self._wsd(x)
         ratio = (x - self._warmup) / (self._length - self._warmup)
@@ -75,7 +158,6 @@ class Schedules:
     def _wsd(self, x: int) -> float:
         """Warm-up, stable, decay (arXiv 2404.06395); the four decays are Megatron-LM's."""
         c = self._config
-        assert self._wsd_decay is not None
         start = self._length - self._wsd_decay
         if x <= start:
             return c.lr
@@ -89,13 +171,15 @@ class Schedules:
         return c.min_lr + (c.lr - c.min_lr) * remaining
 
     def weight_decay(self, progress: Progress) -> float:
-        """Weight decay of the step that ends at `progress`; it moves over the length of the learning-rate decay."""
+        """Weight decay at a position of `read_at`; it moves over the length of the run."""
         c = self._config
         if c.weight_decay_incr_style == "constant":
             return c.weight_decay
         assert c.start_weight_decay is not None
         assert c.end_weight_decay is not None
-        ratio = min(self._position(progress) / self._length, 1.0)
+        if self._position(progress) > self._run:
+            return c.end_weight_decay
+        ratio = self._position(progress) / self._run
         if c.weight_decay_incr_style == "cosine":
             ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
         return c.start_weight_decay + (c.end_weight_decay - c.start_weight_decay) * ratio

@@ -1,4 +1,4 @@
-"""0/1 Adam: a second moment that is updated ever more rarely, then steps of one's own between exchanges of signs."""
+"""0/1 Adam: a second moment that is updated ever more rarely, then own steps between exchanges of signs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,10 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
-from megalite.kernels.lamb import Direction
-from megalite.optimizers.base import Exchange, Optimizer
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.freeze import FreezePoint
-from megalite.optimizers.onebit import ranges, second_moment_norm, silence
-
-STATES = ("exp_avg", "exp_avg_sq", "local_update", "synced_param")
-"""Names of the state tensors, each of the shape of its parameter."""
+from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.kernels.optimizer_ops import Direction
+from megalite.optimizers.base import Exchange, FlatParameter, Update
+from megalite.optimizers.onebit import OneBitOptimizer, ranges, silence
 
 
 def updates_variance(step: int, scaler: int) -> bool:
@@ -33,7 +28,7 @@ def exchanges(local: int, *, scaler: int, clipper: int) -> bool:
     return local % min(1 << doublings, clipper) == 0
 
 
-class ZeroOneAdam(Optimizer):
+class ZeroOneAdam(OneBitOptimizer):
     """arXiv 2202.06009, with decoupled weight decay and bias correction. In the warm-up, on the steps of
     `updates_variance`, whole gradients update both moments; in its other steps the mean of gradients by signs updates the
     first one. After it v stays, d = √v̂ + ε, and each rank (from exchange to exchange, with a for the parameters after the
@@ -41,77 +36,65 @@ class ZeroOneAdam(Optimizer):
 
         m_i = β₁m_i + (1-β₁)g_i;   u_i ← (1 - lr·λ)u_i + lr̂·m_i, lr̂ = lr/(1-β₁ᵗ);   x_i = D·a - u_i/d
 
-    An exchange makes m̄ the mean of u_i/S by signs and goes on, everywhere alike, from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
+    An exchange makes m̄ the mean of u_i/S by signs and continues, everywhere alike, from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
 
     u_i/S and gradients are of one unit, so what signs have left out stays right through the change of phase. And x is
-    made anew from what all ranks have alike: taking back a rank's own steps in floating point would leave the replicas
+    recomputed from what all ranks have alike: taking back a rank's own steps in floating point would leave the replicas
     apart by its rounding. Between exchanges replicas differ in x_i, m_i and u_i; checkpoints have those of each.
     """
-
-    def __init__(
-        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, freeze: FreezePoint
-    ) -> None:
-        self.parameters, self.notes, self.freeze = parameters, [], freeze
-        self._config, self._updates = config, 0
-        self._states = {
-            flat.param: {name: torch.zeros_like(flat.param.data) for name in STATES} for flat in parameters
-        }
-        self._variance_updates = 0
-        self._decay, self._rate = 1.0, 0.0
-        """D and S."""
 
     from_zeros = frozenset(("local_update", "synced_param"))
     """Both are made when the warm-up ends."""
 
-    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "ZeroOneAdam":
-        """Another one that no other rank takes part in."""
-        return ZeroOneAdam(parameters, self._config, self.freeze.at(freeze_step))
+    def __init__(
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
+    ) -> None:
+        super().__init__(parameters, config, *args, states=STATES["zero-one-adam"], **common)
+        self._variance_updates = 0
+        self._decay, self._rate = 1.0, 0.0
+        """D and S."""
 
     def reduces_gradients(self, step: int) -> bool:
-        """Where the second moment is updated."""
-        frozen = self.freeze.frozen(step, self._updates)
-        return not frozen and updates_variance(step, self._config.variance_update_scaler)
+        frozen = self.freeze.frozen(step, self.updates)
+        return not frozen and updates_variance(step, self.config.variance_update_scaler)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """A step of the warm-up or a local one, with an exchange if it is time.
 
-        Collectives: those of `exchange`, and of `FreezePoint.observe`.
+        Collectives: those of `exchange`, of `bound_moments` and of `FreezePoint.observe`.
         """
-        frozen = self.freeze.frozen(update.step, self._updates)
-        self._updates += 1
-        if frozen:
-            assert exchange is not None, "gradients are this rank's own"
+        frozen = self.freeze.frozen(update.step, self.updates)
+        self.updates += 1
+        if exchange is None:
+            assert not frozen, "gradients are this rank's own"
+            self._variance_updates += 1
+        else:
+            self._bound(max(self._variance_updates, 1))
+        if frozen and exchange is not None:
             self._local_step(update, exchange)
             return
-        if exchange is None:
-            self._variance_updates += 1
         for flat in self.parameters:
             self._warmup_step(flat, update, exchange)
-        note = self.freeze.observe(
-            update.step, lambda: second_moment_norm(self.parameters, self, self._variance_correction)
-        )
-        if note:
-            self.notes.append(note)
+        self._observe(update.step, self._variance_correction)
 
     @property
     def _variance_correction(self) -> float:
-        return 1.0 - self._config.adam_beta2 ** max(self._variance_updates, 1)
+        return 1.0 - self.config.adam_beta2 ** max(self._variance_updates, 1)
 
     @property
     def _momentum_correction(self) -> float:
-        return 1.0 - self._config.adam_beta1**self._updates
+        return 1.0 - self.config.adam_beta1**self.updates
 
     def _step_along(self, flat: FlatParameter, momentum: torch.Tensor, factor: float) -> None:
-        """In place: x + factor·momentum/(√v̂ + ε)."""
         below = math.sqrt(self._variance_correction)
-        direction = Direction(scale=below, eps=self._config.adam_eps * below)
+        direction = Direction(scale=below, eps=self.config.adam_eps * below)
         moment = self._states[flat.param]["exp_avg_sq"]
         for part in ranges(flat.param):
             direction.add_to(flat.param.data[part], momentum[part], moment[part], factor=factor)
 
     def _warmup_step(self, flat: FlatParameter, update: Update, exchange: Exchange | None) -> None:
-        c, param, states = self._config, flat.param, self._states[flat.param]
+        c, param, states = self.config, flat.param, self._states[flat.param]
         assert param.grad is not None
         exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
         if exchange is None:
@@ -124,9 +107,9 @@ class ZeroOneAdam(Optimizer):
         self._step_along(flat, exp_avg, -update.lr / self._momentum_correction)
 
     def _local_step(self, update: Update, exchange: Exchange) -> None:
-        c = self._config
+        c = self.config
         if self.freeze.updates is None:
-            self.freeze.updates = self._updates
+            self.freeze.updates = self.updates
             for flat in self.parameters:
                 self._states[flat.param]["synced_param"].copy_(flat.param.data)
         assert self.freeze.step is not None
@@ -161,30 +144,15 @@ class ZeroOneAdam(Optimizer):
         states["synced_param"].copy_(param.data)
         mean.zero_()
 
-    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The two moments, u and a."""
-        return dict(self._states[parameter])
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._updates
-
-    def set_updates(self, updates: int) -> None:
-        """Go on as if `updates` updates had been made."""
-        self._updates = updates
-
     def counters(self) -> dict[str, Any]:
-        """When the second moment was frozen and how many updates it has had, D and S."""
-        return self.freeze.counters() | {
+        return super().counters() | {
             "variance_updates": self._variance_updates,
             "local_decay": self._decay,
             "local_rate": self._rate,
         }
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take up saved `counters`; after another optimizer its updates are those of the second moment."""
-        self.freeze.load_counters(counters)
-        self._variance_updates = int(counters.get("variance_updates", self._updates))
+        super().load_counters(counters)
+        self._variance_updates = int(counters.get("variance_updates", self.updates))
         self._decay = float(counters.get("local_decay", 1.0))
         self._rate = float(counters.get("local_rate", 0.0))

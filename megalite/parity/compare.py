@@ -36,9 +36,10 @@ class NumbersDifferError(AssertionError):
 
 
 def relative_difference(ours: float, reference: float) -> float:
-    """|ours - reference| / |reference|; infinite unless both are finite."""
-    if not (math.isfinite(ours) and math.isfinite(reference)):
-        return math.inf
+    """|ours - reference| / |reference|; infinite where one of them is finite, 0 where neither is."""
+    finite = math.isfinite(ours), math.isfinite(reference)
+    if not all(finite):
+        return math.inf if any(finite) else 0.0
     return abs(ours - reference) / max(abs(reference), 1e-30)
 
 
@@ -78,7 +79,10 @@ def worst_tensor(
 
 
 def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True) -> list[Line]:
-    """Losses, norms and every gradient of every step, then weights and evaluation."""
+    """Losses, norms and every gradient of every step, then weights and evaluation.
+
+    Where neither run's loss or norm is finite (fp16 that overflows, and skips the step) there are no gradients to compare.
+    """
     assert len(ours.steps) == len(reference.steps)
     lines = []
 
@@ -103,7 +107,8 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
         for name, value in theirs.auxiliary.items():
             number(name.replace("_", " "), step, mine.auxiliary[name], value)
         number("gradient norm", step, mine.grad_norm, theirs.grad_norm)
-        tensors("gradient", step, ours.gradients[index], reference.gradients[index])
+        if mine.is_finite or theirs.is_finite:
+            tensors("gradient", step, ours.gradients[index], reference.gradients[index])
     tensors("weight", None, ours.weights, reference.weights)
     number("evaluation loss", None, ours.evaluation, reference.evaluation)
     return lines

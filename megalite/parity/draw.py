@@ -191,7 +191,11 @@ def _batch(generator: random.Random, drawn: Drawn) -> Drawn:
     micro = generator.choice((1, 1, 2))
     count = generator.randint(1, MAX_BATCH // (micro * drawn["dp"]))
     count = min(count, generator.choice((2, 4, 6, 8)))
-    found: Drawn = {"micro_batch_size": micro, "global_batch_size": micro * drawn["dp"] * count}
+    unit = micro * drawn["dp"]
+    found: Drawn = {"micro_batch_size": micro, "global_batch_size": unit * count}
+    if count > 1 and generator.random() < 0.15:
+        first = unit * generator.randint(1, count - 1)
+        found["rampup_batch_size"] = [first, unit * count - first, first]
     return found | _schedule(generator, drawn)
 
 

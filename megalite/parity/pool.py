@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.run import RunConfig
-from megalite.planner.pipeline import placement_of
+from megalite.partition.pipeline import placement_of
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.scheduling import schedule_as_batch
-from megalite.topology.topology import ProcessGroups, Topology
+from megalite.topology.topology import ProcessGroups, Topology, schedule_as_batch
 
 _START_SECONDS = 180.0
 _COLLECTIVE_SECONDS = 180.0

@@ -3,12 +3,16 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megalite.config.batch import batch_size, samples_after
 from megalite.config.describe import sectioned
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
 from megalite.parity.compare import Line, compare, worst_line
 from megalite.parity.pool import RankFailure, RankPool
 from megalite.parity.shrink import Shrunk
 from megalite.parity.tensors import CopiesDifferError
-from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory, whole
+from megalite.parity.trajectory import Trajectory, one_rank_trajectory, rank_trajectory, whole
+from megalite.training.non_finite import NonFiniteError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +82,38 @@ def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: Ran
 
     Args:
         tolerance: largest relative difference; default: that of the precision.
+
+    Raises:
+        ConfigError: one rank makes no step with a finite gradient: whatever the layout does, nothing would be proven.
     """
     config = shrunk.config
     precision = config.training.precision
     allowed = TOLERANCES[precision] if tolerance is None else Tolerance(number=tolerance, tensor=tolerance)
     lines: list[Line] = []
     failure = None
-    reference = one_rank_trajectory(config, steps)
+    reference = _reference(config, steps)
     try:
         ranks = pool.run(shrunk.world_size, rank_trajectory, config, steps)
         lines = compare(whole(ranks), reference, by_elements=precision == "fp64")
     except (RankFailure, CopiesDifferError) as error:
         failure = str(error)
     return Report(shrunk=shrunk, steps=steps, tolerance=allowed, lines=lines, failure=failure)
+
+
+def _reference(config: RunConfig, steps: int) -> Trajectory:
+    try:
+        reference = one_rank_trajectory(config, steps)
+    except NonFiniteError as error:
+        raise ConfigError(
+            f"the model does not train on one rank, so no layout can be compared: {error}"
+        ) from error
+    if not any(step.is_finite for step in reference.steps):
+        scale = config.training.initial_loss_scale
+        raise ConfigError(
+            f"on one rank all {steps} steps overflow, from loss scale {scale:g} on, so no layout can be compared; use "
+            f"--initial-loss-scale 1024 with a --min-loss-scale below it, or more --steps than {steps}"
+        )
+    return reference
 
 
 def format_report(report: Report) -> str:
@@ -101,7 +124,7 @@ def format_report(report: Report) -> str:
     rows = [
         f"{count} rank{'s' if count > 1 else ''} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}"
         + (f", ep {p.ep}, etp {p.expert_tp}" if config.model.num_experts else "")
-        + f") against one rank; {t.precision}, {report.steps} steps of {t.global_batch_size} samples"
+        + f") against one rank; {t.precision}, {report.steps} steps of {_batch(report)} samples"
     ]
     changes = [f"{name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in report.shrunk.changes.items()]
     rows += [f"shrunk: {', '.join(changes)}"] if changes else []
@@ -130,6 +153,14 @@ def as_data(report: Report) -> dict[str, Any]:
         "failure": report.failure,
         "config": sectioned(report.shrunk.config),
     }
+
+
+def _batch(report: Report) -> str:
+    """Sizes of the first and the last step."""
+    config, steps = report.shrunk.config, report.steps
+    first = batch_size(config, 0)
+    last = samples_after(config, steps) - samples_after(config, steps - 1)
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def _shown(value: Any) -> str:

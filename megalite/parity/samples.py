@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megalite.data.sample_source import Packing
+from megalite.data.dataset import Packing
 
 EOD = 0
 """The end-of-document token of `UnevenSamples`."""

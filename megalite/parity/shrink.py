@@ -3,6 +3,7 @@
 What is already small stays as it is, so a config that has been shrunk, or was drawn small, is not changed again.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from megalite.parity.sizes import (
     sequence_changes,
     width_changes,
 )
-from megalite.planner.pipeline import schedule_of
+from megalite.partition.pipeline import schedule_of
 from megalite.topology.layout import ParallelLayout
 
 MAX_WORLD = 8
@@ -28,6 +29,10 @@ MAX_WORLD = 8
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
+_LOSS_SCALE = 1024.0
+"""The highest that a dynamic loss scale starts from."""
+_LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Of fp16 alone."""
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
 _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing")
 _KEPT_OPTIMIZER = (
@@ -46,7 +51,8 @@ class Shrunk:
     """Validated for `world_size` ranks."""
     world_size: int
     changes: dict[str, tuple[Any, Any]]
-    """Sizes that were changed: setting -> (before, after), None where it was left open."""
+    """Sizes, and settings that were asked for, that were changed: setting -> (before, after), None where it was left
+    open."""
 
 
 def shrink(
@@ -58,11 +64,11 @@ def shrink(
 ) -> Shrunk:
     """The config to run on this machine.
 
-    Sizes come down; data, checkpoints, logging, evaluation and the schedules of learning rate and batch size are left
-    out: samples are made up, the learning rate is a constant 0.01 (a warm-up would hide what the optimizer does),
-    initial weights are at least 0.1 wide (so that narrow layers still have gradients that matter) and adam_eps is at
-    least 1e-5 (a smaller one makes steps out of gradients that are zero but for rounding). Masks are uneven
-    (eod_mask_loss), and numbers are fp64.
+    Sizes come down; data, checkpoints, logging, evaluation and the schedule of the learning rate are left out: samples
+    are made up, the learning rate is a constant 0.01 (a warm-up would hide what the optimizer does), initial weights are
+    at least 0.1 wide (so that narrow layers still have gradients that matter) and adam_eps is at least 1e-5 (a smaller
+    one makes steps out of gradients that are zero but for rounding). A ramp-up grows the batch after the first step.
+    Masks are uneven (eod_mask_loss), and numbers are fp64.
 
     Args:
         world_size: ranks to run on; default: those of the layout, with dp at most 2 and the world at most `MAX_WORLD`.
@@ -90,8 +96,12 @@ def shrink(
         name: (before[name], after[name])
         for name, setting in settings().items()
         if before[name] != after[name]
-        and (setting.section in ("model", "parallel", "training") or name in _FORMATS)
-        and name not in ("device", "train_iters", "train_samples", "initial_loss_scale")
+        and (
+            setting.section in ("model", "parallel", "training")
+            or name in _FORMATS
+            or (setting.section == "optimizer" and name in explicit)
+        )
+        and name not in ("device", "train_iters", "train_samples")
         and not (name == "dp" and before[name] is None)
     }
     return Shrunk(config=shrunk, world_size=world, changes=shown)
@@ -102,7 +112,7 @@ def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:
     p = config.parallel
     config = replace(config, vocab_size=config.model.vocab_size or 50257)
     if p.dp is None:  # the batch belongs to a world that we do not know
-        config = replace(config, dp=dp, global_batch_size=None)
+        config = replace(config, dp=dp, global_batch_size=None, rampup_batch_size=None)
     dp, batch_given = p.dp or dp, config.training.global_batch_size is not None
     config = validate(config, p.tp * p.pp * p.cp * dp, explicit)
     etp = config.parallel.etp
@@ -151,7 +161,7 @@ def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
         for name, setting in settings().items()
         if (setting.section in _SECTIONS_LEFT_OUT and name not in _KEPT_DATA)
         or (setting.section == "optimizer" and name not in kept)
-        or name in ("rampup_batch_size", "train_samples", "eval_interval", "eval_iters", "exit_interval")
+        or name in ("train_samples", "eval_interval", "eval_iters", "exit_interval")
         or name in ("distributed_backend", "pipeline_memory_limit", "check_replicas_interval")
     }
     changes |= {"train_iters": 1000, "lr": 1e-2, "lr_decay_style": "constant", "device": "cpu"}
@@ -160,10 +170,12 @@ def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
     changes["ddp_bucket_size"] = min(config.parallel.ddp_bucket_size, 3000)
     if "eod_mask_loss" not in keep:
         changes["eod_mask_loss"] = True
-    if config.training.initial_loss_scale > 1024.0 >= config.training.min_loss_scale:
-        changes["initial_loss_scale"] = 1024.0  # the default takes a run of any length to come down from
     if "precision" not in keep:
-        changes |= {"precision": "fp64", "loss_scale": None}
+        changes |= {"precision": "fp64", **{name: defaults[name] for name in _LOSS_SCALES}}
+    elif config.training.precision == "fp16" and config.training.loss_scale is None:
+        # The default takes a run of any length to come down from.
+        low, first = config.training.min_loss_scale, config.training.initial_loss_scale
+        changes["initial_loss_scale"] = min(first, max(low, _LOSS_SCALE))
     return changes
 
 
@@ -174,18 +186,36 @@ def _batch_changes(config: RunConfig, world: int) -> Changes:
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and group > MAX_GROUP:
         changes["microbatch_group_size_per_virtual_pipeline_stage"] = None
-    config = replace(config, **changes, global_batch_size=None)
+    config = replace(config, **changes, global_batch_size=None, rampup_batch_size=None)
     unit = samples_per_microbatch(config)
     counts = list(range(p.pp + 1, 4 * MAX_BATCH))
-    if training.global_batch_size and training.global_batch_size <= MAX_BATCH:
-        whole, rest = divmod(training.global_batch_size, unit)
+    size, ramp = training.global_batch_size, training.rampup_batch_size
+    if ramp and size and max(size, ramp[2]) <= MAX_BATCH:
+        with suppress(ConfigError):
+            _check_counts(replace(config, global_batch_size=size, rampup_batch_size=ramp), world)
+            return changes
+    elif not ramp and size and size <= MAX_BATCH:
+        whole, rest = divmod(size, unit)
         counts = counts if rest else [whole, *counts]
+    legal: list[int] = []
     refused = ConfigError("")
     for count in counts:
         try:
-            schedule_of(validate(replace(config, global_batch_size=count * unit), world), count)
+            _check_counts(replace(config, global_batch_size=count * unit), world)
         except ConfigError as error:
             refused = error
-        else:
-            return changes | {"global_batch_size": count * unit}
+            continue
+        legal.append(count * unit)
+        if not ramp:
+            return changes | {"global_batch_size": legal[0]}
+        if len(legal) == 2:
+            first, last = legal
+            return changes | {"global_batch_size": last, "rampup_batch_size": [first, last - first, first]}
     raise refused
+
+
+def _check_counts(config: RunConfig, world: int) -> None:
+    """Raises ConfigError unless the schedule takes every size of the batch."""
+    config = validate(config, world)
+    for count in microbatch_counts(config):
+        schedule_of(config, count)

@@ -1,6 +1,7 @@
 """Everything that a few steps of a config do to the numbers, on one rank or put together from all ranks."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.parity.pool import RankContext
 from megalite.parity.samples import EOD, UnevenSamples
 from megalite.parity.tensors import CopiesDifferError, Part, assemble, local_parts
-from megalite.topology.sequence import sequence_spans
+from megalite.topology.layout import sequence_spans
 from megalite.training.replica import Replica, build_replica
 from megalite.training.step import Stepper, StepResult
 
@@ -55,6 +56,11 @@ class Scalars:
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+
+    @property
+    def is_finite(self) -> bool:
+        """The step had a gradient, and was not skipped."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +152,8 @@ def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
     """
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        if (other.steps, other.evaluation) != (first.steps, first.evaluation):
+        # As texts, which have all digits: NaN, in steps that overflow, is equal to nothing.
+        if repr((other.steps, other.evaluation)) != repr((first.steps, first.evaluation)):
             raise CopiesDifferError(f"losses or norms of rank {rank} are not those of rank 0")
     return Trajectory(
         steps=first.steps,

@@ -1,20 +1,114 @@
 """The executor: does what a lowered program says, action by action, and knows no schedule by name."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.channels import Channels
 from megalite.pipeline.ir.actions import COMPUTE, GRADIENTS, Action, Kind
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
-from megalite.pipeline.step_state import Key, StepState, free_output, require_own_memory
-from megalite.topology.group import Group
+from megalite.topology.group import Group, Work
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
+
+
+class _Pending(NamedTuple):
+    work: Work
+    tensor: torch.Tensor
+    sent: Callable[[], None] | None
+
+
+class Channels:
+    """Sends and receives of one pipeline rank.
+
+    Args:
+        edges: (sender, receiver) in pipeline ranks -> the pair's group, sender first.
+        rank: this pipeline rank.
+        send_window: sends that may be pending on one edge before the oldest is waited for.
+    """
+
+    def __init__(self, edges: dict[tuple[int, int], Group], *, rank: int, send_window: int) -> None:
+        self._edges = edges
+        self._rank = rank
+        self._window = send_window
+        self._pending: dict[int, deque[_Pending]] = {}
+
+    def send(self, tensor: torch.Tensor, *, to: int, sent: Callable[[], None] | None = None) -> None:
+        """Start a send to pipeline rank `to`; `sent` runs once it is complete. The tensor is kept until then."""
+        pending = self._pending.setdefault(to, deque())
+        while len(pending) >= self._window:
+            self._finish(pending)
+        work = self._edges[self._rank, to].send_async(tensor, to=1)
+        pending.append(_Pending(work, tensor, sent))
+
+    def receive(self, tensor: torch.Tensor, *, source: int) -> Work:
+        """Post a receive into `tensor`; wait on the result before reading it."""
+        return self._edges[source, self._rank].receive_async(tensor, source=0)
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        for pending in self._pending.values():
+            while pending:
+                self._finish(pending)
+
+    @staticmethod
+    def _finish(pending: deque[_Pending]) -> None:
+        oldest = pending.popleft()
+        oldest.work.wait()
+        if oldest.sent is not None:
+            oldest.sent()
+
+
+Key = tuple[int, int]
+"""(stage, microbatch)"""
+
+
+@dataclass
+class StepState:
+    """What is alive, by (stage, microbatch)."""
+
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Received or handed over, until the backward has their gradient."""
+    kept_inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    """The same where the forward keeps nothing else and runs again; None on the first stage, which has none."""
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Roots of the graphs that are alive; their own memory may be gone."""
+    leaving: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Outputs without a graph that are to be sent."""
+    output_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
+    input_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
+    receiving: dict[tuple[Kind, int, int], Work] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def take_input(self, key: Key) -> torch.Tensor | None:
+        """The stage's input for its backward, no longer held here; None on the first stage."""
+        if key in self.kept_inputs:
+            return self.kept_inputs.pop(key)
+        return self.inputs.pop(key, None)
+
+    def finish_receive(self, kind: Kind, key: Key) -> None:
+        """Wait until the message is there, if one comes."""
+        work = self.receiving.pop((kind, *key), None)
+        if work is not None:
+            work.wait()
+
+
+def require_own_memory(output: torch.Tensor) -> None:
+    """What `free_output` may be called on."""
+    assert output._base is None, (
+        "a stage's output must not be a view: its memory is freed while its graph lives on"
+    )
+
+
+def free_output(output: torch.Tensor) -> None:
+    """Give back the memory of a graph's root. The graph stays: the engine does not look at the root's data."""
+    output.data = output.data.new_empty(1)
+
 
 ForwardStep = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(stage, microbatch, input or None on the first stage) -> output; on the last stage the microbatch's scalar loss."""
@@ -23,14 +117,14 @@ ForwardStep = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 class GradientReducer(Protocol):
     """What the executor tells data parallelism. Stages are global."""
 
-    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         """The action that comes next is the last of this stage: buckets may be reduced as they fill.
 
         It is a whole backward; or with `pending` a W, which gives exactly the gradients of these parameters, one for
         each time that they are listed. All others are final.
         """
 
-    def launch(self, stage: int) -> None:
+    def start_grad_sync(self, stage: int) -> None:
         """The stage's gradients are final: start reducing what has not been started."""
 
 
@@ -41,16 +135,16 @@ class WeightGradients(Protocol):
     def pending(self) -> int:
         """Microbatches between their I and their W."""
 
-    def recording(self, microbatch: int) -> AbstractContextManager[None]:
+    def deferring(self, microbatch: int) -> AbstractContextManager[None]:
         """A backward inside gives the input gradient alone."""
 
-    def owed(self, microbatch: int) -> Sequence[torch.nn.Parameter]:
+    def parameters(self, microbatch: int) -> Sequence[torch.nn.Parameter]:
         """The parameters that `run` will report."""
 
     def run(self, microbatch: int) -> None:
         """Compute them."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop what an earlier step, that failed, has left."""
 
 
@@ -75,13 +169,13 @@ class Executor:
             gradients.
         activation_shape: shape of the tensors that travel between stages.
         reducer: told when gradients become final; None in forward-only programs.
-        tapes: of each stage here whose backward the program splits.
+        deferred: of each stage here whose backward the program splits.
         heartbeat: told of every action.
         check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
             where they differ.
 
     Raises:
-        ConfigError: the program splits the backward of a stage that has no tape.
+        ConfigError: the program splits the backward of a stage without deferred weight gradients.
     """
 
     def __init__(
@@ -95,7 +189,7 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         reducer: GradientReducer | None,
-        tapes: Mapping[int, WeightGradients] | None = None,
+        deferred: Mapping[int, WeightGradients] | None = None,
         tracer: Tracer | None = None,
         heartbeat: Heartbeat = UNWATCHED,
         check_memory: bool = False,
@@ -106,7 +200,7 @@ class Executor:
         self._forward = forward
         self._shape, self._dtype, self._device = activation_shape, dtype, device
         self._reducer = reducer
-        self._tapes = _tapes_for(program, rank, tapes)
+        self._deferred = _deferred_for(program, rank, deferred)
         self._tracer = tracer
         self._heartbeat = heartbeat
         self._texts = [str(action).encode() for action in row]
@@ -136,8 +230,8 @@ class Executor:
     def run(self) -> list[torch.Tensor]:
         """One step. Returns the microbatch losses if the last stage is here, else nothing; detached."""
         step = StepState()
-        for tape in self._tapes.values():
-            tape.forget()
+        for deferred in self._deferred.values():
+            deferred.clear()
         for position, action in enumerate(self._row):
             self._heartbeat.act(self._texts[position], position)
             try:
@@ -208,11 +302,11 @@ class Executor:
         output = step.outputs.pop(key)
         grad = step.output_grads.pop(key) if stage < self._last_stage else None
         if action.kind is Kind.I:
-            with self._tapes[stage].recording(microbatch):
+            with self._deferred[stage].deferring(microbatch):
                 _engine_backward(output, grad)
         else:
             if self._reducer is not None and self._completes[stage] == action:
-                self._reducer.arm(stage)
+                self._reducer.enable_grad_sync(stage)
             _engine_backward(output, grad)
         x = step.take_input(key)
         if x is None:
@@ -224,10 +318,10 @@ class Executor:
             step.input_grads[key] = x.grad
 
     def _run_weight_gradients(self, action: Action, step: StepState) -> None:
-        tape = self._tapes[action.stage]
+        deferred = self._deferred[action.stage]
         if self._reducer is not None and self._completes[action.stage] == action:
-            self._reducer.arm(action.stage, tape.owed(action.microbatch))
-        tape.run(action.microbatch)
+            self._reducer.enable_grad_sync(action.stage, deferred.parameters(action.microbatch))
+        deferred.run(action.microbatch)
 
     def _send_forward(self, action: Action, step: StepState) -> None:
         key, to = (action.stage, action.microbatch), self._placement[action.stage + 1]
@@ -256,10 +350,10 @@ class Executor:
 
     def _reduce_grad(self, action: Action, step: StepState) -> None:
         if self._reducer is not None:
-            self._reducer.launch(action.stage)
+            self._reducer.start_grad_sync(action.stage)
 
     def _check_memory(self, expected: LiveUnits, action: Action, step: StepState) -> None:
-        pending = sum(tape.pending for tape in self._tapes.values())
+        pending = sum(deferred.pending for deferred in self._deferred.values())
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
         assert found == expected, (
             f"after {action} rank {self._rank} holds {found}; the program says {expected}"
@@ -272,17 +366,17 @@ class Executor:
         return self._placement[stage] == self._rank
 
 
-def _tapes_for(
-    program: Program, rank: int, tapes: Mapping[int, WeightGradients] | None
+def _deferred_for(
+    program: Program, rank: int, deferred: Mapping[int, WeightGradients] | None
 ) -> dict[int, WeightGradients]:
-    """The tapes of the stages on a rank whose backward is split."""
-    given = tapes or {}
+    """The deferred weight gradients of the stages on a rank whose backward is split."""
+    given = deferred or {}
     split = {action.stage for action in program.actions[rank] if action.kind in (Kind.I, Kind.W)}
     missing = sorted(split - given.keys())
     if missing:
         raise ConfigError(
             f"schedule {program.schedule.name} splits the backward of stages {sorted(split)} on pipeline rank {rank}, "
-            f"but tapes has {sorted(given) or 'none'}: give a weight tape for stages {missing}, or use a schedule "
+            f"but deferred has {sorted(given) or 'none'}: give deferred weight gradients for stages {missing}, or use a schedule "
             "without I and W, such as 1f1b"
         )
     return {stage: given[stage] for stage in sorted(split)}

@@ -6,27 +6,32 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.profiling.attention import AttentionTime, attention_shapes, measure_attention
 from megalite.profiling.collectives import (
     Channels,
     CollectiveTime,
+    Machine,
+    TurnTime,
     make_channels,
     measure_collectives,
+    measure_turns,
     message_sizes,
 )
-from megalite.profiling.gemm import GemmTime, chosen_shapes, first_rate, measure_gemms
-from megalite.profiling.machine import Machine
-from megalite.profiling.memory import (
+from megalite.profiling.operations import (
     ADAM_BYTES,
+    AttentionTime,
+    GemmTime,
     MemoryTime,
+    attention_shapes,
+    chosen_shapes,
     first_bandwidth,
+    first_rate,
+    measure_attention,
+    measure_gemms,
     measure_memory,
     tensor_sizes,
 )
-from megalite.profiling.overheads import Overheads, measure_overheads
-from megalite.profiling.passes import SHAPES, PassTime, measure_passes
+from megalite.profiling.passes import SHAPES, Overheads, PassTime, measure_overheads, measure_passes
 from megalite.profiling.timing import Timer
-from megalite.profiling.turns import TurnTime, measure_turns
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
 

@@ -1,25 +1,97 @@
-"""From a sweep to its configurations: grid, list and plan, laid over the base."""
+"""From a sweep to checked configurations: grid, list and plan over the base; legal, small enough, predicted, or why not."""
 
 import copy
+import dataclasses
+import hashlib
 import itertools
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megalite.config.describe import values_of
+from megalite.config import files
+from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import format_bytes
+from megalite.config.data import DataConfig
+from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
-from megalite.config.files import level_from_text, read_level
+from megalite.config.files import level_from_text, read_level, read_preset
 from megalite.config.merge import Level, Merged, merge
-from megalite.config.presets import read_preset
 from megalite.config.run import RunConfig
-from megalite.sweep.conditions import RANKS
-from megalite.sweep.fixed import fix, ignored
+from megalite.config.validate import validate
+from megalite.partition.memory import activation_peaks, rank_memory
+from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
+from megalite.sweep.rules import RANKS, entries, fix, ignored, mapping, plain_settings, read_mapping
 from megalite.sweep.spec import SweepSpec
-from megalite.sweep.yaml_keys import entries, mapping, plain_settings, read_mapping
+from megalite.tokenizers.build import build_tokenizer
+
+__all__ = ["Machine", "Predicted", "predicted_memory", "predicted_step", "read_machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware and software that times are predicted for."""
+
+    cluster: Cluster
+    stack: SoftwareStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A step as the planner sees it."""
+
+    memory_bytes: int
+    """Of the fullest rank."""
+    first_rank_bytes: int
+    """Of rank 0, whose memory is measured."""
+    step_seconds: float | None = None
+    """None where no cluster is given."""
+
+
+def read_machine(cluster: str | None, stack: str) -> Machine | None:
+    """The machine that a sweep names, or None.
+
+    Raises:
+        ConfigError: there is no such cluster or stack, or its file is not legal.
+    """
+    if cluster is None:
+        return None
+    return Machine(cluster=load_cluster(cluster), stack=load_stack(stack))
+
+
+def predicted_memory(config: RunConfig) -> Predicted:
+    """Bytes of a rank for a validated config with a known vocabulary.
+
+    Raises:
+        ConfigError: the schedule does not take the number of microbatches, or not within pipeline_memory_limit.
+    """
+    stages = plan_stages(config)
+    schedule = schedule_of(config, microbatch_counts(config)[-1])
+    if config.parallel.pipeline_memory_limit is not None:
+        proved(config, lowered(config, schedule), stages)
+    totals = [
+        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak).total_bytes
+        for rank, peak in enumerate(activation_peaks(config, stages, schedule))
+    ]
+    return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
+
+
+def predicted_step(memory: Predicted, config: RunConfig, machine: Machine | None) -> Predicted:
+    """The same with the seconds of a step on `machine`.
+
+    Raises:
+        ConfigError: the cluster cannot run the config, as where it has no such precision.
+    """
+    if machine is None:
+        return memory
+    seconds = float(predict(config, machine.cluster, machine.stack, with_memory=False).step_seconds)
+    return dataclasses.replace(memory, step_seconds=seconds)
+
 
 MOST = 100_000
 """Configurations of one sweep: a grid with more is a slip."""
@@ -43,6 +115,8 @@ class Expansion:
     """All configurations of a sweep."""
 
     candidates: tuple[Candidate, ...]
+    base: RunConfig
+    """What the candidates are laid over."""
     left_out: int
     """By `exclude` and `only`."""
     ignored: tuple[str, ...]
@@ -77,7 +151,12 @@ def expand(spec: SweepSpec) -> Expansion:
             f"sweep {spec.path}: exclude and only leave none of {left_out} configurations; relax one of them"
         )
     base = merge(copy.deepcopy(levels)).config
-    return Expansion(candidates=tuple(candidates), left_out=left_out, ignored=tuple(ignored(base)))
+    return Expansion(
+        candidates=tuple(candidates),
+        base=fix(base, spec.steps)[0],
+        left_out=left_out,
+        ignored=tuple(ignored(base)),
+    )
 
 
 def _base_levels(spec: SweepSpec) -> list[Level]:
@@ -114,8 +193,8 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
         )
     for chosen in itertools.product(*(values for _, values in spec.grid)):
         point: dict[str, Any] = {}
-        for settings in chosen:
-            point |= settings
+        for part in chosen:
+            point |= part
         yield "grid", point
 
 
@@ -147,3 +226,158 @@ def _wanted(candidate: Candidate, spec: SweepSpec) -> bool:
     return all(condition.holds(values) for condition in spec.only) and not any(
         condition.holds(values) for condition in spec.exclude
     )
+
+
+_KEY_LENGTH = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A checked configuration."""
+
+    key: str
+    """Digest of the config and the number of ranks: the same configuration in another sweep has the same."""
+    source: str
+    label: str
+    """In a few words, for people."""
+    settings: Mapping[str, Any]
+    """Those that some run of the sweep changes, from its base or from another run."""
+    config: RunConfig
+    """Resolved, its vocabulary known, unless it is refused."""
+    ranks: int
+    refused: str | None = None
+    """Why it cannot run."""
+    predicted: Predicted | None = field(default=None, compare=False)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        t = self.config.training
+        assert t.global_batch_size is not None, "validate() resolves it"
+        return t.global_batch_size * t.seq_length
+
+
+def check_all(
+    expansion: Expansion, *, memory_limit: float | None, machine: Machine | None
+) -> tuple[Run, ...]:
+    """Each candidate as a run, in the same order; of those that are the same configuration the first.
+
+    Args:
+        memory_limit: bytes; a run that is predicted to need more on a rank is refused.
+        machine: predicts times.
+    """
+    vocabularies = _Vocabularies()
+    apart, changed = _names(expansion)
+    runs: dict[str, Run] = {}
+    for candidate in expansion.candidates:
+        run = _check(
+            candidate,
+            _label(candidate, apart),
+            changed,
+            memory_limit=memory_limit,
+            machine=machine,
+            vocabularies=vocabularies,
+        )
+        runs.setdefault(run.key, run)
+    return tuple(runs.values())
+
+
+def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
+    """Settings that tell the runs apart in a few words, and all those that some run changes.
+
+    What all of them change alike tells none apart; a single run is told by what it changes.
+    """
+    given = {name for candidate in expansion.candidates for name in candidate.settings}
+    base, *values = map(values_of, (expansion.base, *(each.config for each in expansion.candidates)))
+    apart = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
+    changed = [name for name in settings() if name in given and any(v[name] != base[name] for v in values)]
+    return apart or changed, [name for name in settings() if name in {*apart, *changed}]
+
+
+def _label(candidate: Candidate, apart: Sequence[str]) -> str:
+    """What it gives, and what its base gives where others differ."""
+    values = values_of(candidate.config)
+    shown = [
+        f"{name} {'-'.join(map(str, value)) if isinstance(value, list) else value}"
+        for name in apart
+        if (value := values[name]) != settings()[name].default or name in candidate.settings
+    ]
+    return ", ".join(shown) or "as the base"
+
+
+def _check(
+    candidate: Candidate,
+    label: str,
+    changed: list[str],
+    *,
+    memory_limit: float | None,
+    machine: Machine | None,
+    vocabularies: "_Vocabularies",
+) -> Run:
+    config, ranks = candidate.config, candidate.ranks
+    refused, predicted = None, None
+    try:
+        config = validate(config, ranks, candidate.explicit, startable=True)
+        # All sizes need the vocabulary's, which a tokenizer may have to tell.
+        config = validate(replace(config, vocab_size=vocabularies.size(config)), ranks)
+        predicted = predicted_memory(config)
+        _refuse_large(predicted, memory_limit)
+        predicted = predicted_step(predicted, config, machine)
+    except ConfigError as error:
+        refused = "; ".join(error.problems)
+    values = values_of(candidate.config)
+    return Run(
+        key=_key(config, ranks),
+        source=candidate.source,
+        label=label,
+        settings={name: values[name] for name in changed},
+        config=config,
+        ranks=ranks,
+        refused=refused,
+        predicted=predicted,
+    )
+
+
+def _refuse_large(predicted: Predicted, limit: float | None) -> None:
+    if limit is not None and predicted.memory_bytes > limit:
+        raise ConfigError(
+            f"needs {format_bytes(predicted.memory_bytes)} on the fullest rank, more than memory_limit "
+            f"{format_bytes(limit)}"
+        )
+
+
+def _key(config: RunConfig, ranks: int) -> str:
+    return hashlib.sha256(f"{ranks}\n{files.dump(config)}".encode()).hexdigest()[:_KEY_LENGTH]
+
+
+class _Vocabularies:
+    """Sizes of vocabularies; each tokenizer is read once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[DataConfig, int | ConfigError]] = []
+
+    def size(self, config: RunConfig) -> int:
+        """As the config says, or as its tokenizer does."""
+        if config.model.vocab_size is not None:
+            return config.model.vocab_size
+        found = next((found for data, found in self._known if data == config.data), None)
+        if found is None:
+            found = self._read(config)
+            self._known.append((config.data, found))
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    @staticmethod
+    def _read(config: RunConfig) -> int | ConfigError:
+        try:
+            tokenizer = build_tokenizer(config.data, None)
+        except ConfigError as error:
+            return error
+        assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
+        return tokenizer.vocab_size
+
+
+def refusals(runs: Sequence[Run]) -> Iterator[str]:
+    """A line for each run that cannot be made."""
+    return (f"{run.label}: {run.refused}" for run in runs if run.refused is not None)

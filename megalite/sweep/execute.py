@@ -11,10 +11,9 @@ from pathlib import Path
 from megalite.checkpoint.files import write_durably
 from megalite.config import files
 from megalite.config.describe import replace
-from megalite.sweep.check import Run
-from megalite.sweep.launchers.base import CONFIG, Launched, Launcher
-from megalite.sweep.outcome import outcome, refused, steps_made
-from megalite.sweep.results import Result, Store
+from megalite.sweep.candidates import Run
+from megalite.sweep.launchers import CONFIG, Launched, Launcher
+from megalite.sweep.results import Result, Store, outcome, refused, steps_made
 
 _LOOK_SECONDS = 0.2
 """Between two looks at what is under way."""

@@ -1,18 +1,230 @@
-"""The report of a sweep: one HTML file that needs nothing else."""
+"""What a sweep tells: tables, judgement of predictions, a picture, constants fitted on what was measured."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from megalite.checkpoint.files import replace_durably
 from megalite.config.byte_size import format_bytes
-from megalite.sweep.check import Run
-from megalite.sweep.judgement import Judgement, judge
+from megalite.config.errors import ConfigError
+from megalite.planner.cost.calibrate import Measured, fit
+from megalite.planner.hardware import save_cluster, save_stack
+from megalite.sweep.candidates import Machine, Run
 from megalite.sweep.results import OK, Result
-from megalite.sweep.scatter import Dot, scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A run that was predicted and measured."""
+
+    run: Run
+    result: Result
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def predicted_speed(self) -> float:
+        """Tokens a second."""
+        return self.run.tokens_per_step / self.predicted_seconds
+
+    @property
+    def measured_speed(self) -> float:
+        """Tokens a second."""
+        return self.run.tokens_per_step / self.measured_seconds
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1, of the seconds of a step."""
+        return self.predicted_seconds / self.measured_seconds - 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Of all runs that were predicted and measured; None where there are too few."""
+
+    pairs: tuple[Pair, ...]
+    pick: Pair | None
+    """Predicted fastest among those that ran, in tokens a second."""
+    best: Pair | None
+    """Measured fastest."""
+    regret: float | None
+    """Speed of the best over that of the pick, - 1: the share of time lost by following the plan."""
+    correlation: float | None
+    """Spearman's, between predicted and measured speed."""
+    mean_error: float | None
+    """Of the seconds of a step, absolute and relative."""
+    missed: tuple[Run, ...]
+    """Predicted faster than the pick, and did not run: out of memory, refused on start, ..."""
+
+
+def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
+    """Compare what was predicted with what was measured."""
+    pairs, failed = [], []
+    for run in runs:
+        result = results.get(run.key)
+        predicted = run.predicted.step_seconds if run.predicted is not None else None
+        if result is None or predicted is None or run.refused is not None:
+            continue
+        if result.status == OK and result.step_seconds:
+            pairs.append(
+                Pair(
+                    run=run,
+                    result=result,
+                    predicted_seconds=predicted,
+                    measured_seconds=result.step_seconds,
+                )
+            )
+        else:
+            failed.append((run.tokens_per_step / predicted, run))
+    pick = max(pairs, key=lambda pair: pair.predicted_speed, default=None)
+    best = max(pairs, key=lambda pair: pair.measured_speed, default=None)
+    return Judgement(
+        pairs=tuple(pairs),
+        pick=pick,
+        best=best,
+        regret=best.measured_speed / pick.measured_speed - 1.0 if best and pick else None,
+        correlation=spearman(
+            [pair.predicted_speed for pair in pairs], [pair.measured_speed for pair in pairs]
+        ),
+        mean_error=statistics.fmean(abs(pair.error) for pair in pairs) if pairs else None,
+        missed=tuple(run for speed, run in failed if pick is None or speed > pick.predicted_speed),
+    )
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Correlation of the ranks, equal values sharing theirs; None below two values or if all of one are equal."""
+    if len(first) < 2 or len(set(first)) == 1 or len(set(second)) == 1:
+        return None
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    first = {value: index for index, value in reversed(list(enumerate(order)))}
+    return [first[value] + (order.count(value) - 1) / 2.0 for value in values]
+
+
+_WIDTH, _HEIGHT = 460, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 14, 46
+_TICKS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """One run."""
+
+    x: float
+    y: float
+    title: str
+    """Shown where the mouse rests."""
+    kind: str = "ran"
+    """`ran`, `best` or `pick`: its class in the style sheet."""
+
+
+def scatter(dots: Sequence[Dot], *, x_label: str, y_label: str, diagonal: bool = False) -> str:
+    """Dots over linear axes that start at 0.
+
+    Args:
+        diagonal: draw x = y, with the same scale on both axes.
+    """
+    top_x, top_y = _top(dot.x for dot in dots), _top(dot.y for dot in dots)
+    if diagonal:
+        top_x = top_y = max(top_x, top_y)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + width * x / top_x, _TOP + height * (1.0 - y / top_y)
+
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
+        f'aria-label="{escape(y_label)} over {escape(x_label)}">'
+    ]
+    for tick in range(_TICKS + 1):
+        x, bottom = place(top_x * tick / _TICKS, 0.0)
+        left, y = place(0.0, top_y * tick / _TICKS)
+        parts.append(
+            f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom:.1f}M{left} {y:.1f}H{_WIDTH - _RIGHT}"/>'
+        )
+        parts.append(
+            f'<text x="{x:.1f}" y="{bottom + 16:.1f}" class="middle">{top_x * tick / _TICKS:.3g}</text>'
+        )
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{top_y * tick / _TICKS:.3g}</text>')
+    if diagonal:
+        (x0, y0), (x1, y1) = place(0.0, 0.0), place(top_x, top_y)
+        parts.append(f'<path class="diagonal" d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"/>')
+    for dot in dots:
+        x, y = place(dot.x, dot.y)
+        parts.append(
+            f'<circle class="{escape(dot.kind)}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(dot.title)}</title></circle>'
+        )
+    parts.append(
+        f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 8}" class="middle">{escape(x_label)}</text>'
+        f'<text transform="translate(14 {_TOP + height / 2}) rotate(-90)" class="middle">{escape(y_label)}</text></svg>'
+    )
+    return "".join(parts)
+
+
+def _top(values: Iterable[float]) -> float:
+    """A round number, none of the values above it."""
+    most = max(values, default=1.0) or 1.0
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(step * power for step in (1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0) if step * power >= most)
+
+
+FEWEST = 3
+"""Runs that a fit needs."""
+
+
+def stack_file(cluster: Path) -> Path:
+    """Where the fitted stack goes: beside the cluster's file, `mine.yaml` -> `mine-stack.yaml`."""
+    return cluster.with_name(f"{cluster.stem}-stack.yaml")
+
+
+def refuse_taken(path: Path) -> None:
+    """Raise ConfigError if a fit could not be written to `path`: known before hours of runs, not after them."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--calibrate: {path} must end in .yaml, e.g. {path.name or 'mine'}.yaml")
+    for each in (path, stack_file(path)):
+        if each.exists():
+            raise ConfigError(f"--calibrate: {each} is there already; give the name of a new file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--calibrate: there is no folder {path.parent}; give a file in one that exists")
+
+
+def calibrate(
+    runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str
+) -> str:
+    """Fit, and write the cluster to `path` and the stack to `stack_file(path)`; returns what it did, for people.
+
+    Args:
+        source: what the measurements are, for the provenance of the figures.
+
+    Raises:
+        ConfigError: too few runs were measured, or a file cannot be written.
+    """
+    pairs = judge(runs, results).pairs
+    if len(pairs) < FEWEST:
+        raise ConfigError(
+            f"--calibrate needs {FEWEST} runs or more that ended well, there are {len(pairs)}; run more configurations"
+        )
+    rows = [Measured(pair.run.config, pair.measured_seconds) for pair in pairs]
+    found = fit(rows, machine.cluster, machine.stack, source=source)
+    stack_path = stack_file(path)
+    save_cluster(dataclasses.replace(found.cluster, name=path.stem), path)
+    save_stack(dataclasses.replace(found.stack, name=stack_path.stem), stack_path)
+    before = statistics.fmean(abs(pair.error) for pair in pairs)
+    after = statistics.fmean(map(abs, found.errors))
+    return (
+        f"Fitted to {len(rows)} runs: mean error of the seconds of a step {100 * before:.1f} % before, {100 * after:.1f} % "
+        f"after, on the same runs.\nwrote {path}\nwrote {stack_path}"
+    )
+
 
 REPORT = "report.html"
-
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:left}

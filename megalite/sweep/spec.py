@@ -1,5 +1,6 @@
 """`sweep.yaml`: which configurations to run, for how long, and how."""
 
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +10,17 @@ from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
-from megalite.sweep.conditions import Condition, read_condition
-from megalite.sweep.fixed import refuse_fixed
-from megalite.sweep.yaml_keys import (
+from megalite.sweep.rules import (
+    Condition,
     Reader,
     count,
     entries,
     mapping,
     plain_settings,
+    read_condition,
     read_keys,
     read_mapping,
+    refuse_fixed,
     seconds,
     text,
     texts,
@@ -26,6 +28,8 @@ from megalite.sweep.yaml_keys import (
     words,
 )
 
+_OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a run may take, its start included."""
 
@@ -132,12 +136,41 @@ def _bytes(value: Any, where: str) -> float:
     return size
 
 
+def _options(value: Any, where: str) -> dict[str, str]:
+    """Each becomes a line `#SBATCH --name=value`."""
+    found = words(value, where)
+    for name, word in found.items():
+        if not _OPTION.fullmatch(name):
+            raise ConfigError(
+                f"{where}: {reprlib.repr(name)} is no long option of sbatch; write its name without dashes before it, "
+                f"such as account or cpus-per-task"
+            )
+        if not word.isprintable() or any(letter in word for letter in "'\"\\"):
+            raise ConfigError(
+                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks: sbatch reads "
+                f"a line of it"
+            )
+    return found
+
+
+def _environment(value: Any, where: str) -> dict[str, str]:
+    """Each becomes a line `export NAME='value'`."""
+    found = words(value, where)
+    for name, word in found.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in word:
+            raise ConfigError(
+                f"{where}: {reprlib.repr(name)} cannot be a variable; names are letters, digits and _, such as "
+                f"OMP_NUM_THREADS, and values are text"
+            )
+    return found
+
+
 _SBATCH: Mapping[str, Reader] = MappingProxyType(
     {
         "gpus_per_node": whole,
         "at_once": whole,
         "poll_seconds": seconds,
-        "options": words,
+        "options": _options,
         "setup": texts,
     }
 )
@@ -165,7 +198,7 @@ KEYS: Mapping[str, Reader] = MappingProxyType(
         "memory_limit": _bytes,
         "cluster": text,
         "stack": text,
-        "environment": words,
+        "environment": _environment,
         "program": _path,
         "sbatch": _sbatch,
     }

@@ -6,24 +6,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.products import PLAIN, Matmul, PlainProducts, Products
+from megalite.kernels.matmul import PLAIN, Matmul, PlainProducts, Products
+from megalite.tensor_parallel.deferred_weight_gradients import compute_or_defer
 from megalite.tensor_parallel.mappings import (
     gather_along_sequence,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megalite.tensor_parallel.owed_linear import OwedLinear
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.parameter import LinearWeightGradient, ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.ring_linear import gathered_linear, scattered_linear
-from megalite.tensor_parallel.weight_tape import settle
 from megalite.topology.group import DONE, Group, Work
 
 
 class _Linear(torch.autograd.Function):
-    """x·Wᵀ + bias whose backward overlaps the input gradient's collective with the weight gradient's GEMM.
+    """x·Wᵀ + bias; the backward overlaps the input gradient's collective with the weight gradient's GEMM.
 
-    `enter` says how x came into the split region: "copy" (replicated; its gradient is all-reduced), "gather"
-    (split over the sequence; gathered here, its gradient reduce-scattered), or "local" (already split: nothing).
+    It contains Megatron-LM's f (copy or gather in, all-reduce or reduce-scatter back), so that the two overlap.
     """
 
     @staticmethod
@@ -32,19 +30,14 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: ShardedParameter,
         bias: ShardedParameter | None,
-        tp: Group,
-        enter: str,
+        tp: Group | None,
+        sequence_parallel: bool,
         products: Products,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.tp, ctx.enter, ctx.products = (
-            weight,
-            bias is not None,
-            tp,
-            enter,
-            products,
-        )
-        if enter == "gather":
+        ctx.weight, ctx.has_bias, ctx.products = weight, bias is not None, products
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        if tp is not None and sequence_parallel:
             x = gather_along_sequence(x, tp)
         return products.output(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
@@ -53,11 +46,12 @@ class _Linear(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_y = grad_y.contiguous()
         grad_rows = grad_y.flatten(0, -2)
-        owed = OwedLinear(weight, x.detach(), grad_rows, ctx.tp if ctx.enter == "gather" else None)
-        if weight.tape is None or not weight.tape.is_recording:
-            owed.start()
+        gather = ctx.tp if ctx.sequence_parallel else None
+        gradient = LinearWeightGradient(weight, x.detach(), grad_rows, gather)
+        if weight.deferred is None or not weight.deferred.is_deferring:
+            gradient.start()
         grad_x, reducing = _reduce_input_grad(ctx, ctx.products.input_grad(grad_y, weight.flatten(0, -2)))
-        grad_weight = settle(owed, weight.tape)
+        grad_weight = compute_or_defer(gradient, weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -65,12 +59,12 @@ class _Linear(torch.autograd.Function):
 
 def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Work]:
     """Start the collective that finishes the input gradient."""
-    if ctx.enter == "copy":
+    if ctx.tp is None:
+        return grad_x, DONE
+    if not ctx.sequence_parallel:
         return grad_x, ctx.tp.all_reduce_async(grad_x)
-    if ctx.enter == "gather":
-        part = grad_x.new_empty(grad_x.shape[0] // ctx.tp.size, *grad_x.shape[1:])
-        return part, ctx.tp.reduce_scatter_async(part, grad_x)
-    return grad_x, DONE
+    part = grad_x.new_empty(grad_x.shape[0] // ctx.tp.size, *grad_x.shape[1:])
+    return part, ctx.tp.reduce_scatter_async(part, grad_x)
 
 
 def linear(
@@ -78,23 +72,25 @@ def linear(
     weight: ShardedParameter,
     bias: ShardedParameter | None,
     *,
-    tp: Group,
-    enter: str,
+    tp: Group | None,
+    sequence_parallel: bool = False,
     products: Products = PLAIN,
 ) -> torch.Tensor:
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd. While `weight.tape` records, it is left to that. A weight of more than two dimensions counts as [-1, i].
-    `products` compute output and input gradient.
+    autograd. A weight of more than two dimensions counts as [-1, i]. `products` compute output and input gradient.
 
-    Collectives: `enter="copy"`: none / all-reduce of the input gradient; `"gather"`: all-gather / all-gather (left to
-    the tape where that records) and reduce-scatter; `"local"`: none.
+    Args:
+        tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
+            already, as in a row-parallel layer.
+
+    Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
+    all-gather / all-gather (in W where the backward is split) and reduce-scatter.
     """
     if bias is not None and bias.dim() > 1:
-        flat = _Linear.apply(x, weight, None, tp, enter, products)
-        return flat + bias.flatten()
-    return _Linear.apply(x, weight, bias, tp, enter, products)
+        return _Linear.apply(x, weight, None, tp, sequence_parallel, products) + bias.flatten()
+    return _Linear.apply(x, weight, bias, tp, sequence_parallel, products)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -121,23 +117,32 @@ class ColumnParallelLinear(torch.nn.Module):
         *,
         std: float,
         bias: bool,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         shard_dim: int = 0,
     ) -> None:
         super().__init__()
-        self.tp = make.tp
-        self.enter = "gather" if make.sequence_parallel else "copy"
-        self.matmul: Matmul = make.kernel("matmul", shape[-1])
+        self.tp = factory.tp
+        self.sequence_parallel = factory.sequence_parallel
+        self.matmul: Matmul = factory.kernel("matmul", shape[-1])
         self.products = PlainProducts(self.matmul)
-        self.weight = make.make(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
-        self.bias = make.make(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
+        self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
+        self.bias = (
+            factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
+        )
 
     def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
-        """`add_bias` False leaves the bias to whoever takes the output. Collectives: see `linear`, `gathered_linear`."""
+        """`add_bias` False leaves the bias to the caller. Collectives: see `linear`, `gathered_linear`."""
         bias = self.bias if add_bias else None
-        if self.overlap and self.enter == "gather":
+        if self.overlap and self.sequence_parallel:
             return gathered_linear(x, self.weight, bias, tp=self.tp, matmul=self.matmul)
-        return linear(x, self.weight, bias, tp=self.tp, enter=self.enter, products=self.products)
+        return linear(
+            x,
+            self.weight,
+            bias,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            products=self.products,
+        )
 
 
 class RowParallelLinear(torch.nn.Module):
@@ -155,16 +160,18 @@ class RowParallelLinear(torch.nn.Module):
     overlap = False
 
     def __init__(
-        self, name: str, shape: tuple[int, int], *, std: float, bias: bool, make: ParameterFactory
+        self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory
     ) -> None:
         super().__init__()
-        self.tp = make.tp
-        self.sequence_parallel = make.sequence_parallel
-        self.matmul: Matmul = make.kernel("matmul", shape[-1] // make.tp.size)
+        self.tp = factory.tp
+        self.sequence_parallel = factory.sequence_parallel
+        self.matmul: Matmul = factory.kernel("matmul", shape[-1] // factory.tp.size)
         self.products = PlainProducts(self.matmul)
-        self.weight = make.make(f"{name}.weight", shape, shard_dim=1, std=std)
+        self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=1, std=std)
         self.bias = (
-            make.make(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
+            factory.parameter(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True)
+            if bias
+            else None
         )
 
     @property
@@ -173,16 +180,16 @@ class RowParallelLinear(torch.nn.Module):
         return None if self.tp.size == 1 else self.bias
 
     def forward(self, x: torch.Tensor, *, add_late_bias: bool = True) -> torch.Tensor:
-        """`add_late_bias` False leaves `late_bias` to whoever takes the output.
+        """`add_late_bias` False leaves `late_bias` to the caller.
 
         Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
         """
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, tp=self.tp, enter="local", products=self.products)
+            return linear(x, self.weight, self.bias, tp=None, products=self.products)
         if self.sequence_parallel and self.overlap:
             y = scattered_linear(x, self.weight, tp=self.tp, matmul=self.matmul)
             return y + self.bias if self.bias is not None and add_late_bias else y
-        partial = linear(x, self.weight, None, tp=self.tp, enter="local", products=self.products)
+        partial = linear(x, self.weight, None, tp=None, products=self.products)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(partial, tp=self.tp)
         else:
@@ -212,13 +219,13 @@ class _VocabularyLookup(torch.autograd.Function):
         (tokens, outside), weight = ctx.saved_tensors, ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        owed = _OwedRows(weight, tokens, grad.contiguous())
-        # Of a table that is the head as well the head's part comes first, in whichever half that is computed.
-        return None, settle(owed, weight.tape if weight.info.uses > 1 else None)
+        gradient = _LookupGradient(weight, tokens, grad.contiguous())
+        # Of a table that is the head as well the head's part comes first, in the backward or in W.
+        return None, compute_or_defer(gradient, weight.deferred if weight.info.uses > 1 else None)
 
 
 @dataclass
-class _OwedRows:
+class _LookupGradient:
     """Gradients of looked-up rows, added up by token."""
 
     parameter: ShardedParameter
@@ -229,7 +236,7 @@ class _OwedRows:
         """Needs nothing."""
 
     def compute(self) -> torch.Tensor | None:
-        """See `OwedGradient`."""
+        """See `DeferredGradient`."""
         parameter, main_grad = self.parameter, self.parameter.main_grad
         if main_grad is not None and main_grad.is_cpu:
             # Of a large table few rows have a gradient. On CUDA this would add in any order.
@@ -258,14 +265,14 @@ class VocabParallelEmbedding(torch.nn.Module):
         shape: tuple[int, int],
         *,
         std: float,
-        make: ParameterFactory,
+        factory: ParameterFactory,
         tied: bool = False,
         uses: int = 1,
     ) -> None:
         super().__init__()
-        self.tp = make.tp
-        self.sequence_parallel = make.sequence_parallel
-        self.weight = make.make(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
+        self.tp = factory.tp
+        self.sequence_parallel = factory.sequence_parallel
+        self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """See the class."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.kernels.registry import Kernels
-from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.random import fill_expert_normal, fill_normal
-from megalite.tensor_parallel.weight_tape import WeightTape
-from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.group import DONE, Group, Work
+from megalite.topology.layout import ShardSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ class ShardedParameter(torch.nn.Parameter):
     """A `Parameter` with `info`; data-parallel code adds where its gradient goes.
 
     `main_grad`, once set, is the buffer that gradients are summed in, and `grad_ready` is called each time one
-    microbatch's contribution is in it. `tape`, once set, can put off the products that make the gradient.
+    microbatch's contribution is in it. `deferred`, once set, can put off the products that make the gradient.
     """
 
     info: ParameterInfo
     grad_wanted: Callable[[], None] | None = None
     """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None
-    tape: WeightTape | None
+    deferred: DeferredWeightGradients | None
     accumulate_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = staticmethod(
         accumulate_weight_grad
     )
@@ -77,14 +77,14 @@ class ShardedParameter(torch.nn.Parameter):
         self.report()
 
 
-def attach_tape(module: torch.nn.Module, tape: WeightTape | None) -> None:
-    """Let `tape` record the weight gradients of a stage. None: they are computed in the backward, as at first.
+def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients | None) -> None:
+    """Let `deferred` take the weight gradients of a stage. None: they are computed in the backward, as at first.
 
     Of stages that share a parameter the one that multiplies with it must come last.
     """
     for parameter in module.parameters():
         if isinstance(parameter, ShardedParameter):
-            parameter.tape = tape
+            parameter.deferred = deferred
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class ParameterFactory:
         """See `Kernels.fuses`."""
         return self.kernels.fuses(operation, device=self.device, dtype=self.dtype, size=size)
 
-    def make(
+    def parameter(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -136,7 +136,7 @@ class ParameterFactory:
         Args:
             std: draw from N(0, std²); None: fill with `value`.
             in_sequence_region: it acts on activations that sequence parallelism splits.
-            always_partial: each tp rank uses it on a part of its own, with sequence parallelism or without.
+            always_partial: each tp rank uses it on its own part of the work, with sequence parallelism or without.
             expert: dimension 0 runs over experts and is split over ep; `shard_dim` is split over expert_tp.
         """
         data, spec = self._initial(name, shape, shard_dim=shard_dim, std=std, value=value, expert=expert)
@@ -153,7 +153,7 @@ class ParameterFactory:
         )
         parameter.main_grad = None
         parameter.grad_ready = None
-        parameter.tape = None
+        parameter.deferred = None
         if len(shape) > 1:
             parameter.accumulate_product = self.kernel("weight_grad", shape[-1])
         return parameter
@@ -182,3 +182,31 @@ class ParameterFactory:
             fill = fill_expert_normal if expert else fill_normal
             fill(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed)
         return data, spec
+
+
+@dataclass
+class LinearWeightGradient:
+    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
+
+    parameter: ShardedParameter
+    x: torch.Tensor
+    grad_rows: torch.Tensor
+    gather: Group | None
+    _gathering: Work = DONE
+
+    def start(self) -> None:
+        """Start the gather."""
+        if self.gather is not None:
+            part = self.x.contiguous()
+            self.x = part.new_empty(part.shape[0] * self.gather.size, *part.shape[1:])
+            self._gathering = self.gather.all_gather_async(self.x, part)
+
+    def compute(self) -> torch.Tensor | None:
+        """See `DeferredGradient`."""
+        self._gathering.wait()
+        x_rows, weight = self.x.flatten(0, -2), self.parameter
+        if weight.main_grad is None:
+            return (self.grad_rows.t() @ x_rows).view(weight.shape)
+        weight.accumulate_product(weight.main_grad.flatten(0, -2), self.grad_rows, x_rows)
+        weight.report()
+        return None

@@ -2,7 +2,7 @@
 
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
-Each expert of a mixture is a tensor of its own in this.
+Each expert of a mixture counts as a separate tensor.
 
 Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index),
 and a rank uses its part. So the mask of an element is the same for every tp, pp, dp and microbatch size; replicated
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 BLOCK = 64
 """Rows (columns) drawn together. A constant of the weights' definition: changing it changes every initial weight."""
@@ -39,7 +39,7 @@ def fill_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, 
 
 
 def fill_expert_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int) -> None:
-    """`fill_normal` for a tensor whose dimension 0 runs over experts: each expert is drawn as a tensor of its own.
+    """`fill_normal` for a tensor whose dimension 0 runs over experts: each expert is drawn as a separate tensor.
 
     So a rank that holds one expert of many draws no other.
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
+from megalite.kernels.matmul import Matmul
 from megalite.kernels.matmul import matmul as torch_matmul
-from megalite.kernels.products import Matmul
-from megalite.tensor_parallel.owed_linear import OwedLinear
-from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.tensor_parallel.weight_tape import settle
+from megalite.tensor_parallel.deferred_weight_gradients import compute_or_defer
+from megalite.tensor_parallel.parameter import LinearWeightGradient, ShardedParameter
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -54,7 +53,7 @@ def sum_of_parts(make: Callable[[int], torch.Tensor], tp: Group) -> tuple[torch.
     """This rank's part of the sum over ranks, complete after `wait()`; sums go in the order of the ring.
 
     Args:
-        make: what this rank adds to another one's part, contiguous memory of its own; called once a rank.
+        make: what this rank adds to another one's part, in its own contiguous memory; called once per rank.
 
     Collectives: tp - 1 exchanges with the neighbours.
     """
@@ -91,12 +90,12 @@ class _Gathered(torch.autograd.Function):
         (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
         grad_y = grad_y.contiguous()
         grad_rows = grad_y.flatten(0, -2)
-        owed = OwedLinear(weight, x.detach(), grad_rows, tp)
-        if weight.tape is None or not weight.tape.is_recording:
-            owed.start()
+        gradient = LinearWeightGradient(weight, x.detach(), grad_rows, tp)
+        if weight.deferred is None or not weight.deferred.is_deferring:
+            gradient.start()
         parts, matrix = grad_y.unflatten(0, (tp.size, -1)), weight.flatten(0, -2)
         grad_x, summing = sum_of_parts(lambda rank: ctx.matmul(parts[rank], matrix), tp)
-        grad_weight = settle(owed, weight.tape)
+        grad_weight = compute_or_defer(gradient, weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         summing.wait()
         return grad_x, grad_weight, grad_bias, None, None
@@ -123,8 +122,8 @@ class _Scattered(torch.autograd.Function):
         for rank, part in arriving(grad_y.contiguous(), tp):
             ctx.matmul(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
             gathered[rank] = part
-        owed = OwedLinear(weight, x.detach(), gathered.flatten(0, -2), None)
-        return grad_x, settle(owed, weight.tape), None, None
+        gradient = LinearWeightGradient(weight, x.detach(), gathered.flatten(0, -2), None)
+        return grad_x, compute_or_defer(gradient, weight.deferred), None, None
 
 
 def gathered_linear(
@@ -137,10 +136,10 @@ def gathered_linear(
 ) -> torch.Tensor:
     """x [s/tp, b, i], gathered over the sequence, · weight [o/tp, i]ᵀ + bias [o/tp] -> [s, b, o/tp].
 
-    `linear` with `enter="gather"` in pieces: a weight of more than two dimensions counts as [-1, i], and weight gradients
+    `linear` with sequence parallelism in pieces: a weight of more than two dimensions counts as [-1, i], and weight gradients
     go where those of `linear` go.
 
-    Collectives: tp - 1 exchanges with the neighbours / an all-gather of x (left to the tape where that records) and tp - 1
+    Collectives: tp - 1 exchanges with the neighbours / an all-gather of x (in W where the backward is split) and tp - 1
     exchanges.
     """
     if bias is not None and bias.dim() > 1:

@@ -228,3 +228,70 @@ def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[in
     """Ranks at coordinate 0 of all other axes, ascending: the axes come fastest first, so the last is the outermost."""
     ranges = [range(0, size * step, step) for axis, (size, step) in reversed(strides.items()) if axis in axes]
     return map(sum, itertools.product(*ranges))
+
+
+Span = tuple[int, int]
+"""Half-open range of true positions."""
+
+
+def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> tuple[Span, ...]:
+    """The spans of true positions that rank `cp_rank` holds, in the order of its rows.
+
+    The sequence is cut into 2·cp equal chunks and rank r holds chunks r and 2·cp-1-r: an early one, whose queries
+    see few keys, with a late one, whose queries see many. So every rank has the same number of visible
+    (query, key) pairs against the keys of every other rank. One rank holds the one span (0, s).
+
+    Source: zigzag order of ring attention (arXiv 2310.01889 with the load balance of arXiv 2311.09431).
+    """
+    assert 0 <= cp_rank < cp_size, (cp_rank, cp_size)
+    if cp_size == 1:
+        return ((0, seq_length),)
+    chunks = 2 * cp_size
+    assert seq_length % chunks == 0, f"sequence of {seq_length} in {chunks} chunks"
+    length = seq_length // chunks
+    return tuple((chunk * length, (chunk + 1) * length) for chunk in (cp_rank, chunks - 1 - cp_rank))
+
+
+Slice = tuple[tuple[int, int], ...]
+"""Per dimension, the half-open range [start, stop)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """A tensor's name and global shape, neither of which depends on the layout, and the local slice of it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    slice: Slice
+
+    def __post_init__(self) -> None:
+        assert len(self.slice) == len(self.global_shape), (self.name, self.slice, self.global_shape)
+        for (start, stop), size in zip(self.slice, self.global_shape, strict=True):
+            assert 0 <= start <= stop <= size, (self.name, self.slice, self.global_shape)
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "ShardSpec":
+        """The spec of a tensor that is held in full."""
+        return cls(name=name, global_shape=tuple(shape), slice=tuple((0, size) for size in shape))
+
+    @classmethod
+    def split(
+        cls, name: str, global_shape: tuple[int, ...], *, dim: int, index: int, parts: int
+    ) -> "ShardSpec":
+        """Part `index` of `parts` equal parts along `dim`.
+
+        Raises:
+            ValueError: the dimension does not divide.
+        """
+        size = global_shape[dim]
+        if size % parts:
+            raise ValueError(f"{name}: dimension {dim} of {tuple(global_shape)} does not divide by {parts}")
+        step = size // parts
+        bounds = [(0, extent) for extent in global_shape]
+        bounds[dim] = (index * step, (index + 1) * step)
+        return cls(name=name, global_shape=tuple(global_shape), slice=tuple(bounds))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local slice."""
+        return tuple(stop - start for start, stop in self.slice)

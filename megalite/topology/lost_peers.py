@@ -1,18 +1,27 @@
-"""Which peers are gone, once a collective has failed."""
+"""Which ranks are gone once a collective has failed (closed connections) or timed out (roll call over the store).
 
+A host that dies closes its connections, and its peers see that at once. A cut cable closes none: all that is left is
+a wait that takes too long. The ranks then look for one another in the store where they met.
+"""
+
+import datetime
+import platform
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megalite.topology.group import Group
+from megalite.topology.topology import Launch
 
 _TAG = 0x6C6F7374
 """Of messages that nobody sends."""
 _NOTICE_SECONDS = 0.3
 """From the end of a peer until gloo's loop has seen its connections close."""
 
-_SIGNS = (
+_CLOSED_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
     *(
         "Connection refused",
@@ -25,7 +34,7 @@ _SIGNS = (
 
 def is_connection_error(error: BaseException) -> bool:
     """A collective or a message failed because a connection to another rank broke."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CLOSED_SIGNS)
 
 
 def lost_ranks(group: Group, device: torch.device) -> list[int]:
@@ -46,3 +55,111 @@ def lost_ranks(group: Group, device: torch.device) -> list[int]:
             except RuntimeError:
                 lost.append(rank)
     return lost
+
+
+ANSWER_SECONDS = 5.0
+"""Ranks that wait for the same one time out within a step of each other."""
+_POLL_SECONDS = 0.2
+_TIMEOUT_SIGNS = ("Timed out waiting", "Application timeout caused pair closure")
+
+
+class NoAnswerError(RuntimeError):
+    """A collective has timed out; the message names the ranks that do not answer and their hosts."""
+
+
+def is_timeout(error: BaseException) -> bool:
+    """A collective or a message of gloo has waited for longer than distributed_timeout_minutes."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TIMEOUT_SIGNS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollCall:
+    """What a rank has to know beforehand to ask who is still there.
+
+    Args:
+        hosts: of each rank, in words: `host 1 (node17)`.
+        key: of this start of the run alone; a store outlives restarts.
+        store: address and port.
+    """
+
+    rank: int
+    hosts: tuple[str, ...]
+    key: str
+    store: tuple[str, int]
+
+    @classmethod
+    def open(cls, world: Group, launch: Launch, device: torch.device) -> "RollCall | None":
+        """Get ready; None where there is one rank, or no store that is known by its address.
+
+        Collectives: a gather over the world.
+        """
+        if world.size == 1 or launch.store is None:
+            return None
+        mine = [f"host {launch.host} ({platform.node()})", time.time_ns()]
+        everyone = world.gather_json(mine, device)
+        hosts = tuple(str(host) for host, _ in everyone)
+        return cls(
+            rank=world.rank, hosts=hosts, key=f"megalite/roll-call/{everyone[0][1]}", store=launch.store
+        )
+
+    def missing(self, seconds: float = ANSWER_SECONDS) -> list[int] | None:
+        """Answer, wait for the answers of others, and return the ranks that have given none.
+
+        Over a connection of its own: those that there are may be what is broken. None: the store does not answer.
+        """
+        timeout = datetime.timedelta(seconds=seconds)
+        everyone, here = set(range(len(self.hosts))), set[int]()
+        try:
+            store = dist.TCPStore(*self.store, is_master=False, wait_for_workers=False, timeout=timeout)
+            roll = dist.PrefixStore(self.key, store)
+            roll.append("here", f"{self.rank} ")  # type: ignore[attr-defined]
+            roll.add("count", 1)
+            end = time.monotonic() + seconds
+            while here != everyone:
+                if roll.add("count", 0) > len(here):
+                    here = {int(word) for word in roll.get("here").split()}
+                elif time.monotonic() > end:
+                    break
+                else:
+                    time.sleep(_POLL_SECONDS)
+        except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
+            if not here:
+                return None
+            # The store has ended with the rank that kept it, which was there until now.
+        return sorted(everyone - here)
+
+    def explain(self, error: BaseException, *, seconds: float = ANSWER_SECONDS) -> None:
+        """Look at an error that ended this rank; return if it is not that a collective has timed out.
+
+        Raises:
+            NoAnswerError: it is that, and who does not answer.
+        """
+        if is_timeout(error):
+            found = self._finding(self.missing(seconds), seconds)
+            raise NoAnswerError(f"{found} ({str(error).strip()})") from error
+
+    def _finding(self, missing: list[int] | None, seconds: float) -> str:
+        waited = "a collective has waited for longer than distributed_timeout_minutes"
+        if missing is None:
+            address, port = self.store
+            return (
+                f"{waited}, and the store at {address}:{port} does not answer either: {self.hosts[self.rank]}, with rank "
+                f"{self.rank}, is cut off, or {self.hosts[0]} is gone"
+            )
+        if not missing:
+            return f"{waited}, but every rank still answers: one of them takes longer than that, or has left a collective out"
+        return (
+            f"{waited}, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer within "
+            f"{seconds:g} s: gone, cut off, or at a standstill. Start the run again with --load to go on from the "
+            "newest checkpoint"
+        )
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """`ranks 2, 3 on host 1 (node17)`, host by host."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.hosts[rank], []).append(rank)
+        return " and ".join(
+            f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))} on {host}"
+            for host, some in by_host.items()
+        )

@@ -7,6 +7,8 @@ lists of `ParallelLayout` are the single source instead.
 import dataclasses
 import datetime
 import os
+import time
+import uuid
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +19,99 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
-from megalite.topology.meeting import fresh_part
-from megalite.topology.scheduling import schedule_as_batch
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
+
+
+def schedule_as_batch() -> bool:
+    """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
+
+    Each gloo collective wakes three threads of a rank in turn. Under the usual policy whoever is woken takes the core from
+    whoever computes or sends there, who then has to be woken again: an all-reduce takes three to four times as long
+    (docs/performance.md). Under SCHED_BATCH the woken wait until the core is free. Weights and shares of the cores stay as
+    they are, and no privilege is needed.
+
+    Left alone: systems without the policy, those that forbid it, and a policy that somebody chose (chrt).
+    """
+    try:
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return False
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
+_NAMED = 16
+"""Ranks that a message names."""
+
+
+def fresh_part(
+    store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta
+) -> dist.PrefixStore:
+    """A part of `store` that is new and the same on all ranks of this start.
+
+    Each rank says a word that it has made up. Rank 0 answers all words that it finds with the name of a meeting, once more
+    whenever one of them has changed: some are of former ranks. A rank goes to a meeting whose answer has its own word in
+    it, and a meeting to which all have come is this start's. Nothing here blocks, so that a rank that has waited too long
+    can say for whom.
+
+    Raises:
+        RuntimeError: not all ranks have come in time; names those that have not.
+    """
+    ranks = range(world_size)
+    mine = uuid.uuid4().hex
+    store.set(_word(rank), mine)
+    answered: list[bytes] = []
+    meeting, gone_to = "", ""
+    end, pause = time.monotonic() + timeout.total_seconds(), _PAUSE_SECONDS
+    while True:
+        if rank == 0 and store.check([_word(other) for other in ranks]):
+            said = store.multi_get([_word(other) for other in ranks])
+            if said != answered:
+                answered, name = said, uuid.uuid4().hex
+                for other, heard in enumerate(said):
+                    store.set(_answer(other), f"{heard.decode()} {name}")
+        if store.check([_answer(rank)]):
+            word, meeting = store.get(_answer(rank)).decode().split()
+            if word == mine:
+                if gone_to != meeting:
+                    store.set(_seat(meeting, rank), mine)
+                if store.add(f"megalite/{meeting}/come", int(gone_to != meeting)) == world_size:
+                    return dist.PrefixStore(f"megalite/{meeting}", store)
+                gone_to = meeting
+        if time.monotonic() > end:
+            missing = _who_is_missing(store, gone_to, ranks)
+            names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
+            raise RuntimeError(
+                f"{'ranks' if len(missing) > 1 else 'rank'} {names} of {world_size} did not come within "
+                f"{timeout.total_seconds():g} s (distributed_timeout_minutes); see what was printed there last"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+
+def _word(rank: int) -> str:
+    return f"megalite/word/{rank}"
+
+
+def _answer(rank: int) -> str:
+    return f"megalite/answer/{rank}"
+
+
+def _seat(meeting: str, rank: int) -> str:
+    return f"megalite/{meeting}/come/{rank}"
+
+
+def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
+    """The ranks that have not come, as a rank sees it that has gone to `meeting`, or to none."""
+    silent = [rank for rank in ranks if not store.check([_word(rank)])]
+    if silent or not meeting:
+        return silent or [
+            0
+        ]  # all words are there, some perhaps of former ranks: rank 0 would have answered them
+    return [rank for rank in ranks if not store.check([_seat(meeting, rank)])]
+
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""

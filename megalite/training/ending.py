@@ -5,24 +5,16 @@ A launcher's own exit status says little: torchrun ends with 1 whatever status i
 
 import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalite.checkpoint.files import replace_durably
+from megalite.checkpoint.files import replace_durably, sync_folder, write_all
+from megalite.config.describe import redacted
 from megalite.config.exit_codes import DONE, FAILED, INTERRUPTED
-from megalite.config.secrets import redacted
 
 FILE_NAME = "exit.json"
-
-
-@dataclass
-class Standing:
-    """Where a run stands, for whoever tells of its end."""
-
-    step: int | None = None
-    """The last that was made, in this start or before; None until it has looked for a checkpoint."""
-    moved: bool = False
-    """One was made in this start."""
+_RESERVED, _RESERVED_BYTES = f".{FILE_NAME}.reserved", 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +51,47 @@ def forget_ending(run_dir: Path | None) -> None:
             (run_dir / FILE_NAME).unlink(missing_ok=True)
 
 
-def write_ending(run_dir: Path | None, ending: Ending) -> None:
-    """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all."""
-    if run_dir is not None and run_dir.is_dir():
-        with contextlib.suppress(OSError):
-            replace_durably(
-                run_dir / FILE_NAME, json.dumps(redacted(asdict(ending)), indent=1).encode() + b"\n"
-            )
+def reserve_ending(run_dir: Path) -> None:
+    """Take the room that `exit.json` will need: a run that a full disk ends could not say so, and would be started again.
+
+    Raises:
+        OSError: there is none.
+    """
+    replace_durably(run_dir / _RESERVED, b" " * _RESERVED_BYTES)
+
+
+def write_ending(run_dir: Path | None, ending: Ending, *, make_folder: bool = False) -> None:
+    """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all.
+
+    Args:
+        make_folder: the run has had its folder, and somebody has removed it.
+    """
+    if run_dir is None:
+        return
+    with contextlib.suppress(OSError):
+        if make_folder:
+            run_dir.mkdir(exist_ok=True)
+        if not run_dir.is_dir():
+            return
+        reserved = run_dir / _RESERVED
+        # Into the room that is there; where nothing was reserved this makes the file.
+        descriptor = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            text = _text_of(ending)
+            write_all(descriptor, memoryview(text))
+            os.ftruncate(descriptor, len(text))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        reserved.replace(run_dir / FILE_NAME)
+        sync_folder(run_dir)
+
+
+def _text_of(ending: Ending) -> bytes:
+    """JSON that fits into what is reserved."""
+    fields = redacted(asdict(ending))
+    reason, length = fields["reason"], len(fields["reason"])
+    while len(text := json.dumps(fields, indent=1).encode() + b"\n") > _RESERVED_BYTES:
+        length //= 2
+        fields["reason"] = f"{reason[:length]}... (the log has all of it)"
+    return text

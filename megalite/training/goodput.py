@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.config.reading import read_text
 from megalite.training.sinks import parse_record
 
 FILE = "sessions.json"
@@ -114,10 +115,10 @@ def goodput_of(sessions: Sequence[Session]) -> Goodput:
 def read_sessions(folder: Path) -> list[Session]:
     """The sessions of a run folder; none where there is no file, or one that is none of ours."""
     try:
-        rows = json.loads((folder / FILE).read_text(encoding="utf-8"))["sessions"]
+        rows = json.loads(read_text(folder / FILE))["sessions"]
         known = Session.__dataclass_fields__
         return [Session(**{name: value for name, value in row.items() if name in known}) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -1,4 +1,4 @@
-"""Starts the process that watches this host's ranks, and says goodbye to it."""
+"""Starts and watches the process that watches this host's ranks; sets up NCCL's flight recorder."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,85 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.parallel import ParallelConfig
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
-from megalite.training.flight_recorder import FlightRecorder, available
+from megalite.watchdog.exchange import ASK, WatchedRank, WatchPlan
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
-from megalite.watchdog.plan import WatchedRank, WatchPlan
-from megalite.watchdog.processes import host_key, network_key, start_time
-from megalite.watchdog.signals import Handlers, supported
+from megalite.watchdog.processes import (
+    GONE,
+    RUNNING,
+    STOPPED,
+    Handlers,
+    host_key,
+    network_key,
+    start_time,
+    supported,
+)
+from megalite.watchdog.processes import state as process_state
+
+_DUMP = "_dump_fr_trace_json"
+_RECORDER_LOOK_SECONDS = 0.1
+_MOST_ENTRIES = 8
+
+
+class FlightRecorder:
+    """A thread that writes down what the recorder has, once the watching process asks for it.
+
+    Args:
+        folder: the watching process's.
+        path: file for the answer.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self._asked, self._path = folder / ASK, path
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="megalite-flight", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._closed.wait(_RECORDER_LOOK_SECONDS):
+            if self._asked.exists():
+                beside = self._path.with_suffix(".new")
+                beside.write_text(json.dumps(last_entries()))
+                beside.replace(self._path)
+                return
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self._closed.set()
+        self._thread.join()
+
+
+def available() -> bool:
+    """This build of torch can say what its recorder has."""
+    return hasattr(getattr(torch._C, "_distributed_c10d", None), _DUMP)
+
+
+def last_entries() -> list[dict[str, Any]]:
+    """The newest entries, oldest first: `{"group": "tp", "seq": 41, "op": "gloo:all_reduce", "state": "completed"}`."""
+    trace = json.loads(getattr(torch._C._distributed_c10d, _DUMP)())
+    entries = trace.get("entries", [])[-_MOST_ENTRIES:]
+    return [
+        {
+            "group": (entry.get("process_group") or ["?"])[0],
+            "seq": max(entry.get("collective_seq_id", 0), entry.get("p2p_seq_id", 0)),
+            "op": entry.get("profiling_name", "?"),
+            "state": entry.get("state", "?"),
+        }
+        for entry in entries
+    ]
+
 
 _WATCHER = "megalite.cli.hang_watch"
 """Run as a program: it must go on when this process is stopped."""
 _ROLL_CALL_SECONDS = 20.0
 """What ranks whose collective has failed may take to find out who does not answer, and to leave."""
 _GOODBYE_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
+_LOOKS = 2
+"""Looks in a row that must find the watching process ended or stopped."""
+_RESTARTS = 3
+_THE_WATCHER = "the process that watches the ranks of this host"
+_HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
+_UNNOTICED = "a rank that stands still will not be noticed before collectives time out"
 
 
 @dataclass
@@ -46,7 +115,7 @@ class HangWatch:
     """There is no other rank."""
     _handlers: Handlers | None = None
     _recorder: FlightRecorder | None = None
-    _process: subprocess.Popen[bytes] | None = None
+    _watcher: "_Watcher | None" = None
 
     def close(self, *, agreed: bool) -> None:
         """The run is at its end here.
@@ -55,29 +124,99 @@ class HangWatch:
             agreed: on every rank; else the others are watched further.
         """
         self.heartbeat.close(failed=not agreed)
-        if self._process is not None:
-            assert self._process.stdin is not None
-            together = agreed or self.alone
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(b"done\n" if together else f"left {self.rank}\n".encode())
-                self._process.stdin.close()
-            if together:
-                self._wait()
-            else:
-                # Nobody waits for it: it ends with the last rank, and a rank that has failed must be able to end first.
-                self._process.returncode = 0
+        if self._watcher is not None:
+            self._watcher.close(self.rank, together=agreed or self.alone)
         if self._recorder is not None:
             self._recorder.close()
         if self._handlers is not None:
             self._handlers.close()
 
-    def _wait(self) -> None:
-        assert self._process is not None
+
+class _Watcher:
+    """The watching process of this host, itself watched by a thread of each rank: one that has ended or is stopped is
+    reported, and the rank that started it starts another, which finds the heartbeats where they were.
+
+    Args:
+        leads: this rank starts it.
+        say: prints a line of this rank.
+    """
+
+    def __init__(self, plan: WatchPlan, *, leads: bool, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self.process = _start(plan) if leads else None
+        self._starts = 1
+        self._every = min(_LOOK_SECONDS, max(0.1, plan.seconds / 8))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="megalite-watcher", daemon=True)
+        self._thread.start()
+
+    def _look_after(self) -> None:
+        wrong = 0
+        while not self._closing.wait(self._every):
+            found = self._state()
+            # One look may come while a whole job that was suspended is being continued.
+            wrong = wrong + 1 if found in (STOPPED, GONE) else 0
+            if wrong == _LOOKS and self.process is not None:
+                wrong = 0
+                if not self._replace(found):
+                    return
+            elif wrong == 3 * _LOOKS:
+                self._say(
+                    f"warning: {_THE_WATCHER} {_HAPPENED[found]}, and no other has been started: {_UNNOTICED}"
+                )
+
+    def _state(self) -> str:
         try:
-            self._process.wait(_GOODBYE_SECONDS)
+            pid, started = map(int, self._plan.watcher.read_text().split())
+        except (OSError, ValueError):
+            return RUNNING  # not yet started; or it has come to its end, and removed the folder
+        return process_state(pid, started)
+
+    def _replace(self, found: str) -> bool:
+        """Start another watch in the place of this one; False if that is given up."""
+        assert self.process is not None and self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.kill()
+        status = self.process.wait()
+        how = _HAPPENED[found] if found == STOPPED else f"{_HAPPENED[found]} (status {status})"
+        if self._starts > _RESTARTS:
+            self._say(f"warning: {_THE_WATCHER} {how} once more: {_UNNOTICED}")
+            return False
+        self._say(f"warning: {_THE_WATCHER} {how}: another one is started")
+        self._starts += 1
+        try:
+            self.process = _start(self._plan)
+        except OSError as error:
+            self._say(f"warning: {_THE_WATCHER} cannot be started again ({error.strerror}): {_UNNOTICED}")
+            return False
+        return True
+
+    def close(self, rank: int, *, together: bool) -> None:
+        """This rank's run is at its end; `together` with all others, or they are watched further."""
+        self._closing.set()
+        self._thread.join()
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and perhaps was given up
+            self.process.stdin.write(b"done\n" if together else f"left {rank}\n".encode())
+            self.process.stdin.close()
+        if together:
+            self._wait()
+        elif self.process.poll() is None:
+            # Nobody waits for it: it ends with the last rank, and a rank that has failed must be able to end first.
+            self.process.returncode = 0
+        if self.process.returncode != 0:
+            shutil.rmtree(self._plan.folder, ignore_errors=True)
+
+    def _wait(self) -> None:
+        assert self.process is not None
+        try:
+            self.process.wait(_GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def begin_watch(
@@ -88,12 +227,14 @@ def begin_watch(
     device: torch.device,
     run_dir: str | None,
     log: Callable[[str], None],
+    say: Callable[[str], None] = lambda line: None,
 ) -> HangWatch:
     """Watch the ranks of this run from a process of its own on each host, if hang_timeout_minutes says so.
 
     Args:
         run_dir: folder for the report, if the run has one.
         log: prints a line.
+        say: prints a line of this rank.
 
     Collectives: a gather over the world.
 
@@ -101,8 +242,7 @@ def begin_watch(
         ConfigError: it was asked for, on a system that it cannot work on.
         RankError: no file can be written in the host's folder of temporary files.
     """
-    seconds = 60.0 * parallel.hang_timeout
-    if not seconds:
+    if not parallel.hang_timeout:
         return HangWatch()
     if not supported():
         if parallel.hang_timeout_minutes is None:
@@ -130,18 +270,18 @@ def begin_watch(
         if me["host"] not in leaders:
             return HangWatch()
         records = launch.flight_recorder and available()
-        plan = _plan(everyone, leaders, me["host"], seconds=seconds, run_dir=run_dir, flight_recorder=records)
+        plan = _plan(everyone, leaders, me["host"], parallel, run_dir=run_dir, flight_recorder=records)
         if len({one["network"] for one in everyone}) > 1:
             patience = 60.0 * parallel.distributed_timeout_minutes + _ROLL_CALL_SECONDS
             plan = dataclasses.replace(plan, network_seconds=patience)
-        return _join(plan, world.rank, leads=leaders[me["host"]] == world.rank)
+        return _join(plan, world.rank, leads=leaders[me["host"]] == world.rank, say=say)
     except BaseException:
         if me["folder"] is not None:
             shutil.rmtree(me["folder"], ignore_errors=True)
         raise
 
 
-def _join(plan: WatchPlan, rank: int, *, leads: bool) -> HangWatch:
+def _join(plan: WatchPlan, rank: int, *, leads: bool, say: Callable[[str], None]) -> HangWatch:
     """Begin to beat, and on one rank of the host to watch."""
     try:
         heartbeat = FileHeartbeat(plan.heartbeat(rank), rank=rank)
@@ -152,8 +292,8 @@ def _join(plan: WatchPlan, rank: int, *, leads: bool) -> HangWatch:
             "or use --hang-timeout-minutes 0"
         ) from None
     recorder = FlightRecorder(Path(plan.folder), plan.flight(rank)) if plan.flight_recorder else None
-    process = _start(plan) if leads else None
-    return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, process)
+    watcher = _Watcher(plan, leads=leads, say=say)
+    return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, watcher)
 
 
 def _leaders(everyone: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -169,8 +309,8 @@ def _plan(
     everyone: Sequence[Mapping[str, Any]],
     leaders: Mapping[str, int],
     host: str,
+    parallel: ParallelConfig,
     *,
-    seconds: float,
     run_dir: str | None,
     flight_recorder: bool,
 ) -> WatchPlan:
@@ -182,7 +322,8 @@ def _plan(
     }
     return WatchPlan(
         folder=everyone[leaders[host]]["folder"],
-        seconds=seconds,
+        seconds=60.0 * parallel.hang_timeout,
+        patient_seconds=60.0 * parallel.hang_save_timeout,
         host=labels[host],
         hosts=tuple(labels.values()),
         ranks=tuple(
@@ -208,4 +349,7 @@ def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
     assert process.stdin is not None
     process.stdin.write(json.dumps(plan.to_json()).encode() + b"\n")
     process.stdin.flush()
+    beside = plan.watcher.with_suffix(".new")
+    beside.write_text(f"{process.pid} {start_time(process.pid) or 0}")
+    beside.replace(plan.watcher)
     return process

@@ -1,20 +1,179 @@
 """What a run is watched with: phases, their report, the profiler, the account of its time."""
 
+import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.executor import Tracer
-from megalite.training.device_memory import memory_now
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Topology
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, Goodput, SessionLog
-from megalite.training.out_of_memory import record_memory_history
-from megalite.training.phases import PhaseClock, Together
-from megalite.training.profiler import FOLDER, StepProfiler
+from megalite.training.memory import memory_now, peak_memory_bytes, record_memory_history
+from megalite.training.phases import FOLDER, PHASES, PhaseClock, StepProfiler, Together
 from megalite.training.replica import Replica
-from megalite.training.timings import IntervalReport, Timings
+
+_EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
+"""Told in ms a step; the others, which come now and then, in seconds of the interval."""
+_LABELS = {"data_wait": "data"}
+_NOW_AND_THEN = ("evaluation", "save")
+_COLUMNS = (*PHASES, "other", "memory")
+_NAMED_PEERS = 8
+
+
+@dataclass(frozen=True)
+class IntervalReport:
+    """What an interval's line stands on."""
+
+    fields: dict[str, float]
+    """For the record: `<phase>_ms`, the most over ranks, and `<phase>_ms_min`; `evaluation_seconds`, `save_seconds`,
+    `memory_bytes_max` and `straggler_factor`."""
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Ranks that wait for each other in every layer, and take longer than others that do the same."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    """Forward and backward of a step, without waiting for other stages; of the slowest of them."""
+    factor: float
+    """Over the median of the peers."""
+    peers: tuple[int, ...]
+
+
+class Timings:
+    """Collects every rank's phases once an interval.
+
+    Args:
+        apart: ranks take steps without waiting for one another: then rank 0 tells its own phases, and nothing is
+            gathered.
+        threshold: from which factor on a rank is called a straggler.
+
+    Collectives: a gather of the hosts' names, unless `apart`.
+    """
+
+    def __init__(self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float) -> None:
+        self._clock, self._topology, self._threshold = clock, topology, threshold
+        self._gathers = not apart and topology.world.size > 1
+        self._hosts = (
+            topology.world.gather_json(platform.node(), topology.device)
+            if self._gathers
+            else [platform.node()]
+        )
+        self._units = units(topology.layout)
+
+    def interval(self, *, steps: int, seconds: float) -> IntervalReport:
+        """The interval that ends here; every rank calls it.
+
+        Args:
+            seconds: of its steps, on this rank.
+
+        Collectives: an all-gather of a few numbers over the world, unless ranks run apart.
+        """
+        rows = self._gather(steps, seconds)
+        columns = {name: [row[index] for row in rows] for index, name in enumerate(_COLUMNS)}
+        fields: dict[str, float] = {}
+        for name in _EACH_STEP:
+            fields[f"{name}_ms"] = 1e3 * max(columns[name])
+            fields[f"{name}_ms_min"] = 1e3 * min(columns[name])
+        # What is said of each step already, by the step itself.
+        del fields["data_wait_ms"], fields["data_wait_ms_min"]
+        fields |= {f"{name}_seconds": max(columns[name]) for name in _NOW_AND_THEN}
+        fields["memory_bytes_max"] = max(columns["memory"])
+        lines = [_line(columns, len(rows))]
+        if self._gathers:
+            computes = [a + b for a, b in zip(columns["forward"], columns["backward"])]
+            found = compare(computes, self._units, 1.0)
+            fields["straggler_factor"] = max((one.factor for one in found), default=1.0)
+            lines += [self._said(one) for one in found if one.factor >= self._threshold]
+        return IntervalReport(fields, lines)
+
+    def _gather(self, steps: int, seconds: float) -> list[list[float]]:
+        """A row a rank: seconds a step, or of the interval, and bytes."""
+        taken = self._clock.take()
+        mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
+        busy = sum(mine[name] for name in _EACH_STEP if name in mine)
+        mine["other"] = max(0.0, seconds / steps - busy)
+        mine["memory"] = float(peak_memory_bytes(self._topology.device))
+        row = [mine[name] for name in _COLUMNS]
+        if not self._gathers:
+            return [row]
+        world, device = self._topology.world, self._topology.device
+        every = torch.empty(world.size * len(row), dtype=torch.float64, device=device)
+        world.all_gather(every, torch.tensor(row, dtype=torch.float64, device=device))
+        return every.view(world.size, len(row)).tolist()
+
+    def _said(self, one: Straggler) -> str:
+        ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {' '.join(map(str, one.ranks))}"
+        hosts = " ".join(dict.fromkeys(self._hosts[rank] for rank in one.ranks))
+        together = "" if len(one.ranks) == 1 else ", which wait for each other in every layer,"
+        peers = " ".join(map(str, one.peers[:_NAMED_PEERS])) + (
+            " ..." if len(one.peers) > _NAMED_PEERS else ""
+        )
+        return (
+            f"straggler: {ranks} (host {hosts}){together} took {1e3 * one.seconds:.1f} ms a step for forward and backward, "
+            f"{one.factor:.2f} times the median of {'its' if len(one.ranks) == 1 else 'their'} peers ({'rank' if len(one.peers) == 1 else 'ranks'} {peers})"
+        )
+
+
+def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
+    """For each place in the pipeline, the groups of ranks that wait for each other within a layer: over tp and cp, and
+    over ep. Different units of a place have the same stages, and other samples."""
+    unit: dict[int, frozenset[int]] = {rank: frozenset([rank]) for rank in range(layout.world_size)}
+    for kind in ("tp-cp", "ep", "expert-tp"):
+        for group in layout.groups(kind):
+            joined = frozenset().union(*(unit[rank] for rank in group))
+            unit |= dict.fromkeys(joined, joined)
+    places: dict[int, dict[frozenset[int], None]] = {}
+    for rank, members in unit.items():
+        places.setdefault(layout.coordinate(rank).pp, {})[members] = None
+    return [[tuple(sorted(members)) for members in places[place]] for place in sorted(places)]
+
+
+def compare(
+    seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float
+) -> list[Straggler]:
+    """Units that take at least `threshold` times the median of the others at their place, slowest first.
+
+    Args:
+        seconds: of each rank.
+    """
+    found = []
+    for place in places:
+        times = [max(seconds[rank] for rank in unit) for unit in place]
+        for index, unit in enumerate(place):
+            others = times[:index] + times[index + 1 :]
+            median = statistics.median(others) if others else 0.0
+            if median > 0.0 and times[index] >= threshold * median:
+                peers = tuple(rank for other in place if other is not unit for rank in other)
+                found.append(Straggler(unit, times[index], times[index] / median, peers))
+    return sorted(found, key=lambda one: -one.factor)
+
+
+def _line(columns: Mapping[str, Sequence[float]], ranks: int) -> str:
+    parts = [f"{_LABELS.get(name, name)} {_range(columns[name], 1e3, 1)}" for name in _EACH_STEP]
+    head = "ms/step" if ranks == 1 else f"ms/step of {ranks} ranks, least–most"
+    line = f"  {head}: {', '.join(parts)}"
+    if ranks > 1:
+        line += f" | mem {_range(columns['memory'], 2.0**-20, 0)} MiB"
+    for name in _NOW_AND_THEN:
+        if (longest := max(columns[name])) > 0.0:
+            line += f" | {name} {longest:.2f} s"
+    return line
+
+
+def _range(values: Sequence[float], scale: float, digits: int) -> str:
+    least, most = (f"{scale * value:.{digits}f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least}–{most}"
 
 
 class Instruments:

@@ -9,10 +9,11 @@ from megalite.checkpoint.manifest import CheckpointError, optimizer_key, weight_
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
-from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
 

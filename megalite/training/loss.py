@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.data.loader import Microbatch
-from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.models.context import AuxiliaryLosses
 from megalite.topology.group import Group
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megalite.config.exit_codes import NON_FINITE
+from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.data_parallel.buckets import Placed, has_memory
 from megalite.data_parallel.shards import OptimizerShard
@@ -35,6 +36,25 @@ def is_finite(values: torch.Tensor) -> bool:
     if values.numel() == 0 or not values.is_floating_point():
         return True
     return bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
+
+
+def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
+    """What may help against a loss or gradients that are not finite after `steps` steps of the run.
+
+    Args:
+        in_weights: the weights are not finite themselves.
+    """
+    c, model = config.checkpoint, config.model
+    if steps == 0:
+        origin = (
+            "what --load names" if c.load is not None else f"--init-method-std ({model.init_method_std:g})"
+        )
+        return f"No step has been taken, so that --lr is not the cause: look at {origin} and at this batch"
+    if not in_weights:
+        return "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
+    if c.load is not None or (c.save_interval is not None and steps >= c.save_interval):
+        return "Continue from a checkpoint of a step before it, with --load and --ckpt-step"
+    return "No checkpoint has been saved to continue from; start again with a lower --lr, and with --save-interval 100"
 
 
 class OutputWatch:

@@ -1,9 +1,11 @@
-"""`Replica`: this rank's share of the network with everything that moves it: stages, gradients, optimizer, scaler."""
+"""`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalite.config.batch import microbatch_counts
 from megalite.config.compute import kernel_requests
+from megalite.config.describe import without_credentials, without_derived
 from megalite.config.run import RunConfig
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.kernels.registry import Kernels
@@ -11,16 +13,55 @@ from megalite.models.compute import apply_compute
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.optimizers.base import Optimizer
-from megalite.optimizers.loss_scaler import LossScaler
-from megalite.pipeline.ir.schedule import Schedule
-from megalite.planner.stages import StagePlan
-from megalite.tensor_parallel.parameter import ParameterFactory, attach_tape
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.optimizers.schedules import LossScaler
+from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
+from megalite.partition.stages import StagePlan
+from megalite.pipeline.ir.generators.registry import forward_only
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.validate import validate
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.parameter import ParameterFactory, attach_deferred
 from megalite.topology.topology import Topology
-from megalite.training.optimizer import build_optimizer
-from megalite.training.precision import Precision
-from megalite.training.programs import Programs
-from megalite.training.strategy import build_strategy
+from megalite.training.build import Precision, build_optimizer, build_strategy
+
+
+class Programs:
+    """Every program that a run can need; a batch-size ramp-up has several.
+
+    At the start the smallest and the largest are made and proved, and it is asked whether the schedule takes the numbers
+    in between; their programs follow when they are first used. (The largest needs most memory.)
+
+    Raises:
+        ConfigError: the schedule cannot take a number of microbatches that the run will have, is not valid, or needs
+            more memory than pipeline_memory_limit.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.stages = plan_stages(config)
+        """Every virtual stage of the model, in order."""
+        self._made: dict[tuple[int, bool], Program] = {}
+        first, *between = microbatch_counts(config)
+        self.program(first)
+        for count in between[:-1]:
+            if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
+                schedule_of(config, count)
+        if between:
+            self.program(between[-1])
+
+    def program(self, microbatches: int, *, evaluation: bool = False) -> Program:
+        """The program of a step (or of one evaluation batch) with that many microbatches."""
+        key = (microbatches, evaluation)
+        if key not in self._made:
+            if evaluation:
+                placement = tuple(plan.rank for plan in self.stages)
+                program = lowered(self._config, forward_only(placement, microbatches))
+                validate(program)
+            else:
+                program = lowered(self._config, schedule_of(self._config, microbatches))
+                proved(self._config, program, self.stages)
+            self._made[key] = program
+        return self._made[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +69,8 @@ class Replica:
     """Built once a run, by `build_replica`."""
 
     config: RunConfig
+    written: RunConfig
+    """The config as files have it: what was derived is left open."""
     topology: Topology
     plan: tuple[StagePlan, ...]
     """Every virtual stage of the model, in order."""
@@ -38,7 +81,7 @@ class Replica:
     precision: Precision
     stages: dict[int, GPTStage]
     """This rank's virtual stages by their global number."""
-    tapes: dict[int, WeightTape]
+    deferred: dict[int, DeferredWeightGradients]
     """Of each stage here: where a split backward leaves its weight gradients."""
     strategy: DataParallelStrategy
     optimizer: Optimizer
@@ -85,7 +128,7 @@ def build_stages(
     kernels: Kernels,
 ) -> dict[int, GPTStage]:
     """The modules of this rank's virtual stages, with their initial weights."""
-    make = ParameterFactory(
+    factory = ParameterFactory(
         tp=topology.tp,
         seed=config.training.seed,
         dtype=precision.compute,
@@ -114,7 +157,7 @@ def build_stages(
                 last_layer=part.last_layer,
                 has_embedding=part.has_embedding,
                 has_head=part.has_head,
-                make=make,
+                factory=factory,
                 seq_length=config.training.seq_length,
                 recompute=recompute,
                 cp_comm_type=config.parallel.cp_comm_type,
@@ -156,12 +199,15 @@ def build_replica(
     topology: Topology,
     programs: Programs | None = None,
     modules: Modules | None = None,
+    *,
+    asked: RunConfig | None = None,
 ) -> Replica:
     """Everything of this rank for a validated config whose vocab_size is set.
 
     Args:
         topology: of `layout_of(config)`.
         programs, modules: if they have been made already.
+        asked: the config before it was resolved; default: nothing in it was derived.
     """
     programs = programs or Programs(config)
     modules = modules or build_modules(config, topology, programs)
@@ -169,13 +215,14 @@ def build_replica(
     precision = Precision.of(config.training.precision)
     # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
     # the lookups.
-    tapes = {stage: WeightTape() for stage in stages}
+    deferred = {stage: DeferredWeightGradients() for stage in stages}
     for stage, module in stages.items():
-        attach_tape(module, tapes[stage])
+        attach_deferred(module, deferred[stage])
     strategy = build_strategy(config, stages, topology, precision, kernels)
     optimizer = build_optimizer(config, strategy, topology, kernels)
     return Replica(
         config=config,
+        written=without_credentials(without_derived(config, asked or config)),
         topology=topology,
         plan=programs.stages,
         programs=programs,
@@ -183,7 +230,7 @@ def build_replica(
         computes=modules.computes,
         precision=precision,
         stages=stages,
-        tapes=tapes,
+        deferred=deferred,
         strategy=strategy,
         optimizer=optimizer,
         scaler=LossScaler(config.training),

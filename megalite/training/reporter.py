@@ -1,19 +1,154 @@
-"""What a run tells: one line a log interval, and every step to the sinks."""
+"""What a run reports: one line per log interval, every step to the sinks; loss spikes and throughput."""
 
 import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from megalite.config.run import RunConfig
+from megalite.models.shapes import flops_per_token
 from megalite.optimizers.schedules import Progress
-from megalite.training.device_memory import peak_memory_bytes
 from megalite.training.instruments import Instruments
-from megalite.training.loss_spikes import LossSpikes
-from megalite.training.sinks import MetricSink
+from megalite.training.memory import peak_memory_bytes
+from megalite.training.sinks import MetricSink, last_losses
 from megalite.training.step import StepResult
-from megalite.training.throughput import Speed, SpeedMeter
+
+_LEAST = 16
+"""Losses that say something of how they scatter."""
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+_FLOOR = 0.002
+"""Share of the median loss that counts as scatter at least: else a loss that hardly moves would alarm at a breath."""
+
+
+class LossSpikes:
+    """Scores each loss by those of the steps before it: z = (loss - median) / (1.4826 · median absolute deviation).
+
+    Neither moves by single outliers, nor does a loss that falls slowly, as they do, score high. The alarm is raised once:
+    it is armed again when a score is below half the threshold. A loss that stays high is the usual one after half a window.
+
+    Args:
+        window: steps that a loss is compared with.
+        threshold: score from which on a loss is a spike; 0: none ever is.
+    """
+
+    def __init__(self, *, window: int, threshold: float) -> None:
+        self._losses: deque[float] = deque(maxlen=window)
+        self._least = min(window, _LEAST)
+        self._threshold = threshold
+        self._armed = True
+
+    @classmethod
+    def of(cls, config: RunConfig, before: Iterable[float] = ()) -> "LossSpikes":
+        """That of a run.
+
+        Args:
+            before: losses of the steps before this start, the oldest first: the alarm goes on as if it had not stopped.
+        """
+        made = cls(window=config.logging.loss_spike_window, threshold=config.logging.loss_spike_threshold)
+        for loss in before:
+            made.score(loss)
+        return made
+
+    @classmethod
+    def resumed(cls, config: RunConfig, *, reads: bool) -> "LossSpikes":
+        """That of a run that may go on from an earlier start, whose losses are in its metrics.jsonl. Called once that is open
+        for writing: steps that will be made again are no longer in it.
+
+        Args:
+            reads: this rank looks there; the others, which tell nothing, begin anew.
+        """
+        logging, before = config.logging, list[float]()
+        if reads and logging.run_dir is not None:
+            before = last_losses(Path(logging.run_dir) / "metrics.jsonl", 2 * logging.loss_spike_window)
+        return cls.of(config, before)
+
+    def score(self, loss: float) -> tuple[float | None, bool]:
+        """The loss's score (None while too few are known) and whether the alarm goes off. NaN has a fate of its own
+        (`on_non_finite`) and is passed over."""
+        if self._threshold <= 0.0 or loss - loss != 0.0:
+            return None, False
+        score = None
+        if len(self._losses) >= self._least:
+            median = statistics.median(self._losses)
+            scatter = _NORMAL * statistics.median(abs(other - median) for other in self._losses)
+            score = (loss - median) / max(scatter, _FLOOR * abs(median), 1e-12)
+        self._losses.append(loss)
+        if score is None:
+            return None, False
+        alarm = self._armed and score >= self._threshold
+        self._armed = (self._armed and not alarm) or score < self._threshold / 2
+        return score, alarm
+
+    def words(self, loss: float, score: float) -> str:
+        """For the log."""
+        return (
+            f"loss {loss:.4f} is a spike: {score:.1f} times the usual scatter above the median of the last "
+            f"{len(self._losses)} steps (loss_spike_threshold {self._threshold:g}); if it stays, go on from a checkpoint "
+            "before it with a lower --lr or other data"
+        )
+
+
+PEAK_TFLOPS = (
+    # Dense tensor-core peaks in bf16 (V100: fp16) from the vendor's data sheets; the first name that occurs counts.
+    ("B200", 2250.0),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.4),
+    ("A100", 312.0),
+    ("V100", 125.0),
+)
+
+
+def device_peak_tflops(config: RunConfig, device: torch.device) -> float | None:
+    """Peak TFLOP/s of one device: as given, or known for data-centre GPUs in half precision, else None."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops
+    if device.type != "cuda" or config.training.precision not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput over some steps."""
+
+    ms_per_step: float
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    tflops_per_rank: float
+    """Model FLOPs (PaLM convention: full attention, no recompute) a second and rank, in 10^12."""
+    mfu: float | None
+    """tflops_per_rank over the device's peak, if that is known."""
+
+
+class SpeedMeter:
+    """Turns times and samples into a `Speed`."""
+
+    def __init__(self, config: RunConfig, *, world_size: int, device: torch.device) -> None:
+        self._seq_length = config.training.seq_length
+        self._flops = flops_per_token(config.model, self._seq_length, "palm")
+        self._world_size = world_size
+        self._peak = device_peak_tflops(config, device)
+
+    def speed(self, *, seconds: float, steps: int, samples: int) -> Speed:
+        """Throughput of `steps` steps over `samples` samples that took `seconds`."""
+        tokens = samples * self._seq_length / seconds
+        tflops = tokens * self._flops / self._world_size / 1e12
+        return Speed(
+            ms_per_step=1e3 * seconds / steps,
+            tokens_per_second=tokens,
+            tokens_per_second_per_rank=tokens / self._world_size,
+            tflops_per_rank=tflops,
+            mfu=None if self._peak is None else tflops / self._peak,
+        )
+
 
 _WAIT_SHARE = 0.01
 """Share of the time from which on waiting for data is worth a word in the line."""

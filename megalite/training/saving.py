@@ -8,15 +8,11 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.agreement import agree
-from megalite.checkpoint.background import BackgroundSave
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.prune import prune
-from megalite.checkpoint.retention import Retention
-from megalite.checkpoint.save import SavedTensor, planned_bytes, save_checkpoint
+from megalite.checkpoint.prune import Retention, prune
+from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, save_checkpoint
 from megalite.config.byte_size import format_bytes
-from megalite.config.describe import without_credentials
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
@@ -24,9 +20,40 @@ from megalite.topology.topology import background_group
 from megalite.training.ending import Ending
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica
-from megalite.training.snapshot import HostMemory
 from megalite.training.state_tensors import Saved, state_tensors
 from megalite.training.stopping import StopRequest
+
+
+class HostMemory:
+    """Takes copies into memory that it keeps for the next ones: a page's first touch costs as much as the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the memory for copies of these.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
+        if [_kind(buffer) for buffer in self._buffers] != [_kind(tensor) for tensor in tensors]:
+            self._buffers = []
+            self._buffers = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors
+            ]
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values of now, contiguous and on the CPU; overwritten by the next call."""
+        self.reserve(tensors)
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return self._buffers
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def save(
@@ -82,7 +109,8 @@ class _Write:
                 "loss_scaler": replica.scaler.state(),
                 **{name: counters for name, counters in more.items() if counters},
             },
-            "config": asdict(without_credentials(replica.config)),
+            # The sizes of the network are what its tensors have: a checkpoint says them.
+            "config": {**asdict(replica.written), "model": asdict(replica.config.model)},
             "layout": asdict(replica.topology.layout),
             "tokenizer": tokenizer,
             "kernels": replica.kernels.summary(),

@@ -1,33 +1,101 @@
-"""From a command line's config to a run that is ready to step: everything that can be wrong is found here."""
+"""From a config to data, indices, reports: everything that can be wrong is found here, before the first step."""
 
+import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from megalite.checkpoint.files import replace_durably
 from megalite.config import files
 from megalite.config.compute import kernels_in_words
-from megalite.config.describe import replace, without_credentials
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.rules.files import saves
+from megalite.config.rules.files import save_folder
 from megalite.config.run import RunConfig
-from megalite.config.validate import require_startable, validate
-from megalite.data.blended import BlendedDataset
+from megalite.config.validate import validate
+from megalite.data.blended import BlendedDataset, Indexed
+from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
 from megalite.data.packed_dataset import PackedDataset
-from megalite.data.run_datasets import open_run_datasets
-from megalite.data.run_samples import samples_to_read
-from megalite.data.sample_source import SampleSource
-from megalite.data.sources import Datasets
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.sources import Datasets, open_run_datasets, samples_to_read
 from megalite.optimizers.schedules import Progress
-from megalite.topology.sequence import sequence_spans
-from megalite.training.indices import Need, leads_node, prepare_indices
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
+from megalite.topology.group import Group
+from megalite.topology.layout import sequence_spans
+from megalite.training.ending import reserve_ending
 from megalite.training.instruments import Instruments
 from megalite.training.replica import Replica
-from megalite.training.sinks import JsonLines, MetricSink, TensorBoard, tensorboard_installed
+from megalite.training.sinks import BestEffort, JsonLines, MetricSink, TensorBoard, tensorboard_installed
 from megalite.training.writers import CSVFile, Wandb
+
+_EPOCHS = 2
+"""Whose indices are there before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Samples [first, stop) of a dataset will be read."""
+
+    source: SampleSource
+    first: int
+    stop: int
+
+
+def leads_node(world: Group, device: torch.device, *, node: str | None = None) -> bool:
+    """This rank is the first of its host.
+
+    Told from the hosts' names rather than from LOCAL_RANK, which two launchers on one host may both count from 0.
+
+    Args:
+        node: name of this host, if it is not to be asked.
+
+    Collectives: a gather over the world.
+    """
+    names = world.gather_json(platform.node() if node is None else node, device)
+    return names.index(names[world.rank]) == world.rank
+
+
+def prepare_indices(
+    needs: Sequence[Need], notes: list[str], *, world: Group, device: torch.device, leads: bool
+) -> list[str]:
+    """Make the large indices on the disk, each once: rank 0 makes them all, where all nodes see them if the file system is
+    shared; then the first rank of each other node makes those that it does not see.
+
+    Of each dataset the first two epochs are made; the first rank of a node, where it reads data, makes each later one in
+    the background during the epoch before.
+
+    A rank that finds none later (where the folder cannot be written, or has been emptied since) makes its own in memory:
+    the samples are the same.
+
+    Args:
+        needs: what will be read; nothing on ranks that have opened no data.
+        notes: what the datasets of this rank have to say, filled as they do, also after this.
+        leads: this rank is the first of its node.
+
+    Returns:
+        what the log should say: the notes of all ranks.
+
+    Raises:
+        ConfigError: an index cannot be made, or cannot be kept where the user wants it; the same on every rank.
+
+    Collectives: three gathers over the world.
+    """
+    for turn in (world.rank == 0, leads and world.rank != 0):
+        error: ConfigError | None = None
+        try:
+            for need in needs if turn else ():
+                if isinstance(need.source, Indexed):
+                    need.source.prepare(need.first, need.stop, epochs=_EPOCHS)
+        except ConfigError as found:
+            error = found
+        world.agree(error, device)
+    everything = world.gather_json(notes, device)
+    notes.clear()
+    return list(dict.fromkeys(note for of_rank in everything for note in of_rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +121,7 @@ def resolve(
     Raises:
         ConfigError: anything that the settings alone, or the tokenizer's files, make impossible.
     """
-    validate(config, world_size, explicit)
-    require_startable(config)
+    validate(config, world_size, explicit, startable=True)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if config.model.vocab_size is None:
         assert tokenizer is not None
@@ -65,9 +132,7 @@ def resolve(
             f"--vocab-size {tokenizer.vocab_size} or leave it out"
         )
     config = validate(config, world_size, explicit)
-    if config.checkpoint.save is None and saves(config) and config.logging.run_dir is not None:
-        config = replace(config, save=str(Path(config.logging.run_dir) / "checkpoints"))
-    return config, tokenizer
+    return replace(config, save=save_folder(config)), tokenizer
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
@@ -204,38 +269,48 @@ def open_reports(
     try:
         instruments.open(total)
         if topology.rank == 0:
-            sinks = open_sinks(replica.config, step=step, log=log)
+            sinks = open_sinks(replica, step=step, log=log)
     except ConfigError as error:
         found = error
     topology.world.agree(found, topology.device)
     return sinks
 
 
-def open_sinks(config: RunConfig, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
-    """The run folder with its resolved config and metrics; called on rank 0.
+def open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
+    """The run folder with its config and metrics; called on rank 0.
 
     Raises:
         ConfigError: the folder cannot be written, or a package that was asked for is not installed.
     """
+    config = replica.config
     run_dir, tensorboard = config.logging.run_dir, config.logging.tensorboard_dir
     sinks: list[MetricSink] = []
+
+    def best_effort(sink: MetricSink, name: object) -> MetricSink:
+        return BestEffort(sink, str(name), log)
+
     try:
         if run_dir is not None:
             folder = Path(run_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(files.dump(without_credentials(config)))
-            sinks.append(JsonLines(folder / "metrics.jsonl", step=step))
+            reserve_ending(folder)
+            replace_durably(folder / "config.yaml", files.dump(replica.written).encode())
+            sinks.append(
+                best_effort(JsonLines(folder / "metrics.jsonl", step=step), folder / "metrics.jsonl")
+            )
             if "csv" in config.logging.metrics:
-                sinks.append(CSVFile(folder / "metrics.csv", step=step))
+                sinks.append(best_effort(CSVFile(folder / "metrics.csv", step=step), folder / "metrics.csv"))
             if tensorboard is None and not tensorboard_installed():
                 # Not asked for by name, and metrics.jsonl has the same numbers.
-                log("tensorboard is not installed: metrics go to metrics.jsonl alone")
+                log(
+                    "tensorboard is not installed: metrics go to metrics.jsonl alone; pip install tensorboard"
+                )
             else:
                 tensorboard = tensorboard or str(folder / "tensorboard")
         if tensorboard is not None:
-            sinks.append(TensorBoard(Path(tensorboard)))
+            sinks.append(best_effort(TensorBoard(Path(tensorboard)), tensorboard))
         if "wandb" in config.logging.metrics:
-            sinks.append(Wandb(config, resumes=config.checkpoint.load is not None))
+            sinks.append(best_effort(Wandb(config, resumes=config.checkpoint.load is not None), "wandb"))
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "

@@ -1,4 +1,4 @@
-"""What of a replica is saved, and which rank writes which part of it: every element once, over all ranks."""
+"""What of a replica is saved, and which rank writes which part: every element once. Replicas are compared by it too."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,11 @@ import torch
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.data_parallel.buckets import Bucket, Placed
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.replica_check import check_replicas
 from megalite.data_parallel.shards import OptimizerShard, placed_in
-from megalite.data_parallel.states import FlatState, Placement, TensorState
-from megalite.topology.sharding import ShardSpec, Slice
+from megalite.data_parallel.strategy import FlatState, TensorState
+from megalite.topology.layout import ShardSpec, Slice
 from megalite.training.replica import Replica
 
 SPLIT_ELEMENTS = 1 << 18
@@ -191,3 +193,19 @@ def _owned_boxes(placed: Placed, state: FlatState) -> Iterator[tuple[ShardSpec, 
         part = ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
         yield part, state.values[position : position + size]
         position += size
+
+
+def compare_replicas(replica: Replica, step: int) -> None:
+    """After `step`, if it is one after which `check_replicas_interval` asks for it.
+
+    Collectives: those of `check_replicas`.
+
+    Raises:
+        ReplicasDifferError: as `check_replicas`.
+    """
+    every, strategy = replica.config.data_parallel.check_replicas_interval, replica.strategy
+    if every and step % every == 0 and strategy.replicas_agree:
+        strategy.wait_for_parameters()
+        with strategy.main_in_memory():
+            states = replicated_states(replica)
+            check_replicas(strategy, states=states, step=step, world=replica.topology.world)

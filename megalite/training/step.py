@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from megalite.data.loader import Microbatch, sample_ids
-from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.optimizers.flat import Update
+from megalite.models.context import AuxiliaryLosses
+from megalite.optimizers.base import Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
 from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
-from megalite.training.non_finite import NonFiniteError, OutputWatch, locate
+from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
 from megalite.training.replica import Replica
 
 
@@ -67,7 +67,7 @@ class Stepper:
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Groups of ranks that each go by their own share of the batch; 1: all go by the whole."""
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._overflows_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
         self._auxiliary_names = tuple(
@@ -92,7 +92,8 @@ class Stepper:
 
         Raises:
             NonFiniteError: on every rank of the scope, before any parameter changed; not with `on_non_finite` skip, unless
-                too many steps in a row were skipped or the weights themselves are not finite.
+                too many steps in a row were skipped or the weights themselves are not finite; with fp16's dynamic loss
+                scale also where too many steps in a row overflow at its minimum.
         """
         replica = self._replica
         after = Progress(before.step + 1, before.samples + batch_size)
@@ -109,7 +110,7 @@ class Stepper:
         losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
         with self._phase("reduce"):
-            replica.strategy.finish_gradients()
+            replica.strategy.finish_grad_sync()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
         parts = replica.strategy.norm_terms()
@@ -117,17 +118,21 @@ class Stepper:
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = replica.strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
-        scheduled = self._scheduled(after)
+        scheduled = self._scheduled(before, after)
         lr = self._schedules.lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
-        overflow = replica.scaler.dynamic and not finite
+        checks = replica.config.training.check_for_nan_in_loss_and_grad
+        # The scale can be too large for gradients; a loss that is not finite itself has another cause.
+        overflow = replica.scaler.dynamic and not finite and (math.isfinite(loss) or not checks)
         fault = None
-        if not finite and not overflow and replica.config.training.check_for_nan_in_loss_and_grad:
-            shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
+        shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
+        if overflow and checks:
+            self._count_overflow(shown)
+        elif not finite and checks:
             fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
         skipped = overflow or fault is not None
         if not skipped:
-            self._skipped_in_a_row = 0
+            self._skipped_in_a_row = self._overflows_in_a_row = 0
             update = Update(
                 step=after.step,
                 lr=lr,
@@ -136,7 +141,7 @@ class Stepper:
             )
             with self._phase("optimizer"):
                 replica.strategy.update(replica.optimizer, update)
-        replica.scaler.update(overflow=skipped, samples=batch_size)
+        replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -148,6 +153,23 @@ class Stepper:
             phase=replica.strategy.phase(after.step),
             wire_bytes=replica.strategy.wire(),
         )
+
+    def _count_overflow(self, shown: str) -> None:
+        """One more step that overflows; only those count that a smaller scale cannot help.
+
+        Raises:
+            NonFiniteError: too many in a row, on every rank of the scope.
+        """
+        scaler, training = self._replica.scaler, self._replica.config.training
+        if scaler.scale > training.min_loss_scale:
+            return
+        self._overflows_in_a_row += 1
+        if self._overflows_in_a_row > training.max_consecutive_skips:
+            raise NonFiniteError(
+                f"{shown}: gradients overflow although the loss scale is at its minimum, {scaler.scale:g}, and did in "
+                f"max_consecutive_skips {training.max_consecutive_skips} steps before it too; the parameters are those of "
+                "before them. Lower --lr, or raise --lr-warmup-iters, or use --precision bf16"
+            )
 
     def _fault(
         self,
@@ -176,13 +198,9 @@ class Stepper:
         told = f"{shown} ({samples}), {where}"
         self._skipped_in_a_row += 1
         if training.on_non_finite == "stop" or in_weights:
-            remedy = (
-                "Go on from the last checkpoint before it"
-                if in_weights
-                else "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
-            )
             raise NonFiniteError(
-                f"{told}: stopped before the update, so the parameters are those of the step before. {remedy}"
+                f"{told}: stopped before the update, so the parameters are those of the step before. "
+                f"{remedy(self._replica.config, before.step, in_weights=in_weights)}"
             )
         if self._skipped_in_a_row > training.max_consecutive_skips:
             raise NonFiniteError(
@@ -267,7 +285,7 @@ class Stepper:
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
                 reducer=None if evaluation else replica.strategy,
-                tapes=replica.tapes,
+                deferred=replica.deferred,
                 tracer=None if evaluation else self._tracer,
                 heartbeat=replica.topology.world.heartbeat,
                 check_memory=replica.config.parallel.pipeline_check_memory,
@@ -286,10 +304,10 @@ class Stepper:
         over.all_reduce(totals)
         return totals.tolist()
 
-    def _scheduled(self, after: Progress) -> Progress:
+    def _scheduled(self, before: Progress, after: Progress) -> Progress:
         """Where learning rate and weight decay are: they wait for steps that were skipped."""
-        scaler = self._replica.scaler
-        return Progress(after.step - scaler.skipped_steps, after.samples - scaler.skipped_samples)
+        scaler, position = self._replica.scaler, self._schedules.read_at(before, after)
+        return Progress(position.step - scaler.skipped_steps, position.samples - scaler.skipped_samples)
 
     def _factor(self, norm: float, scale: float) -> float:
         """What undoes the loss scale and clips."""

@@ -93,7 +93,7 @@ class StopRequests:
         self._signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
         self._end = None if minutes is None else time.monotonic() + 60.0 * minutes
         self.file, self._looked, self._file_seen = file, 0.0, False
-        self._patience, self._say = patience, say
+        self._patience, self.say = patience, say
         self._heard: dict[int, float] = {}
         """Signal -> when it first came."""
         self._starting = True
@@ -147,7 +147,8 @@ class StopRequests:
         now = time.monotonic()
         if self.file is not None and not self._file_seen and now >= self._looked + _LOOKS_EVERY:
             self._looked = now
-            self._file_seen = self.file.exists()
+            with contextlib.suppress(OSError):  # a disk that has gone says neither yes nor no
+                self._file_seen = self.file.exists()
         return self._file_seen
 
     # ---- signals
@@ -218,6 +219,6 @@ class StopRequests:
         self._end_now(request, text)
 
     def _end_now(self, request: StopRequest, text: str) -> None:
-        self._say(text)
+        self.say(text)
         self.last_words(request, text)
         os._exit(request.exit_code)

@@ -123,11 +123,15 @@ class TraceWriter:
         costs = measured_costs(first, schedule)
         ideal = simulate(lower(schedule), costs)
         path = self._folder / f"trace-{step}.json"
-        path.write_text(json.dumps(merge_traces({**pipelines, "simulated": ideal.events})))
+        try:
+            path.write_text(json.dumps(merge_traces({**pipelines, "simulated": ideal.events})))
+            written = f"wrote {path} for ui.perfetto.dev"
+        except OSError as error:
+            written = f"warning: cannot write {path}: {error.strerror}"
         bubble = bubble_fraction(first)
         self._log(
             f"step {step}: measured bubble {bubble:.1%}, simulated with the measured times of each action "
-            f"{ideal.bubble_fraction:.1%}; wrote {path} for ui.perfetto.dev"
+            f"{ideal.bubble_fraction:.1%}; {written}"
         )
         return bubble
 

@@ -1,15 +1,18 @@
 """Further sinks, by `--metrics`: a CSV file and Weights & Biases. Rank 0 alone has any."""
 
 import csv
+import io
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megalite.config.describe import sectioned
+from megalite.checkpoint.files import replace_durably
+from megalite.config.describe import redact_text, redacted, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.config.secrets import redact_text, redacted
-from megalite.training.sinks import TENSORBOARD_TAGS
+from megalite.training.sinks import TENSORBOARD_TAGS, AppendedFile
 
 COLUMNS = (
     *(
@@ -64,23 +67,27 @@ class CSVFile:
                 # What a machine that dies leaves may be cut off, or hold bytes of anything.
                 lines = (line.replace("\0", "") for line in file)
                 kept = [row for row in csv.DictReader(lines, restkey="more") if _is_kept(row, step)]
-        temporary = path.with_name(f".{path.name}.new")
-        with temporary.open("w", newline="") as file:
-            rows = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
-            rows.writeheader()
-            rows.writerows(kept)
-        temporary.replace(path)
-        self._file = path.open("a", newline="")
-        self._rows = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
+        head = dict(zip(COLUMNS, COLUMNS, strict=True))
+        replace_durably(path, _rows([head, *kept]))
+        self._file = AppendedFile(path, head=_rows([head]))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append and flush."""
-        self._rows.writerow(record)
-        self._file.flush()
+        """Append a row.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file.append(_rows([record]))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore").writerows(records)
+    return text.getvalue().encode()
 
 
 def _is_kept(row: dict[str, Any], step: int) -> bool:
@@ -105,7 +112,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                "metrics has wandb in it but the wandb package is not installed; pip install 'megalite[wandb]' or leave "
+                "metrics has wandb in it but the wandb package is not installed; pip install wandb, or leave "
                 "wandb out"
             ) from None
         logging = config.logging
@@ -138,17 +145,36 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Send the numbers that have a tag; NaN and infinities among them."""
+        """Send the numbers that have a tag; NaN and infinities among them.
+
+        Raises:
+            OSError: wandb does not take them.
+        """
         row = {
             tag: record[name] / 1e3 if name == "ms_per_step" or name.endswith("_ms") else record[name]
             for name, tag in TENSORBOARD_TAGS.items()
             if record.get(name) is not None
         }
-        self._run.log({**row, "step": record["step"], "consumed_samples": record["consumed_samples"]})
+        with _wandb_errors():
+            self._run.log({**row, "step": record["step"], "consumed_samples": record["consumed_samples"]})
 
     def close(self) -> None:
-        """Wait until everything is sent."""
-        self._run.finish()
+        """Wait until everything is sent.
+
+        Raises:
+            OSError: it is not.
+        """
+        with _wandb_errors():
+            self._run.finish()
+
+
+@contextmanager
+def _wandb_errors() -> Iterator[None]:
+    """What wandb raises, of whatever type, is its service or the way there: an OSError, as of a file."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(redact_text(" ".join(str(error).split()))) from error
 
 
 def _run_id(folder: Path | None, resumes: bool) -> str:

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.watchdog.culprit import find_culprits, find_unlike
-from megalite.watchdog.exchange import Exchange
-from megalite.watchdog.plan import ASK, PATIENCE, WatchedRank, WatchPlan
+from megalite.watchdog.exchange import ASK, Exchange, WatchedRank, WatchPlan
+from megalite.watchdog.processes import ask_for_stacks, end_process, kill_process
 from megalite.watchdog.processes import state as process_state
 from megalite.watchdog.rank_state import RankState, read_rank
-from megalite.watchdog.report import Report, kernel_functions, write_report
-from megalite.watchdog.signals import ask_for_stacks, end_process, kill_process
+from megalite.watchdog.report import Report, find_culprits, find_unlike, kernel_functions, write_report
 
 _OTHERS_SECONDS = 1.5
 """How long past its own limit a host waits for the others."""
@@ -61,10 +59,9 @@ def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
     if first is None:
         return
     plan = WatchPlan.from_json(json.loads(first))
-    try:
-        _Watch(plan, lifeline, say).run()
-    finally:
-        shutil.rmtree(plan.folder, ignore_errors=True)
+    # Not where this fails: the ranks then start another watch over the same files.
+    _Watch(plan, lifeline, say).run()
+    shutil.rmtree(plan.folder, ignore_errors=True)
 
 
 class _Watch:
@@ -96,7 +93,8 @@ class _Watch:
             looked, beats = now, [state.beats for state in states]
             if beats != before or self._is_suspended(alive):
                 silent, before = 0.0, beats
-            limit = self._plan.seconds * (PATIENCE if any(state.patient for state in alive) else 1.0)
+            patient = any(state.patient for state in alive)
+            limit = self._plan.patient_seconds if patient else self._plan.seconds
             self._exchange.tell(states if silent >= limit / 2 else None)
             if (
                 silent >= limit

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-import generation
 import pytest
+
+from benchmarks.generation import run as generation
 
 
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

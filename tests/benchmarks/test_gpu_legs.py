@@ -7,12 +7,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_child
-import gpu_legs
 import pytest
 import torch
-from gpu_clock import Clock
-from gpu_legs import Leg, Row, run_legs
+
+from benchmarks.gpu import child as gpu_child
+from benchmarks.gpu import legs as gpu_legs
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.legs import Leg, Row, run_legs
 
 CPU = torch.device("cpu")
 

@@ -1,12 +1,13 @@
 """The parts of the pipeline benchmark that no clock decides."""
 
-import pipeline_dapple
 import pytest
 import torch
-from pipeline_fidelity import AUTO, NAMED
-from pipeline_memory import LiveBytes
-from pipeline_peer import PAIRS
-from pipeline_sleep import (
+
+from benchmarks.pipeline import fidelity as pipeline_dapple
+from benchmarks.pipeline.fidelity import AUTO, NAMED
+from benchmarks.pipeline.gpt import LiveBytes
+from benchmarks.pipeline.peer import PAIRS
+from benchmarks.pipeline.sleep import (
     CappedMemory,
     Durations,
     OutOfMemory,
@@ -15,7 +16,6 @@ from pipeline_sleep import (
     measured_durations,
     step_times,
 )
-
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule
 from megalite.pipeline.ir.lower import lower
@@ -82,7 +82,7 @@ def test_a_forward_that_will_run_again_holds_nothing() -> None:
 def test_whole_backwards_and_halves_sleep_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of action sleeps for its own parts: a B for both halves in one."""
     slept: list[float] = []
-    monkeypatch.setattr("pipeline_sleep.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.pipeline.sleep.time.sleep", slept.append)
     durations = Durations(forward=1.0, input_grad=2.0, weight_grad=4.0)
     program = lower(Schedule.from_csv("0F0,0I0,0W0,0F1,0R1,0B1\n"))
     SleepingRank(program, 0, {}, durations).executor.run()

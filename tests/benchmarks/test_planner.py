@@ -1,18 +1,14 @@
-"""The planner's benchmark: its goals, what is fitted on what, and published steps with the files that come along."""
+"""The planner's benchmark: what is fitted on what, and published steps with the files that come along."""
 
-import sys
 from typing import Any
 
-import planner
-import planner_time
 import pytest
-from planner import Goal
-from planner_rows import Row, published
 
+from benchmarks.planner import step_times as planner_time
+from benchmarks.planner.step_times import Row, published
 from megalite.planner.cost.calibrate import Calibration, Measured
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.planner.hardware.stack import load_stack
+from megalite.planner.hardware import load_cluster, load_stack
 
 CLUSTER = load_cluster("dgx-a100")
 
@@ -57,41 +53,3 @@ def test_no_model_of_the_table_is_judged_by_what_was_fitted_on_it(
     assert [sizes for sizes, _ in asked] == [widths - {each} for each in sorted(widths)]
     assert all(only == ["gemm"] for _, only in asked)
     assert result["errors_percent"]["rows"] == len(result["rows"]) == 8
-
-
-def test_a_goal_is_met_on_its_side_of_the_bound() -> None:
-    def goal(measured: float, at_least: bool) -> Goal:
-        return Goal(part="time", what="it", measured=measured, bound=3.0, unit="%", at_least=at_least)
-
-    assert goal(2.9, False).met and goal(3.0, False).met and not goal(3.1, False).met
-    assert goal(3.1, True).met and not goal(2.9, True).met
-    assert goal(2.9, False).line.endswith("met") and "MISSED" in goal(2.9, True).line
-
-
-def test_goals_of_the_time_part() -> None:
-    def errors(mean: float, median: float) -> dict[str, Any]:
-        return {"errors_percent": {"mean": mean, "median": median}}
-
-    parts = {
-        planner_time.TOGETHER: {**errors(7.0, 4.5), "regret": [0.0, 0.02]},
-        "single node": {**errors(6.0, 3.0), "regret": [{"regret": 0.1}, {"regret": 0.0}]},
-        planner_time.LEFT_OUT: errors(2.0, 2.0),
-        "SC'21": errors(0.5, 0.5),
-    }
-    goals = planner.time_goals(parts)
-    assert [goal.measured for goal in goals] == pytest.approx([7.0, 4.5, 1.0, 6.0, 3.0, 5.0, 10.0, 2.0, 0.5])
-    assert [goal.what for goal in goals if not goal.met] == [
-        "several nodes, each size left out, median",
-        "one node, regret of the pick, mean of 2",
-        "one node, regret of the pick, worst group",
-    ]
-
-
-@pytest.mark.parametrize(("part", "flag"), [("time", "--data"), ("sweep", "--folder")])
-def test_a_part_without_its_folder_is_refused(
-    part: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["planner.py", "--parts", part])
-    with pytest.raises(SystemExit):
-        planner.main()
-    assert f"part {part} takes {flag} FOLDER" in capsys.readouterr().err

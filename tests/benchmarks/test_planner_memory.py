@@ -1,8 +1,15 @@
 """The memory benchmark, on the cases that need one rank and differ in kind."""
 
 import pytest
-from planner_memory import first_rank, measured_rows, published_rows
-from planner_memory_cases import CASES, FIGURE_1, published_model
+
+from benchmarks.planner.memory import (
+    CASES,
+    FIGURE_1,
+    first_rank,
+    measured_rows,
+    published_model,
+    published_rows,
+)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from planner_sweep import compare
+
+from benchmarks.planner.sweep import compare
 
 
 def row(pp: int, predicted: float, measured: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
 from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec, Slice
+from megalite.topology.layout import ShardSpec, Slice
 
 CPU = torch.device("cpu")
 SOLO = Group.solo("world")

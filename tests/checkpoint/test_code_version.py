@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.code_version import code_version, git_revision
+from megalite.checkpoint.save import code_version, git_revision
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from megalite.optimizers.schedules import Progress
 from megalite.parity.tensors import Part
 from megalite.training import state_tensors
-from megalite.training.checkpointing import load
 from megalite.training.replica import Replica
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.checkpoint.layouts import GPT_MOE, LAYOUTS, LLAMA_MOE, Settings
 from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly
@@ -105,7 +105,7 @@ def spoil(replica: Replica) -> None:
         shard.main_param.data.fill_(torch.nan)
         for values in replica.optimizer.state(shard.main_param).values():
             values.fill_(torch.nan)
-    replica.optimizer.set_updates(99)
+    replica.optimizer.updates = 99
     if replica.scaler.dynamic:
         replica.scaler.scale = 3.0
 

@@ -17,7 +17,7 @@ from megalite.cli.inspect import main as inspect_main
 from megalite.optimizers.schedules import Progress
 from megalite.parity.pool import RankContext
 from megalite.topology.group import Group
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.checkpoint.mutations import (
     COUNTS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.config.yaml_files import UniqueKeyLoader
+from megalite.config.reading import UniqueKeyLoader
 from tests.support.layers import Module, read_modules
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ CALLS = {
 ALLOWED_THERE = {"torch.save", "torch.serialization"}
 """Of these, what that package says: it writes such files too, and names the classes that torch may build."""
 
-SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.yaml_files.UniqueKeyLoader"}
+SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.reading.UniqueKeyLoader"}
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
@@ -146,7 +146,9 @@ def offences(module: Module) -> Iterator[str]:
 
 def test_our_loader_is_a_safe_one() -> None:
     assert UniqueKeyLoader.__mro__[1] is yaml.SafeLoader
-    assert set(vars(UniqueKeyLoader)) - {"__module__", "__doc__"} == {"construct_mapping"}
+    own = {name for name in vars(UniqueKeyLoader) if not name.startswith("__")}
+    assert own == {"construct_mapping", "yaml_implicit_resolvers"}
+    assert UniqueKeyLoader.yaml_constructors is yaml.SafeLoader.yaml_constructors
 
 
 def test_no_pickle() -> None:

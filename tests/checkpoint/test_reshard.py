@@ -13,7 +13,7 @@ from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
 from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 from tests.checkpoint.samples import (
     CPU,
     SOLO,

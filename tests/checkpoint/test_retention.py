@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.checkpoint.retention import Retention
+from megalite.checkpoint.prune import Retention
 
 
 @pytest.mark.parametrize(

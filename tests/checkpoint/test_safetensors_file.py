@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megalite.checkpoint.safetensors_file as safetensors_file
-from megalite.checkpoint.digest import RunningDigest
 from megalite.checkpoint.files import CHUNK
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import (
     DTYPE_NAMES,
+    RunningDigest,
     SafetensorsReader,
     SafetensorsWriter,
 )

@@ -1,5 +1,6 @@
 """What goes wrong while saving: one error everywhere, every rank's stream at its end, old checkpoints untouched."""
 
+import dataclasses
 import errno
 import os
 import re
@@ -13,11 +14,15 @@ import pytest
 import torch
 
 import megalite.checkpoint.commit as commit
+import megalite.checkpoint.safetensors_file as safetensors_file
+from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
+from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
 from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
+from megalite.watchdog.heartbeat import Heartbeat
 from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
 
 Plan = Sequence[SavedTensor]
@@ -363,3 +368,33 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
             checkpoint.read("weight:w", ((3, 5),), device=CPU)
         if before:
             assert len(os.listdir("/proc/self/fd")) <= before + 5  # noqa: PTH208
+
+
+class Counting(Heartbeat):
+    def __init__(self) -> None:
+        self.beats = 0
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever watches would take a slow disk for a rank that stands still."""
+    synced: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), sync(descriptor))[1])
+    monkeypatch.setattr(safetensors_file, "CHUNK", 1 << 10)
+    monkeypatch.setattr(safetensors_file, "_SYNC_BYTES", 4 << 10)
+    heartbeat = Counting()
+    tensor = torch.zeros(8 << 10, dtype=torch.float16)
+    writer = SafetensorsWriter(tmp_path / "a", [Record("w", "F16", (8 << 10,))], progress=heartbeat.beat)
+    writer.write(tensor)
+    assert heartbeat.beats >= 16 and len(synced) == 4
+    writer.finish()
+    group = dataclasses.replace(SOLO, heartbeat=heartbeat)
+    before = heartbeat.beats
+    save_plan(tmp_path / "b", group, [weight("w", (4096,), (0, 4096))], [torch.zeros(4096)])
+    assert heartbeat.beats >= before + 16
+    before = heartbeat.beats
+    find_checkpoint(tmp_path / "b", step=None, world=group, device=CPU, log=pytest.fail)
+    assert heartbeat.beats > before

@@ -13,9 +13,9 @@ import pytest
 from megalite.cli import data, data_index
 from megalite.cli.byte_progress import ByteProgress
 from megalite.cli.data import main
-from megalite.data.tokenizers.null import NullTokenizer
-from megalite.data.tokenizers.tiktoken_known import PATTERNS
-from tests.data.tools.layout import MIXED, both, pack, write, write_with_side_file
+from megalite.tokenizers.base import NullTokenizer
+from megalite.tokenizers.tiktoken_encodings import PATTERNS
+from tests.preprocess.layout import MIXED, both, pack, write, write_with_side_file
 
 Captured = pytest.CaptureFixture[str]
 NULL = {"kind": "NullTokenizer", "sha256": NullTokenizer(14).fingerprint(), "vocab_size": 14, "eod": 13}
@@ -139,7 +139,7 @@ def test_merge(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     ]
     assert both(output) == pack(MIXED + MIXED)
     assert main(["merge", "--input", plain, prefix, "--output-prefix", output]) == 2
-    assert "all.bin is there already" in capsys.readouterr().err
+    assert "all.bin exists" in capsys.readouterr().err
     assert main(["merge", "--input", plain, "--output-prefix", output + "4", "--dtype", "int32"]) == 0
     assert both(output + "4") == pack(MIXED, code=4)
 

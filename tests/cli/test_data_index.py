@@ -13,7 +13,7 @@ from tests.data.token_files import write_by_layout
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A run of 100 samples of 8 tokens; 20 a training epoch of the first file, 40 of the second."""
     build = partial(build_datasets, small_bytes=0)
-    monkeypatch.setattr("megalite.data.run_datasets.build_datasets", build)
+    monkeypatch.setattr("megalite.data.sources.build_datasets", build)
     write_by_layout(tmp_path / "a", [[1] * 17] * 10)
     write_by_layout(tmp_path / "b", [[2] * 17] * 20)
     blend = ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")]

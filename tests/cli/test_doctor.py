@@ -10,7 +10,7 @@ import torch
 from megalite.cli import doctor
 from megalite.cli.main import main
 from megalite.doctor import disk
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 from tests.support.ranks import forked_pools
 
 Captured = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ from megalite.cli.dry_run import dry_run, report, world_size_of
 from megalite.cli.train import main
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
-from megalite.planner import stages
+from megalite.partition import stages
 
 TINY = (
     "--dry-run --num-layers 6 --hidden-size 64 --vocab-size 500 --global-batch-size 16 --bf16 --tp 2 --pp 2 --vpp 2 "

@@ -95,7 +95,7 @@ def test_what_people_read(folder: Path, capsys: Captured) -> None:
     ("words", "message"),
     [
         ([], "--data-path and --input are both missing"),
-        (["--data-path", "a", "--input", "b"], "--data-path and --input are given at once"),
+        (["--data-path", "a", "--input", "b"], "--data-path and --input are both given"),
         (["--data-path", "a", "--json-key", "b"], "--json-key b has no effect on --data-path"),
         (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model b has no effect on --data-path"),
         (["--data-path", "nowhere/a"], "the folder nowhere does not exist"),

@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import inspect
 import os
 import signal
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, command, guarded
+from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, command
+from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
 from megalite.cli.stopping import Stopped
@@ -32,6 +32,13 @@ def raising(error: BaseException) -> Callable[[], int]:
         raise error
 
     return run
+
+
+def guarded(run: Callable[[], int | None], program: str, *, lasting: bool = False) -> int | None:
+    """The exit status of a call as a command."""
+    with guarding(program, [], lasting=lasting) as end:
+        end.status = run() or 0
+    return end.status
 
 
 class OutOfMemoryError(RuntimeError):
@@ -124,7 +131,7 @@ def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
 def test_debug_goes_anywhere(words: list[str], capsys: Captured) -> None:
     assert main(words) == BAD_INPUT
     said = capsys.readouterr().err
-    assert said.startswith("error: --tp: tp takes a whole number") and "Traceback" in said
+    assert "- --tp: tp takes a whole number" in said and "Traceback" in said
 
 
 def test_the_words_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +227,26 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_guarded(name: str) -> None:
+def test_every_command_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """tools/ and `python -m` call a command's own main."""
-    run = importlib.import_module(COMMANDS[name][0]).main
-    assert inspect.unwrap(run) is not run, f"decorate main of {COMMANDS[name][0]} with failures.command"
+    assert importlib.import_module(COMMANDS[name][0]).main(["--no-such-flag", "--debug"]) == BAD_INPUT
+    assert DEBUG_VARIABLE not in os.environ and "error: " in capsys.readouterr().err
+
+
+def test_torchrun_finds_the_error_where_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Its report then ends with what is wrong, instead of how to enable a traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert main(["train", "--tp", "x", "--lr", "y"]) == BAD_INPUT
+    failure = ProcessFailure(0, 1, BAD_INPUT, str(file))
+    said = failure.message["extraInfo"]["py_callstack"]  # type: ignore[index]
+    assert said == capsys.readouterr().err.rstrip("\n") and "- --lr: lr takes a number" in said
+    assert failure.timestamp > 0
+    monkeypatch.setenv("RANK", "1")
+    file.unlink()
+    assert main(["train", "--tp", "x"]) == BAD_INPUT
+    assert not file.exists(), "one rank has said it"

@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.cli import early_flags
 from megalite.cli.generate import main
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.cli.model_flags import DTYPES
+from megalite.config.records import PRECISIONS
+from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
+from megalite.generation.generate import BATCH_SIZE
+from megalite.generation.sample import Sampling
 from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
 
 Captured = pytest.CaptureFixture[str]
@@ -89,7 +94,7 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
     [
         ([], "there is no prompt; give one with --prompt"),
         (["--prompt", ""], "prompt 1 has no tokens"),
-        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts b are given at once"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts b are both given"),
         (["--prompt", "a", "--prompt-key", "b"], "--prompt-key b has no effect without --prompts"),
         (
             ["--prompt", "a", "--temperature", "0", "--top-k", "3"],
@@ -152,3 +157,10 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
         assert generate(*words, *more) == 0
         said.append(capsys.readouterr().out)
     assert said[0] != said[1] == said[2]
+
+
+def test_the_flags_have_the_defaults_of_the_library() -> None:
+    """They are declared without torch."""
+    assert Sampling().max_new_tokens == early_flags.MAX_NEW_TOKENS
+    assert (Sampling().temperature, BATCH_SIZE) == (early_flags.TEMPERATURE, early_flags.BATCH_SIZE)
+    assert set(PRECISIONS) == set(DTYPES)

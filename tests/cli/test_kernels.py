@@ -55,7 +55,7 @@ def test_json(capsys: Captured) -> None:
 def test_a_type_that_a_kernel_does_not_take(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of apex's cross-entropy, where apex is."""
     monkeypatch.setattr(kernels, "why_not_backend", lambda backend, device: None)
-    monkeypatch.setattr("megalite.kernels.implementations.why_not_extension", lambda name: None)
+    monkeypatch.setattr("megalite.kernels.registry.why_not_extension", lambda name: None)
     monkeypatch.setattr("megalite.kernels.registry.why_not_backend", lambda backend, device: None)
     monkeypatch.setattr(
         kernels,

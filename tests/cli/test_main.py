@@ -10,8 +10,8 @@ import yaml
 
 from megalite.cli.config import main as config_main
 from megalite.cli.main import COMMANDS, main
+from megalite.config.files import preset_names
 from megalite.config.help import markdown
-from megalite.config.presets import preset_names
 
 Captured = pytest.CaptureFixture[str]
 
@@ -35,11 +35,11 @@ def test_unknown_command(capsys: Captured) -> None:
 def test_hands_over_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     module = types.SimpleNamespace(main=lambda argv: seen.append(argv))
-    monkeypatch.setitem(sys.modules, "megalite.cli.generate", module)
-    assert main(["generate", "--load", "a"]) == 0
+    monkeypatch.setitem(sys.modules, "megalite.cli.plot", module)
+    assert main(["plot", "--load", "a"]) == 0
     assert seen == [["--load", "a"]]
     module.main = lambda argv: 3
-    assert main(["generate"]) == 3
+    assert main(["plot"]) == 3
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -48,9 +48,9 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
 
     with monkeypatch.context() as patch:
         patch.setattr("megalite.cli.main.importlib.import_module", interrupt)
-        assert main(["generate"]) == 130
-    monkeypatch.setitem(sys.modules, "megalite.cli.generate", types.SimpleNamespace(main=interrupt))
-    assert main(["generate"]) == 130
+        assert main(["plot"]) == 130
+    monkeypatch.setitem(sys.modules, "megalite.cli.plot", types.SimpleNamespace(main=interrupt))
+    assert main(["plot"]) == 130
     assert capsys.readouterr().err == "interrupted\ninterrupted\n"
 
 
@@ -59,6 +59,36 @@ def test_help_is_for_people(command: str, capsys: Captured) -> None:
     """Not the docstring of a module, which has backticks."""
     assert main([command, "--help"]) == 0
     assert "`" not in capsys.readouterr().out
+
+
+HELP_WITHOUT = """
+import sys
+
+HEAVY = {"torch", "transformers", "matplotlib", "pyarrow", "triton", "scipy"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HEAVY:
+            raise AssertionError(f"{name} must not be imported for help")
+
+sys.meta_path.insert(0, Blocker())
+from megalite.cli.main import main
+
+sys.exit(any([main([command, "--help"]) for command in sys.argv[1:]]))
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """It comes at once: a fraction of a second each, where torch takes three."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_WITHOUT, *COMMANDS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"megalite {command}" in done.stdout for command in COMMANDS)
 
 
 def test_config_command_imports_no_torch() -> None:

@@ -103,7 +103,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(words: list[str], capsys: Captured) -> str:
-    """Run a command that must refuse; the one line that it says."""
+    """Run a command that must refuse; the one answer that it gives."""
     capsys.readouterr()
     status = main(words)
     said = capsys.readouterr()
@@ -111,7 +111,7 @@ def refused(words: list[str], capsys: Captured) -> str:
     assert status == BAD_INPUT, (words, status, said.err)
     assert "Traceback" not in said.err and len(errors) == 1, (words, said.err)
     assert " has a bug: " not in errors[0], (words, errors)
-    return errors[0]
+    return said.err[said.err.index(errors[0]) :]
 
 
 @pytest.mark.parametrize("line", PATHS)
@@ -209,6 +209,32 @@ def test_messages(words: str, says: str, capsys: Captured) -> None:
     assert says in refused(shlex.split(words), capsys)
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (
+            "convert a --to nativ --stpe 3 --tp x --max-shard-size --json=yes",
+            "--to: there is no nativ: did you mean native? (one of native, huggingface, megatron)\n"
+            "- unknown flag --stpe: did you mean --step or --tp or --dtype?\n"
+            "- --tp: takes a whole number such as 4, got 'x'\n"
+            "- unknown flag --json: did you mean --to?; if it is the value of --max-shard-size write "
+            "--max-shard-size=--json=yes; megalite convert --help lists the flags\n",
+        ),
+        (
+            "data split --input x --parts two --documents 0:1",
+            "--parts: takes a whole number such as 4, got 'two'\n"
+            "- missing: --output-prefix\n"
+            "- --parts and --documents contradict; keep one of them; megalite data split --help lists the flags\n",
+        ),
+        ("inspect a b c --step", "--step needs a value\n- unexpected: b c; megalite inspect --help lists the flags\n"),
+        ("generate --lod x --prompt a --seed y", "unknown flag --lod: did you mean --load?\n- --seed: takes"),
+    ],
+)  # fmt: skip
+def test_all_in_one_answer(words: str, says: str, capsys: Captured) -> None:
+    said = refused(shlex.split(words), capsys)
+    assert says in said and said.startswith("error: there are "), said
+
+
 def test_dashes_and_underscores_are_one(capsys: Captured) -> None:
     for flag in ("--max_shard_size", "--max-shard-size"):
         said = refused(["convert", "nowhere", "out", "--to", "native", f"{flag}=1XB"], capsys)
@@ -294,3 +320,35 @@ def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
         status,
         said.err,
     )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("line", [line for line in PATHS if "{path}" in line and "convert" not in line])
+@pytest.mark.parametrize("device", ["pipe", "/dev/zero"])
+def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, capsys: Captured) -> None:
+    """They are not waited for, and not read without end."""
+    path = tmp_path / "pipe.yaml" if device == "pipe" else Path(device)
+    if device == "pipe":
+        os.mkfifo(path)
+    (tmp_path / "text.txt").write_text("some text")
+    known = {
+        "out": tmp_path / "out",
+        "file": tmp_path / "text.txt",
+        "folder": tmp_path,
+        "text": tmp_path / "text.txt",
+    }
+    assert path.stem in refused(line.format(path=path, **known).split(), capsys)
+
+
+def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured) -> None:
+    """Neither plot nor runs ends by a line that someone else wrote."""
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    nested = '{"step": 1, "kind": "train", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"
+    record = '{"step": 2, "kind": "train", "loss": 1.0, "lr": 0.1, "tokens_per_second": 3.0}\n'
+    (run / "metrics.jsonl").write_text(nested + record)
+    (run / "sessions.json").write_text("[" * 200_000)
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert "one" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text(nested)
+    assert "has no records yet" in refused(["plot", str(run)], capsys)

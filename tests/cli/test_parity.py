@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
+from megalite.cli.early_flags import parity_options
 from megalite.cli.main import main
-from megalite.cli.parity import _options
 from megalite.config.errors import ConfigError
 from tests.support.ranks import forked_pools
 
@@ -138,8 +138,8 @@ def test_help(capsys: Captured) -> None:
 
 
 def test_own_options_are_taken_out_of_the_settings() -> None:
-    options = _options(["--tp", "2", "--steps=5", "--pipeline-layers", "1", "3", "--tolerance", "1e-6"])
+    options = parity_options(["--tp", "2", "--steps=5", "--pipeline-layers", "1", "3", "--tolerance", "1e-6"])
     assert (options.steps, options.tolerance, options.fuzz) == (5, 1e-6, None)
     assert options.rest == ["--tp", "2", "--pipeline-layers", "1", "3"]
     with pytest.raises(ConfigError, match="--fuzz takes a number"):
-        _options(["--fuzz", "inf"])
+        parity_options(["--fuzz", "inf"])

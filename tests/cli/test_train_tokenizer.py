@@ -7,8 +7,8 @@ import pytest
 
 from megalite.cli.train_tokenizer import main
 from megalite.config.data import DataConfig
-from megalite.data.tokenizers.base import Tokenizer
-from megalite.data.tokenizers.build import build_tokenizer
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
 
 BUILDER = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.py"
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_there_is_kept(
     (tmp_path / file).write_text("old")
     command = ["--input", str(corpus), "--output-prefix", str(tmp_path / "own"), "--type", kind]
     assert main(command) == 2
-    assert f"{file} is there already; give another --output-prefix" in capsys.readouterr().err
+    assert f"{file} exists; give another --output-prefix" in capsys.readouterr().err
     assert (tmp_path / file).read_text() == "old"
 
 

@@ -55,7 +55,7 @@ ELASTIC = [
     ),
     (
         2,
-        f"{_ELASTIC} --optimizer onebit-adam",
+        f"{_ELASTIC} --optimizer onebit-adam --freeze-step 16",
         "elastic and optimizer onebit-adam contradict: its numbers, or what a rank has of its own, depend on the number of "
         "ranks; use adam, or leave out --elastic",
     ),

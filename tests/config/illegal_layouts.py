@@ -2,7 +2,19 @@
 
 LAYOUTS = [
     (1, "--num-layers 0", "num_layers is 0; it must be at least 1, e.g. 1"),
-    (1, "--pipeline-layers 2,-1 --pp 2", "pipeline_layers has -1 in it; each must be at least 0, e.g. 1"),
+    (2, "--pipeline-layers 2,-1 --pp 2", "pipeline_layers has -1 in it; each must be at least 0, e.g. 1"),
+    (
+        1,
+        "--tp 2",
+        "world size 1 is not a multiple of tp·pp·cp = 2·1·1 = 2; start 2 ranks (torchrun --nproc-per-node 2 -m "
+        "megalite.cli.main train ...), or choose tp, pp, cp with a product among 1",
+    ),
+    (
+        1,
+        "--tp 4 --pp 4 --num-layers 4",
+        "world size 1 is not a multiple of tp·pp·cp = 4·4·1 = 16; start 16 ranks (torchrun --nnodes 2 --nproc-per-node 8 "
+        "-m megalite.cli.main train ...), or choose tp, pp, cp with a product among 1",
+    ),
     (0, "", "world size is 0; it must be at least 1"),
     (
         6,
@@ -105,6 +117,23 @@ LAYOUTS = [
         "--hang-timeout-minutes 10",
         "hang_timeout_minutes 10 is not below distributed_timeout_minutes 10: collectives would fail before anyone could "
         "say which rank stands still; use --hang-timeout-minutes 8 or --distributed-timeout-minutes 12.5",
+    ),
+    (
+        2,
+        "--hang-save-timeout-minutes 10",
+        "hang_save_timeout_minutes 10 is not below distributed_timeout_minutes 10: collectives would fail before anyone "
+        "could say which rank stands still; use --hang-save-timeout-minutes 9 or --distributed-timeout-minutes 11.1111",
+    ),
+    (
+        1,
+        "--hang-save-timeout-minutes 5",
+        "hang_save_timeout_minutes 5 is below hang_timeout_minutes 8, and is for what may take longer; use "
+        "--hang-save-timeout-minutes 8 or --hang-timeout-minutes 5",
+    ),
+    (
+        1,
+        "--hang-save-timeout-minutes 5 --hang-timeout-minutes 0",
+        "hang_save_timeout_minutes 5 has no effect with hang_timeout_minutes 0; remove one of them",
     ),
     (1, "--hang-timeout-minutes -1", "hang_timeout_minutes is -1; it must be at least 0, e.g. 8"),
     (

@@ -219,9 +219,9 @@ MODELS = [
         "seq_length 102 is not divisible by tp 4, over which the layers of num_experts 4 split the tokens; use a multiple, e.g. 104",
     ),
     (
-        4,
-        "--tp 2 --cp 2 --num-experts 4 --seq-length 102",
-        "seq_length 102 is not divisible by tp·cp = 4, over which the layers of num_experts 4 split the tokens; use a multiple, e.g. 104",
+        8,
+        "--tp 4 --cp 2 --num-experts 4 --seq-length 100",
+        "seq_length 100 is not divisible by tp·cp = 8, over which the layers of num_experts 4 split the tokens; use a multiple, e.g. 104",
     ),
 ]
 """(world size, command line, message)."""

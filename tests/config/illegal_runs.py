@@ -93,12 +93,6 @@ RUNS = [
     ),
     (
         1,
-        "--fp16 --on-non-finite skip",
-        "on_non_finite skip has no effect with precision fp16 and a dynamic loss scale, which skips such steps by itself; "
-        "use --precision bf16 or remove it",
-    ),
-    (
-        1,
         "--on-non-finite skip --no-check-for-nan-in-loss-and-grad",
         "on_non_finite skip does not go with check_for_nan_in_loss_and_grad false, which lets such steps pass; keep one of "
         "them",
@@ -176,7 +170,7 @@ RUNS = [
     ),
     (
         4,
-        "--rampup-batch-size 2 2 100 --global-batch-size 32",
+        "--rampup-batch-size 2 4 100 --global-batch-size 32",
         "rampup_batch_size START 2 is not a multiple of micro_batch_size·dp = 1·4 = 4; use 4",
     ),
     (
@@ -335,7 +329,7 @@ RUNS = [
     ),
     (
         1,
-        "--keep-latest 2 --on-save-error continue",
+        "--keep-latest 2",
         "keep_latest 2 has no effect in a run that saves nothing; add --save-interval 100 or remove it",
     ),
     (

@@ -48,7 +48,7 @@ STRATEGIES = [
     ),
     (
         2,
-        "--dp-strategy diloco --sync-interval 10 --sync-fragments 4",
+        "--dp-strategy diloco --sync-interval 10 --sync-fragments 4 --num-layers 4",
         "sync_interval 10 is not divisible by sync_fragments 4; use fragments 1, 2, 5, 10",
     ),
     (

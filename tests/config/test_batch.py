@@ -7,9 +7,11 @@ from megalite.config.batch import (
     batch_sizes,
     samples_after,
     steps_left,
+    steps_until,
     total_samples,
     total_steps,
 )
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
@@ -80,3 +82,35 @@ def test_a_run_by_samples_uses_them_all_after_a_change_of_batch_size() -> None:
     assert steps_left(ramp, step=0, samples=0) == 4 + 3 == total_steps(ramp)
     assert steps_left(ramp, step=1, samples=4) == 3 + 3
     assert steps_left(config_of("--train-iters 7"), step=5, samples=20) == 2
+
+
+def stepwise(config: RunConfig, consumed: int, steps: int) -> list[int]:
+    """Samples consumed after each step, one step after the other."""
+    found = [consumed]
+    for _ in range(steps):
+        found.append(found[-1] + batch_size(config, found[-1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "ramp_up", [None, (1, 1, 0), (1, 1, 7), (2, 3, 100), (4, 2, 1000), (3, 5, 11), (13, 1, 50)]
+)
+@pytest.mark.parametrize("start", [0, 5, 60])
+def test_counting_is_that_of_steps(ramp_up: tuple[int, int, int] | None, start: int) -> None:
+    ramp = None if ramp_up is None else list(ramp_up)
+    config = replace(RunConfig(), dp=1, global_batch_size=13, rampup_batch_size=ramp, train_samples=700)
+    consumed = stepwise(config, start, 300)
+    for steps in (0, 1, 2, 9, 50, 300):
+        assert samples_after(config, steps, consumed=start) == consumed[steps]
+    fits = max(step for step, samples in enumerate(consumed) if samples <= 700)
+    assert steps_left(config, step=0, samples=start) == fits
+    whole = stepwise(config, 0, 300)
+    for samples in (0, 1, 12, 13, 99, 500):
+        assert steps_until(config, samples) == next(n for n, done in enumerate(whole) if done >= samples)
+
+
+def test_a_ramp_up_of_very_many_steps_is_counted_at_once() -> None:
+    flags = "--rampup-batch-size 1 1 999999999999 --global-batch-size 8 --train-samples 999999999999 --optimizer onebit-adam"
+    config = validate(parse_arguments([*flags.split(), "--lr-warmup-samples", "99999999999"]).config, 1)
+    assert 10**11 < total_steps(config) < 10**12
+    assert samples_after(config, total_steps(config)) <= 10**12

@@ -43,10 +43,10 @@ RULES = [
     ),
     (
         2,
-        "--tp-comm-overlap --tp 2 --sequence-parallel --fp8 --bf16",
+        "--tp-comm-overlap --tp 2 --sequence-parallel --fp8 --bf16 --num-layers 3",
         "tp_comm_overlap and fp8 do not go together: a tensor that comes in pieces has no one scale; keep one of them",
     ),
-    (1, "--fp8 --fp16", "fp8 needs precision bf16, not fp16; add --bf16"),
+    (1, "--fp8 --fp16 --num-layers 3", "fp8 needs precision bf16, not fp16; add --bf16"),
     (
         1,
         "--fp8 --bf16 --num-layers 2",

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.data import DataConfig
-from megalite.config.data_paths import PATH_SETTINGS, parse_data_path
+from megalite.config.data import PATH_SETTINGS, DataConfig, parse_data_path
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump, level_from_text
 from megalite.config.flags import parse_arguments
 from megalite.config.merge import merge
-from megalite.config.rules.files import check_data
 from megalite.config.run import RunConfig
+from megalite.config.validate import validate
 
 BLEND = ["0.3", "a", "0.7", "b"]
 
@@ -160,12 +159,12 @@ def test_bad_weights_are_found_without_files(entries: list[str], message: str) -
     for name in PATH_SETTINGS[:2]:
         data = DataConfig(**{name: entries})
         with pytest.raises(ConfigError, match=f"{name}: {message}"):
-            check_data(RunConfig(data=data), frozenset())
+            validate(RunConfig(data=data), 1)
 
 
 def test_a_bad_split_is_found_without_files() -> None:
     with pytest.raises(ConfigError, match="'9_0,10' is not a list of numbers"):
-        check_data(RunConfig(data=DataConfig(data_path=["a"], split="9_0,10")), frozenset())
+        validate(RunConfig(data=DataConfig(data_path=["a"], split="9_0,10")), 1)
 
 
 @pytest.mark.parametrize("key", ["data_args_path", "per_split_data_args_path"])

@@ -1,5 +1,6 @@
 """YAML files: keys, types, errors, and dump/load as inverses."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megalite.config.files import dump, level_from_text, load
 from megalite.config.merge import merge
 from megalite.config.rules.ranges import BOUNDS
 from megalite.config.run import RunConfig
+from megalite.config.validate import validate
 
 
 def parse(text: str) -> RunConfig:
@@ -108,13 +110,51 @@ def test_not_yaml_and_no_python_objects() -> None:
         parse("seed: !!python/object/apply:os.getpid []\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("exit_duration_in_mins: 1:30:00\n", "exit_duration_in_mins takes a number such as 0.1, got '1:30:00'"),
+        ("train_iters: 1:30\n", "train_iters takes a whole number such as 4, got '1:30'"),
+        ("num_layers: 0xffffffffffffffffffff\n", "num_layers takes a whole number below 2^63 such as 4, got 1208925819614629174706175"),
+        (f"num_layers: {'9' * 10_000}\n", "num_layers takes a whole number below 2^63 such as 4, got '9999"),
+        (f"num_layers: !!int {'9' * 10_000}\n", "is not YAML: a value is not of the type that it is written as"),
+        ("num_layers: !!int four\n", "is not YAML: a value is not of the type that it is written as"),
+        ("seed: 2024-13-45\n", "is not YAML: a value is not of the type that it is written as"),
+        ("model: 3\n", "model is a section and takes settings below it, such as `model: {num_layers: 2}`, got 3"),
+    ],
+)  # fmt: skip
+def test_odd_values(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(parse(text), 1)
+    assert says in str(error.value) and len(str(error.value)) < 300
+
+
+def test_numbers_are_read_as_they_look() -> None:
+    expected = {"num_layers": 10, "seed": 255, "train_iters": 1000, "lr": 1.5e-5}
+    assert changed("num_layers: 010\nseed: 0xff\ntrain_iters: 1_000\nlr: 1.5e-05\n") == expected
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "zero", "folder"])
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    """A pipe would wait for its writer, and /dev/zero has no end."""
+    path = {"pipe": tmp_path / "pipe", "zero": Path("/dev/zero"), "folder": tmp_path}[kind]
+    if kind == "pipe":
+        os.mkfifo(path)
+    says = "Is a directory" if kind == "folder" else "it is a pipe or device, not a file"
+    with pytest.raises(ConfigError, match=f"config file {path} cannot be read: {says}"):
+        load(path)
+    with pytest.raises(ConfigError, match=f"data_args_path {path} cannot be read: {says}"):
+        parse(f"data_args_path: {path}\n")
+
+
 def test_alias_bomb_is_refused_with_a_short_message() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     bomb = "model: {num_layers: *a11}"
     with pytest.raises(ConfigError) as error:
-        parse("\n".join(["model: {}", *lines, bomb]))
-    assert len(str(error.value)) < 300
+        parse("\n".join(["training: {}", *lines, bomb, "exit_signals: [*a11]"]))
+    assert len(error.value.problems) == 14 and max(map(len, error.value.problems)) < 300
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
@@ -141,7 +181,7 @@ def values(setting: Setting) -> st.SearchStrategy[object]:
         ["none", "null", "1e5", "0x10", "yes", "1:30", "a: b", "- a", "#a", "'", "2024-01-01"]
     )
     strategy: st.SearchStrategy[object] = {
-        int: st.integers(),
+        int: st.integers(-(2**63) + 1, 2**63 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),
         bool: st.booleans(),
         str: text | odd,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.data_paths import DATA_FILES
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -183,7 +183,6 @@ def test_tables_of_flags_do_not_overlap() -> None:
          "say the layers of all 3 stages with --pipeline-layers"),
         ("--decoder-last-pipeline-num-layers 1", "flag --decoder-last-pipeline-num-layers 1 needs pp > 1, but pp is 1; "
          "add --pp 2 or remove it"),
-        ("--pp 0 --num-layers-per-virtual-pipeline-stage 2", "pp is 0; it must be at least 1"),
     ],
 )  # fmt: skip
 def test_error(flags: str, message: str) -> None:

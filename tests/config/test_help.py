@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.config.data_paths import DATA_FILES
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import settings
 from megalite.config.flags import RUN_OPTIONS
 from megalite.config.help import basic_help, full_help, markdown

@@ -5,11 +5,10 @@ Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table t
 
 import pytest
 
-from megalite.config.data_parallel import COMPRESSIONS
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.parallel import DP_STRATEGIES
+from megalite.config.parallel import COMPRESSIONS, DP_STRATEGIES
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.config.pipeline_layout import parse_pipeline_layout
+from megalite.config.parallel import parse_pipeline_layout
 
 
 @pytest.mark.parametrize(

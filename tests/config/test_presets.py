@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import megalite.config.presets as presets
+import megalite.config.files as presets
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count

@@ -2,9 +2,15 @@
 
 import pytest
 
-from megalite.config.describe import replace, settings, without_credentials
+from megalite.config.describe import (
+    is_secret_name,
+    redact_text,
+    redacted,
+    replace,
+    settings,
+    without_credentials,
+)
 from megalite.config.run import RunConfig
-from megalite.config.secrets import is_secret_name, redact_text, redacted
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ import pytest
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.describe import replace, settings
-from megalite.config.errors import ConfigError
-from megalite.config.files import dump, level_from_text
+from megalite.config.errors import ConfigError, Problems
+from megalite.config.files import dump, level_from_text, preset_names
 from megalite.config.flags import parse_arguments
 from megalite.config.merge import merge
-from megalite.config.presets import preset_names
+from megalite.config.rules.compute import MODULES
 from megalite.config.rules.ranges import BOUNDS
-from megalite.config.rules.recompute import MODULES
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.models.recompute import Recompute
@@ -159,6 +158,42 @@ def test_fills_in_what_was_left_open() -> None:
 def test_every_number_is_bounded() -> None:
     unbounded = {name for name, s in settings().items() if s.type in (int, float)} - set(BOUNDS)
     assert unbounded == {"rampup_batch_size"}  # checked by a rule of its own
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [name for name in BOUNDS if not settings()[name].is_list])
+def test_no_rule_counts_for_ever(name: str) -> None:
+    """The largest value that a setting may have is judged as quickly as any other, and one above it is refused."""
+    setting, high = settings()[name], BOUNDS[name].high
+    largest = setting.type(high) - (setting.type is int and not BOUNDS[name].closed)
+    lengths = "--train-samples 1000000000000 --rampup-batch-size 1 1 100000000000 --global-batch-size 64"
+    config = parse_arguments(lengths.split()).config
+    problems = Problems()
+    validate(replace(config, **{name: largest}), 1, frozenset({name}), problems=problems)
+    with pytest.raises(ConfigError, match=f"{name} is {setting.type(high + 1):g}|{name} is \\d+; it must be"):
+        validate(replace(config, **{name: setting.type(high + 1)}), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--num-layers 0xffffffffffffffffffff", "num_layers takes a whole number such as 4, got '0xffffffffffffffffffff'"),
+        ("--num-layers 99999999999999999999", "num_layers takes a whole number below 2^63 such as 4, got '99999999999999999999'"),
+        (f"--num-layers {'9' * 9999}", "num_layers takes a whole number below 2^63 such as 4, got '9999"),
+        ("--num-layers 1000000", "num_layers is 1000000; it must be below 10000, e.g. 1"),
+        ("--rampup-batch-size 1 1 99999999999999 --global-batch-size 8", "SAMPLES is 99999999999999; it must be below"),
+        (
+            "--rampup-batch-size 1 1 99 --global-batch-size 1000001",
+            "INCREMENT 1 makes 1000000 batch sizes from 1 to global_batch_size 1000001, each with a schedule of its own; "
+            "use 100 or more",
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_too_large(flags: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        invocation = parse_arguments(flags.split())
+        validate(invocation.config, 1, invocation.explicit)
+    assert says in str(error.value) and len(str(error.value)) < 300
 
 
 def test_bad_choice_in_code() -> None:

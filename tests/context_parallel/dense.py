@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megalite.topology.sequence import sequence_spans
+from megalite.topology.layout import sequence_spans
 
 Starts = tuple[tuple[int, ...], ...] | None
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.context_parallel.gathered import gather_sequence
+from megalite.context_parallel.ulysses import gather_sequence
 from megalite.topology.group import Group
 from tests.context_parallel.dense import drawn, rows_of
 from tests.support.ranks import RankContext, run_ranks

@@ -7,8 +7,8 @@ import pytest
 
 from megalite.context_parallel import tiles as tiles_module
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles, local_tiles, tiles
-from megalite.kernels.tile_kind import TileKind
-from megalite.topology.sequence import Span, sequence_spans
+from megalite.kernels.attention import TileKind
+from megalite.topology.layout import Span, sequence_spans
 
 FULL, CAUSAL, EDGE = TileKind.FULL, TileKind.CAUSAL, TileKind.EDGE
 

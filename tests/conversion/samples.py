@@ -1,8 +1,8 @@
-"""What the tests of conversion share: made-up weights and a tokenizer."""
+"""What the tests of conversion share: made-up weights, a tokenizer, and the weights of a trained run."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.conversion.weights import parameter_shapes
+from megalite.tokenizers.build import build_tokenizer
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
 VOCAB = 301
 """Above the 257 ids of `byte_tokenizer`, and no multiple of 8."""
@@ -43,6 +47,7 @@ class MadeUp:
 
     format = "megalite"
     tokenizer_hints = DataConfig()
+    generation: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -95,3 +100,19 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def ignore(count: int) -> None:
     """Progress that nobody looks at."""
+
+
+def _train(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    for _ in range(3):
+        runner.step()
+    tokenizer = build_tokenizer(runner.replica.config.data, None)
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint()
+    save(runner.replica, Path(folder), runner.progress, tokenizer=fingerprint)
+    return {kind: local_parts(runner.replica, kind) for kind in ("weight", "main_param")}
+
+
+def train(folder: Path, world: int, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Train three steps on `world` ranks and save; the whole tensors of each kind, as numpy."""
+    ranks = run_ranks(world, _train, world, settings, str(folder))
+    return {kind: assemble([rank[kind] for rank in ranks]) for kind in ("weight", "main_param")}

@@ -14,14 +14,13 @@ import torch
 
 from megalite.cli import convert
 from megalite.cli.byte_progress import ByteProgress, decimal_bytes
-from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import parameter_shapes
-from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore
+from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore, train
 from tests.conversion.test_verify import Changed, flipped
-from tests.conversion.trained import train
 
 ROOT = Path(__file__).parents[2]
 LARGE = 10**9
@@ -145,14 +144,14 @@ def test_ctrl_c_keeps_what_is_done(
         patch.setattr(ByteProgress, "advance", interrupted)
         assert run(gpt, tmp_path / "target", *words) == 130
     kept_in = workplace_of(tmp_path / "target")
-    said = f"interrupted; what is done is kept in {kept_in}: run the same command to go on, or remove it"
+    said = f"interrupted; what is done is kept in {kept_in}: run the same command to continue, or remove it"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
     kept = {
         path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")
     }
     assert run(gpt, tmp_path / "target", *words) == 0
-    assert f"goes on: {len(kept) - 1} of " in capsys.readouterr().out, "one is half done"
+    assert f"continues: {len(kept) - 1} of " in capsys.readouterr().out, "one is half done"
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
     same = [name for name, inode in kept.items() if (tmp_path / "target" / name).stat().st_ino == inode]
     assert len(same) >= 2

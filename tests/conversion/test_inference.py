@@ -12,20 +12,17 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.read import HuggingFaceWeights
-from megalite.conversion.inference import check_layout, load_model
-from megalite.conversion.inference_tokenizer import TokenizerChoice, folder_end_ids
+from megalite.conversion.huggingface.weights import HuggingFaceWeights
+from megalite.conversion.inference import TokenizerChoice, check_layout, folder_end_ids, load_model
 from megalite.conversion.native import write_native
-from megalite.generation.chain import Chain
-from megalite.generation.perplexity import Windows, measure
+from megalite.generation.generate import Chain
+from megalite.generation.perplexity import TokenStream, Windows, measure
 from megalite.generation.sample import Sampling
-from megalite.generation.token_stream import TokenStream
 from megalite.parity.tensors import assemble
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 from tests.conversion.huggingface.models import edit_config, saved
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
-from tests.conversion.trained import train
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore, train
 from tests.generation.models import texts
 from tests.models.test_families import VOCAB, all_float64
 from tests.support.ranks import RankContext, run_ranks
@@ -101,7 +98,7 @@ def weights_of(context: RankContext, folder: str, dtype: torch.dtype | None, **a
         assert isinstance(parameter, ShardedParameter)
         spec = parameter.info.spec
         parts[spec.name] = (spec.global_shape, spec.slice, parameter.data.float().numpy())
-    return parts, stage.make.dtype
+    return parts, stage.factory.dtype
 
 
 @pytest.mark.parametrize("settings", [{}, {**TINY_LLAMA, "num_experts": 4}], ids=["gpt", "experts"])

@@ -25,12 +25,11 @@ from megalite.config.validate import validate
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.output import workplace_of
 from megalite.conversion.tokenizer_files import named_tokenizer_files
-from megalite.conversion.weights import ConversionError, parameter_shapes
+from megalite.conversion.weights import ConversionError, Repadded, parameter_shapes
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.training.checkpointing import load
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore
-from tests.conversion.trained import train
+from megalite.training.resume import load
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore, train
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble, build, local_parts, tiny_config
 
@@ -182,7 +181,7 @@ class TestWriting:
 
     def test_padding_of_the_vocabulary(self, tmp_path: Path) -> None:
         weights = MadeUp(tmp_path, LLAMA)
-        write(weights, tmp_path / "a", vocab_divisible_by=128)
+        write(Repadded(weights, 128), tmp_path / "a")
         model = NativeWeights(tmp_path / "a").model
         assert (model.padded_vocab_size, model.vocab_size) == (384, 301)
         head = tensors_in(tmp_path / "a")["head.weight"]
@@ -282,10 +281,12 @@ def test_tokenizer_files_are_known_by_name_or_content(tmp_path: Path) -> None:
     assert named_tokenizer_files([vocab, merges]) == {"vocab.json": vocab, "merges.txt": merges}
     one, two = vocab.rename(tmp_path / "gpt2-v.json"), merges.rename(tmp_path / "gpt2-m.txt")
     assert named_tokenizer_files([two, one]) == {"vocab.json": one, "merges.txt": two}
-    assert named_tokenizer_files([one]) == {"tokenizer.json": one}
-    assert named_tokenizer_files([two]) == {"tokenizer.model": two}
-    with pytest.raises(ConversionError, match="these are no tokenizer"):
-        named_tokenizer_files([two, two])
+    assert named_tokenizer_files([one]) == {"vocab.json": one}
+    assert named_tokenizer_files([two]) == {"merges.txt": two}
+    other = tmp_path / "other.json"
+    other.write_text('{"a": 0}')
+    with pytest.raises(ConversionError, match=r"other.json: a second vocab.json beside .*gpt2-v.json"):
+        named_tokenizer_files([one, other])
 
 
 class Stopped(BaseException):

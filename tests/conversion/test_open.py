@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.native import write_native
 from megalite.conversion.open import detect_format, open_weights

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.cli import convert
 from megalite.config.errors import ConfigError
+from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
@@ -121,3 +123,56 @@ def test_a_recorded_tokenizer_that_is_gone_or_changed(
     assert run(source, tmp_path / "c", "--to", "native", "--no-verify") == 0
     gone = f"the checkpoint's tokenizer is not there (recorded as {merges}, looked in {merges.parent})"
     assert f"{gone}: none goes along; --tokenizer-model PATH adds it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("merges", ["#version: 0.2\nA B\n", "A B\n"])
+def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
+    """OpenAI calls vocab.json and merges.txt encoder.json and vocab.bpe; a checkpoint is exported all the same."""
+    vocab, empty = byte_tokenizer(tmp_path / "data")
+    encoder, bpe = vocab.with_name("encoder.json"), vocab.with_name("vocab.bpe")
+    encoder.write_text(json.dumps({**json.loads(vocab.read_text()), "AB": 257}))
+    bpe.write_text(merges)
+    vocab.unlink()
+    empty.unlink()
+    weights = MadeUp(
+        tmp_path, GPT, tokenizer_files=[bpe, encoder]
+    )  # as a run's --merge-file and --vocab-file
+    options: dict[str, Any] = {"dtype": None, "family": None, "max_file_bytes": 10**9, "advance": ignore}
+    write_huggingface(weights, tmp_path / "hf", **options)
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.encode("ABA")[0] == 257 and tokenizer.eos_token_id == 256
+    assert (tmp_path / "hf" / "merges.txt").read_text() == merges
+
+
+def test_a_file_that_is_no_tokenizer_is_named_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint(tmp_path / "source", [])
+    (tmp_path / "words.bin").write_bytes(b"nothing of the kind")
+    words = ["--to", "huggingface", "--tokenizer-model", str(tmp_path / "words.bin")]
+    assert run(source, tmp_path / "hf", *words) == 2
+    assert f"{tmp_path / 'words.bin'}: not a SentencePiece model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": [7, 9], "temperature": 0.6}])
+def test_token_ids_without_a_tokenizer_come_back(
+    tmp_path: Path, generation: dict[str, object] | None
+) -> None:
+    first = checkpoint(tmp_path / "first", byte_tokenizer(tmp_path / "data"))
+    assert run(first, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"bos_token_id": 3, "eos_token_id": 7}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    assert run(tmp_path / "hf", tmp_path / "native", "--to", "native", "--without-tokenizer") == 0
+    assert NativeWeights(tmp_path / "native").tokenizer_files == []
+    assert run(tmp_path / "native", tmp_path / "again", "--to", "native", "--without-tokenizer") == 0
+    assert run(tmp_path / "again", tmp_path / "back", "--to", "huggingface") == 0
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    eos = 7 if generation is None else [7, 9]
+    assert (written["bos_token_id"], written["eos_token_id"]) == (3, eos)
+    found = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert found == {"bos_token_id": 3, "eos_token_id": eos, **(generation or {})}

@@ -18,10 +18,10 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
 )
 from megalite.conversion.weights import ConversionError
-from megalite.data.tokenizers.build import build_tokenizer
-from megalite.data.tokenizers.train import train_sentencepiece
+from megalite.preprocess.train_tokenizer import train_sentencepiece
+from megalite.tokenizers.build import build_tokenizer
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
-from tests.data.tokenizers.texts import write_megatron_list, write_tiktoken
+from tests.tokenizers.texts import write_megatron_list, write_tiktoken
 
 pytest.importorskip("tiktoken")
 

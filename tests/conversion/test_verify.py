@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from megalite.conversion import verify as verification
-from megalite.conversion.huggingface.read import HuggingFaceWeights
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.verify import Rounded, Verification, our_logits, verify
-from megalite.conversion.weights import ConversionError
-from megalite.conversion.wrapped import Repadded, Wrapped
+from megalite.conversion.weights import ConversionError, Repadded, Wrapped
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, ignore, model_of
 from tests.models.stages import named
 

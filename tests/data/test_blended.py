@@ -6,8 +6,8 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.data.blended import BLOCK, MAX_PERIOD, BlendedDataset, exact_shares
+from megalite.data.dataset import Packing
 from megalite.data.index_cache import Kept
-from megalite.data.sample_source import Packing
 
 
 class Numbered:
@@ -80,7 +80,7 @@ def test_blocks_are_found_wherever_they_begin() -> None:
     """Many datasets: floors let blocks begin well before whole multiples of their size."""
     mixed = blend([math.sqrt(i + 2) for i in range(300)])
     for number in (1, 2, 7):
-        start = sum(mixed._given(number))
+        start = sum(mixed._counts_before(number))
         assert number * BLOCK - 300 < start < number * BLOCK
         for k in (start - 1, start, number * BLOCK - 1, number * BLOCK):
             fresh = blend([math.sqrt(i + 2) for i in range(300)])
@@ -100,13 +100,6 @@ def test_a_thousand_token_counts() -> None:
     assert sum(mixed.counts(10**12)) == 10**12
     seen = {mixed.locate(10**12 + i)[0] for i in range(BLOCK)}
     assert len(seen) == 1000
-
-
-def test_packing_is_that_of_the_dataset() -> None:
-    mixed = blend([0.3, 0.7])
-    for k in range(20):
-        dataset, index = mixed.locate(k)
-        assert mixed.packing(k) == Packing(starts=(0, index + 1), used=dataset)
 
 
 def test_the_parts_prepare_what_will_be_read_of_them() -> None:
@@ -155,10 +148,6 @@ def test_sample_is_a_pure_function_far_out() -> None:
     assert mixed.locate(10**10)[1] == {0: 3, 1: 7}[mixed.locate(10**10)[0]] * 10**9
     with pytest.raises(IndexError, match="sample -1"):
         mixed.sample(-1)
-
-
-def test_equal_weights_take_turns() -> None:
-    assert [blend([1, 1, 1]).locate(k)[0] for k in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,15 @@ def test_epochs_and_seeds_differ(indexed: IndexedDataset) -> None:
     assert order(1, 0) != order(1, 1) and order(1, 0) != order(2, 0)
 
 
+def test_stretches_come_in_another_order_in_each_epoch(indexed: IndexedDataset) -> None:
+    """Of one document: nothing else can tell the epochs apart."""
+    dataset = make(indexed, documents=range(4, 5), seq_length=3)
+    count = dataset.samples_per_epoch
+    firsts = [[int(dataset.sample(count * epoch + i)[0]) for i in range(count)] for epoch in range(3)]
+    assert count == 13 and len({tuple(epoch) for epoch in firsts}) == 3
+    assert len({tuple(sorted(epoch)) for epoch in firsts}) == 1
+
+
 def test_a_split_reads_its_own_documents_alone(indexed: IndexedDataset) -> None:
     dataset = make(indexed, documents=range(2, 5), seq_length=3)
     tokens = {int(token) for k in range(dataset.samples_per_epoch) for token in dataset.sample(k)}
@@ -170,11 +179,6 @@ def test_what_the_key_of_an_index_depends_on(tmp_path: Path) -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_negative_samples_are_refused(indexed: IndexedDataset) -> None:
-    with pytest.raises(IndexError, match="sample -1"):
-        make(indexed).sample(-1)
-
-
 def test_a_million_documents(tmp_path: Path) -> None:
     """Vectorised: an index of 1e6 documents takes well under the seconds that a Python loop would."""
     lengths = np.full(1_000_000, 4)
@@ -200,12 +204,12 @@ def test_later_epochs_are_made_in_the_background(indexed: IndexedDataset, tmp_pa
     assert len(leader.prepare(0, 4 * samples, epochs=2)) == 2 and entries() == 2
     for epoch, there in enumerate([2, 3, 4, 4]):
         assert np.array_equal(leader.sample(epoch * samples), plain.sample(epoch * samples))
-        if leader.behind is not None:
-            leader.behind.join()
+        if leader.background is not None:
+            leader.background.join()
         assert entries() == there
     follower = cached()
     follower.sample(0)
-    assert follower.behind is None
+    assert follower.background is None
 
 
 def test_a_background_build_that_fails_is_said_when_the_epoch_is_reached(
@@ -217,9 +221,9 @@ def test_a_background_build_that_fails_is_said_when_the_epoch_is_reached(
     dataset.sample(0)
     (tmp_path / "cache").rename(tmp_path / "away")
     (tmp_path / "cache").write_text("in the way")
-    dataset._prepare_behind(2)
-    assert dataset.behind is not None
-    dataset.behind.join()
+    dataset._prepare_in_background(2)
+    assert dataset.background is not None
+    dataset.background.join()
     with pytest.raises(ConfigError, match="cannot keep the index"):
         dataset.sample(2 * dataset.samples_per_epoch)
 

@@ -12,8 +12,8 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset
-from megalite.data.tools.verify import verify
-from tests.data.tools.layout import LETTERS, MIXED, NAMES, pack
+from megalite.preprocess.verify import verify
+from tests.preprocess.layout import LETTERS, MIXED, NAMES, pack
 from tests.support.patience import within
 
 VOCAB_SIZE = 120

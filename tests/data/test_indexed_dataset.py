@@ -1,18 +1,21 @@
+"""Token files read and written: bytes against the documented layout, and every fault named."""
+
 import os
 import pickle
+import random
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data import indexed_dataset
+from megalite.data import indexed_dataset, indexed_writer
 from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_dtype
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import IndexedDatasetWriter, TokenCounts, write_lengths_index
 from tests.data.token_files import write_by_layout
-from tests.data.tools.layout import MIXED, write
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -40,37 +43,10 @@ def test_reads_what_the_layout_says(prefix: Path) -> None:
     assert [dataset[i].tolist() for i in range(len(dataset))] == [d for d in DOCUMENTS if d]
     assert dataset.sizes.tolist() == [3, 1, 5, 2]
     assert dataset.document_indices.tolist() == [0, 1, 2, 2, 3, 4]
-    assert (dataset.dtype, dataset.num_tokens, dataset.max_token_id()) == (np.dtype("<u2"), 11, 65000)
-    assert dataset.read(2, 1, 3).tolist() == [8, 9, 10]
+    assert (dataset.dtype, dataset.num_tokens) == (np.dtype("<u2"), 11)
     assert dataset[-1].tolist() == [12, 13]
-    with pytest.raises(IndexError, match=r"\[3, 6\) of sequence 2, which has 5"):
-        dataset.read(2, 3, 3)
     with pytest.raises(IndexError, match="sequence 4 of 4"):
         dataset[4]
-
-
-@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_every_integer_type_is_read(tmp_path: Path, code: int, letter: str) -> None:
-    write_by_layout(tmp_path / "d", [[1, 2], [100]], code=code, letter=letter)
-    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "d")] == [[1, 2], [100]]
-
-
-def test_empty_dataset(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16):
-        pass
-    dataset = IndexedDataset(tmp_path / "d")
-    assert (len(dataset), dataset.num_tokens, dataset.max_token_id()) == (0, 0, -1)
-
-
-def test_max_token_id_of_a_sample_reads_spread_blocks(tmp_path: Path) -> None:
-    tokens = np.zeros(5 << 20, dtype=np.uint16)
-    tokens[(2 << 20) + 5] = 9
-    tokens[(1 << 20) + 5] = 11
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        writer.add_document(tokens)
-    dataset = IndexedDataset(tmp_path / "d")
-    assert dataset.max_token_id() == 11
-    assert dataset.max_token_id(sample=len(tokens) // 2) == 9
 
 
 def test_dtype_rule() -> None:
@@ -117,79 +93,50 @@ def dangle(path: Path) -> None:
 
 POINTERS = 34 + 4 * 4
 INDICES = 34 + 12 * 4
+CHANGED = {
+    "magic": (0, "<B", 0, r"d\.idx: byte 0: starts with b'\\x00MIDIDX.*expected b'MMIDIDX"),
+    "version": (9, "<Q", 1 << 32, r"byte 9: version 4294967296, expected 1; write"),
+    "dtype code": (17, "<B", 9, r"d\.idx: byte 17: dtype code 9, expected one of 1 uint8"),
+    "wider dtype": (17, "<B", 4, r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 12"),
+    "sequences": (18, "<Q", 5, r"d\.idx: 130 bytes, expected 142 for 5 sequences"),
+    "huge count": (18, "<Q", 1 << 60, r"d\.idx: 130 bytes, expected"),
+    "documents": (26, "<Q", 7, r"expected 138 for 4 sequences and 7 document"),
+    "length": (34, "<i", 4, r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 8"),
+    "negative length": (38, "<i", -1, r"d\.idx: byte 38: sequence 1 has length -1, expected"),
+    "last length": (46, "<i", 3, r"d\.bin: truncated: 22 bytes, expected 24"),
+    "pointer": (POINTERS + 16, "<q", 6, r"d\.idx: byte 66: sequence 2 starts at byte 6, expected 8"),
+    "first index": (INDICES, "<q", 1, r"d\.idx: byte 82: document indices start with 1, expected 0"),
+    "last index": (INDICES + 40, "<q", 3, r"d\.idx: byte 122: document indices end with 3, expected 4"),
+    "falling index": (INDICES + 16, "<q", 3, r"d\.idx: byte 106: document 2 holds sequences 3 to 2"),
+}
+
+
+@pytest.mark.parametrize("fault", CHANGED)
+def test_a_changed_field_is_named_at_open(prefix: Path, fault: str) -> None:
+    offset, fmt, value, message = CHANGED[fault]
+    change(prefix.with_suffix(".idx"), offset, fmt, value)
+    with pytest.raises(ConfigError, match=message):
+        IndexedDataset(prefix)
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
 FAULTS = {
-    "magic": (
-        lambda p: change(p / "d.idx", 0, "<B", 0),
-        r"d\.idx: byte 0: starts with b'\\x00MIDIDX.*expected b'MMIDIDX",
+    "short idx": (lambda p: cut(p / "d.idx", 129), r"d\.idx: 129 bytes"),
+    "half header": (lambda p: cut(p / "d.idx", 20), "at least the header's 34"),
+    "empty idx": (lambda p: cut(p / "d.idx", 0), r"d\.idx: byte 0: starts with b''"),
+    "no document index": (lambda p: no_document_index(p / "d.idx"), "byte 26: no document indices, exp"),
+    "swapped": (lambda p: swap(p / "d.idx", p / "d.bin"), r"d\.bin like an index \(have the two changed"),
+    "folder": (
+        lambda p: replace_by_folder(p / "d.idx"),
+        r"d\.idx cannot be read: Is a directory; give the",
     ),
-    "version": (
-        lambda p: change(p / "d.idx", 9, "<Q", 1 << 32),
-        r"byte 9: version 4294967296, expected 1; write",
-    ),
-    "dtype code": (
-        lambda p: change(p / "d.idx", 17, "<B", 9),
-        r"d\.idx: byte 17: dtype code 9, expected one of 1 uint8",
-    ),
-    "wider dtype": (
-        lambda p: change(p / "d.idx", 17, "<B", 4),
-        r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 12",
-    ),
-    "sequences": (
-        lambda p: change(p / "d.idx", 18, "<Q", 5),
-        r"d\.idx: 130 bytes, expected 142 for 5 sequences",
-    ),
-    "huge count": (lambda p: change(p / "d.idx", 18, "<Q", 1 << 60), r"d\.idx: 130 bytes, expected"),
-    "documents": (lambda p: change(p / "d.idx", 26, "<Q", 7), r"expected 138 for 4 sequences and 7 document"),
-    "length": (
-        lambda p: change(p / "d.idx", 34, "<i", 4),
-        r"d\.idx: byte 58: sequence 1 starts at byte 6, expected 8",
-    ),
-    "negative length": (
-        lambda p: change(p / "d.idx", 38, "<i", -1),
-        r"d\.idx: byte 38: sequence 1 has length -1, expected",
-    ),
-    "last length": (lambda p: change(p / "d.idx", 46, "<i", 3), r"d\.bin: truncated: 22 bytes, expected 24"),
-    "pointer": (
-        lambda p: change(p / "d.idx", POINTERS + 16, "<q", 6),
-        r"d\.idx: byte 66: sequence 2 starts at byte 6, expected 8",
-    ),
-    "first index": (
-        lambda p: change(p / "d.idx", INDICES, "<q", 1),
-        r"d\.idx: byte 82: document indices start with 1, expected 0",
-    ),
-    "last index": (
-        lambda p: change(p / "d.idx", INDICES + 40, "<q", 3),
-        r"d\.idx: byte 122: document indices end with 3, expected 4",
-    ),
-    "falling index": (
-        lambda p: change(p / "d.idx", INDICES + 16, "<q", 3),
-        r"d\.idx: byte 106: document 2 holds sequences 3 to 2",
-    ),
-    "short idx": (lambda p: (p / "d.idx").write_bytes((p / "d.idx").read_bytes()[:-1]), r"d\.idx: 129 bytes"),
-    "half header": (
-        lambda p: (p / "d.idx").write_bytes((p / "d.idx").read_bytes()[:20]),
-        r"at least the header's 34",
-    ),
-    "empty idx": (lambda p: (p / "d.idx").write_bytes(b""), r"d\.idx: byte 0: starts with b''"),
-    "no document index": (
-        lambda p: no_document_index(p / "d.idx"),
-        r"byte 26: no document indices, expected 4",
-    ),
-    "swapped": (
-        lambda p: swap(p / "d.idx", p / "d.bin"),
-        r"d\.bin like an index \(have the two changed names",
-    ),
-    "folder": (lambda p: replace_by_folder(p / "d.idx"), r"d\.idx is a folder, expected a plain file"),
-    "pipe": (lambda p: replace_by_pipe(p / "d.bin"), r"d\.bin is a pipe or a device, expected a plain file"),
+    "pipe": (lambda p: replace_by_pipe(p / "d.bin"), r"d\.bin .* it is a pipe or device, not a file"),
     "dangling link": (lambda p: dangle(p / "d.idx"), r"d\.idx cannot be read: No such file"),
-    "short bin": (
-        lambda p: (p / "d.bin").write_bytes(bytes(21)),
-        r"d\.bin: truncated: 21 bytes, expected 22",
-    ),
-    "long bin": (
-        lambda p: (p / "d.bin").write_bytes(bytes(24)),
-        r"d\.bin: longer than its index says: 24 bytes",
-    ),
+    "short bin": (lambda p: cut(p / "d.bin", 21), r"d\.bin: truncated: 21 bytes, expected 22"),
+    "long bin": (lambda p: (p / "d.bin").write_bytes(bytes(24)), r"d\.bin: longer than its index says: 24"),
     "no bin": (lambda p: (p / "d.bin").unlink(), r"d\.bin does not exist; a dataset is a pair"),
     "no idx": (lambda p: (p / "d.idx").unlink(), r"d\.idx does not exist; a dataset is a pair"),
 }
@@ -204,17 +151,11 @@ def test_a_fault_is_named_at_open(prefix: Path, fault: str) -> None:
 
 
 UNSUPPORTED = {
-    "version": (lambda p: change(p, 9, "<Q", 2), r"byte 9: version 2 of the format, expected 1"),
+    "version": (lambda p: change(p, 9, "<Q", 2), "byte 9: version 2 of the format, expected 1"),
     "float64": (lambda p: change(p, 17, "<B", 6), "byte 17: dtype code 6, float64"),
     "float32": (lambda p: change(p, 17, "<B", 7), "byte 17: dtype code 7, float32"),
-    "modes": (
-        lambda p: p.write_bytes(p.read_bytes() + bytes(4)),
-        "byte 130: mode bytes of a multimodal dataset",
-    ),
-    "TNTIDX": (
-        lambda p: p.write_bytes(b"TNTIDX\0\0" + bytes(40)),
-        "byte 0: starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX",
-    ),
+    "modes": (lambda p: p.write_bytes(p.read_bytes() + bytes(4)), "byte 130: mode bytes of a multimodal"),
+    "TNTIDX": (lambda p: p.write_bytes(b"TNTIDX\0\0" + bytes(40)), "byte 0: starts with TNTIDX, the format"),
 }
 
 
@@ -256,8 +197,8 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
 ) -> None:
     read_header = IndexedDataset._read_header
 
-    def cut_then(self: IndexedDataset, descriptor: int) -> tuple[np.dtype, int, int]:
-        found = read_header(self, descriptor)
+    def cut_then(self: IndexedDataset, file: BinaryIO) -> tuple[np.dtype, int, int]:
+        found = read_header(self, file)
         os.truncate(self.idx_path, 40)
         return found
 
@@ -270,7 +211,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
 def test_faults_are_found_at_the_edges_of_blocks(
     prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+    monkeypatch.setattr(indexed_dataset, "_CHECKED_BYTES", 4 * block)
     assert IndexedDataset(prefix).num_documents == 5
     original = prefix.with_suffix(".idx").read_bytes()
     places = [("<q", POINTERS + 8 * i) for i in range(4)] + [("<q", INDICES + 8 * i) for i in range(6)]
@@ -308,14 +249,6 @@ def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
     assert peak < 4 << 20
 
 
-def test_sequences_without_tokens(tmp_path: Path) -> None:
-    """Megatron-LM's and datatrove's builders write one for empty text."""
-    write(tmp_path / "d", MIXED)
-    dataset = IndexedDataset(tmp_path / "d")
-    assert [sequence.tolist() for sequence in dataset] == [s for document in MIXED for s in document]
-    assert (dataset.num_documents, dataset.num_tokens, dataset.max_token_id()) == (6, 13, 13)
-
-
 def test_a_failed_writer_leaves_what_was_there(prefix: Path) -> None:
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
     with pytest.raises(RuntimeError, match="power"), IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -344,3 +277,51 @@ def test_ids_that_do_not_fit_are_refused(tmp_path: Path, bad: int) -> None:
 def test_float_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="type float32 cannot be stored; use one of uint8"):
         IndexedDatasetWriter(tmp_path / "d", np.float32)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 1000])
+def test_an_index_made_in_blocks_has_the_documented_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    draw = random.Random(block)
+    documents = [[draw.randrange(60000) for _ in range(draw.randrange(4))] for _ in range(100)]
+    documents = [[], *documents, []]
+    write_by_layout(tmp_path / "theirs", documents)
+    monkeypatch.setattr(indexed_writer, "_BLOCK", block)
+    with IndexedDatasetWriter(tmp_path / "ours", np.uint16) as writer:
+        for document in documents[:50]:
+            writer.add_document(document)
+        rest = np.array([token for document in documents[50:] for token in document], dtype=np.int32)
+        writer.add_documents(rest, np.array([len(document) for document in documents[50:]]))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("ours*")) == ["ours.bin", "ours.idx"]
+    assert (writer.num_documents, writer.num_tokens) == (102, sum(map(len, documents)))
+
+
+def test_lengths_go_to_a_file_while_documents_are_added(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "d", np.uint16)
+    writer.add_documents(np.zeros(300_000, dtype=np.uint16), np.ones(300_000, dtype=np.int64))
+    (lengths,) = tmp_path.glob("d.lengths.*.tmp")
+    assert lengths.stat().st_size == 4 * 300_000
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_document_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_writer, "LENGTH", np.dtype("i1"))
+    with (
+        pytest.raises(ConfigError, match="a document of 128 tokens; the format holds at most 127: split it"),
+        IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer,
+    ):
+        writer.add_document([1] * 127)
+        writer.add_document([1] * 128)
+
+
+def test_lengths_that_another_program_has_changed(tmp_path: Path) -> None:
+    counts = TokenCounts(np.dtype("<u2"))
+    counts.add_lengths(np.array([3, 4], dtype="<i4"))
+    counts.tokens = 7
+    np.array([3, 5], dtype="<i4").tofile(tmp_path / "lengths")
+    with pytest.raises(ConfigError, match="7 tokens in 2 documents were written, and their lengths sum to 8"):
+        write_lengths_index(tmp_path / "idx", tmp_path / "lengths", counts)

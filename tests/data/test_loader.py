@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.data.dataset import Packing
 from megalite.data.loader import BatchLoader, Microbatch
-from megalite.data.sample_source import Packing
 
 
 class Counting:
-    """Sample k holds k·100, k·100 + 1, ...; records which thread asked for which sample."""
+    """Sample k holds k·100, k·100 + 1, ...; records which thread asked for which sample, once it may give any."""
 
-    def __init__(self, seq_length: int = 6) -> None:
+    def __init__(self, seq_length: int = 6, *, may: bool = True) -> None:
         self.seq_length = seq_length
         self.asked: list[tuple[int, str]] = []
+        self.may = threading.Event()
+        if may:
+            self.may.set()
 
     def sample(self, k: int) -> np.ndarray:
+        assert self.may.wait(60)
         self.asked.append((k, threading.current_thread().name))
         if k == 666:
             raise ConfigError("bad sample 666")
@@ -31,9 +35,8 @@ def loader(
     dataset: Counting, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 2, **more: object
 ) -> BatchLoader:
     settings = {"seq_length": 6, "eod_token": None, "eod_mask_loss": False} | more
-    return BatchLoader(
-        dataset, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, **settings
-    )  # type: ignore[arg-type]
+    layout = {"dp_rank": dp_rank, "dp_size": dp_size, "micro_batch_size": micro_batch_size}
+    return BatchLoader(dataset, **layout, **settings)  # type: ignore[arg-type]
 
 
 def test_a_microbatch() -> None:
@@ -42,11 +45,8 @@ def test_a_microbatch() -> None:
     assert batch.tokens.tolist() == [[*range(300, 306)], [*range(400, 406)]]
     assert batch.labels.tolist() == [[*range(301, 307)], [*range(401, 407)]]
     assert batch.loss_mask.tolist() == [[1.0] * 6] * 2
-    assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (
-        torch.int64,
-        torch.int64,
-        torch.float32,
-    )
+    types = (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype)
+    assert types == (torch.int64, torch.int64, torch.float32)
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
@@ -56,30 +56,23 @@ def test_megatrons_order() -> None:
     assert ids == [[(100, 101), (104, 105)], [(102, 103), (106, 107)]]
 
 
-@pytest.mark.parametrize(
-    ("dp_size", "micro_batch_size"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 2)]
-)
-def test_every_layout_reads_the_same_samples(dp_size: int, micro_batch_size: int) -> None:
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 2)])
+def test_every_layout_reads_the_same_samples_each_once(dp_size: int, micro: int) -> None:
     seen: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        for batch in loader(Counting(), rank, dp_size, micro_batch_size).load(24, 12):
-            for number, tokens in zip(batch.sample_ids, batch.tokens.tolist()):
-                assert number not in seen
-                seen[number] = tokens
+        dataset = Counting()
+        batches = loader(dataset, rank, dp_size, micro).load(24, 12)
+        for number, tokens in ((n, t) for b in batches for n, t in zip(b.sample_ids, b.tokens.tolist())):
+            assert number not in seen
+            seen[number] = tokens
+        assert [k for k, _ in dataset.asked] == [k for batch in batches for k in batch.sample_ids]
     assert seen == {k: [*range(100 * k, 100 * k + 6)] for k in range(24, 36)}
 
 
-def test_a_rank_reads_nothing_but_its_own() -> None:
-    dataset = Counting()
-    loader(dataset, 1, 2, 2).load(0, 8)
-    assert [k for k, _ in dataset.asked] == [2, 3, 6, 7]
-
-
 def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
-    (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=True).load(3, 1)
-    assert batch.tokens[0, 2] == 302 and batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 1]]
-    (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=False).load(3, 1)
-    assert batch.loss_mask.tolist() == [[1] * 6]
+    for masked, mask in ((True, [1, 1, 0, 1, 1, 1]), (False, [1] * 6)):
+        (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=masked).load(3, 1)
+        assert batch.tokens[0, 2] == 302 and batch.loss_mask.tolist() == [mask]
     with pytest.raises(ConfigError, match="eod_mask_loss is set but the end-of-document token is unknown"):
         loader(Counting(), eod_mask_loss=True)
 
@@ -106,51 +99,41 @@ def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> 
         loader(Counting(), find_documents=True)
 
 
-class Packed(Counting):
-    """Sample 0 is full of three documents, and 1 holds one of three tokens."""
-
-    def packing(self, k: int) -> Packing:
-        return [Packing((0, 2, 5), 6), Packing((0,), 2)][k]
-
-
 def test_packed_samples_say_where_documents_are_and_what_counts() -> None:
-    settings = {"packed": True, "find_documents": True, "eod_mask_loss": True}
+    class Packed(Counting):
+        """Sample 0 is full of three documents, and 1 holds one of three tokens."""
+
+        def packing(self, k: int) -> Packing:
+            return [Packing((0, 2, 5), 6), Packing((0,), 2)][k]
+
+    # An end-of-document token, 3 here, has no part in them.
+    settings = {"packed": True, "find_documents": True, "eod_mask_loss": True, "eod_token": 3}
     (batch,) = loader(Packed(), **settings).load(0, 2)
     # The last tokens of documents predict nothing, but for the one that is no input; padding is a document.
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]]
-    assert batch.document_starts == ((0, 2, 5), (0, 2))
+    assert batch.document_starts == ((0, 2, 5), (0, 2)) and batch.tokens[0, 3] == 3
     (part,) = loader(Packed(), **settings, spans=((1, 3), (4, 6))).load(0, 2)
     assert part.loss_mask.tolist() == [[0, 1, 0, 1], [1, 0, 0, 0]]
     assert part.document_starts == batch.document_starts
 
 
-def test_end_of_document_tokens_have_no_part_in_packed_samples() -> None:
-    (batch,) = loader(Packed(), packed=True, eod_token=3, eod_mask_loss=True, find_documents=True).load(0, 2)
-    assert batch.tokens[0, 3] == 3 and batch.loss_mask[0, 3] == 1
-    assert batch.document_starts == ((0, 2, 5), (0, 2))
-
-
 @pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])
 def test_a_batch_that_does_not_divide(size: int, works: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"global_batch_size {size} does not divide by .*= 4; {works} works"
-    ):
+    message = rf"global_batch_size {size} does not divide by .*= 4; {works} works"
+    with pytest.raises(ConfigError, match=message):
         loader(Counting(), 0, 2, 2).load(0, size)
 
 
 def equal(left: list[Microbatch], right: list[Microbatch]) -> bool:
-    return all(
-        a.sample_ids == b.sample_ids and torch.equal(a.tokens, b.tokens)
-        for a, b in zip(left, right, strict=True)
-    )
+    pairs = zip(left, right, strict=True)
+    return all(a.sample_ids == b.sample_ids and torch.equal(a.tokens, b.tokens) for a, b in pairs)
 
 
 def test_prefetch_reads_in_the_background_and_load_takes_it() -> None:
     dataset = Counting()
     ahead = loader(dataset)
     ahead.prefetch(8, 4)
-    result = ahead.load(8, 4)
-    assert equal(result, loader(Counting()).load(8, 4))
+    assert equal(ahead.load(8, 4), loader(Counting()).load(8, 4))
     assert {name.startswith("megalite-loader") for _, name in dataset.asked} == {True}
     assert len(dataset.asked) == 4
     ahead.load(12, 4)
@@ -175,69 +158,55 @@ def test_a_fault_in_the_thread_surfaces_in_load() -> None:
     with pytest.raises(ConfigError, match="bad sample 666"):
         ahead.load(666, 2)
     ahead.prefetch(666, 2)
-    assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # nobody asked for the bad one
+    assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # the bad one is not wanted
     ahead.close()
-
-
-class Slow(Counting):
-    """Does not give a sample before it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may = threading.Event()
-
-    def sample(self, k: int) -> np.ndarray:
-        assert self.may.wait(60)
-        return super().sample(k)
 
 
 def test_the_time_that_load_waits_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("megalite.data.loader.time.perf_counter", lambda: now[0])
 
-    class Counted(Counting):
+    class Timed(Counting):
         def sample(self, k: int) -> np.ndarray:
             now[0] += 0.25
             return super().sample(k)
 
-    ahead = loader(Counted())
+    ahead = loader(Timed())
     ahead.load(0, 4)
     assert ahead.waited == 1.0
     ahead.prefetch(4, 4)
-    while len(ahead.dataset.asked) < 8:
+    while len(ahead.dataset.asked) < 8:  # type: ignore[attr-defined]
         time.sleep(0.001)
     ahead.load(4, 4)
     assert ahead.waited == 0.0
 
 
 def test_an_unwanted_read_ends_with_its_microbatch() -> None:
-    dataset = Slow()
+    dataset = Counting(may=False)
     ahead = loader(dataset)
     ahead.prefetch(0, 1000)
     assert ahead._ahead is not None
-    ahead._ahead._unwanted.set()
+    ahead._ahead.unwanted.set()
     dataset.may.set()
     assert ahead.load(2000, 2)[0].sample_ids == (2000, 2001)
     assert len(dataset.asked) <= 4
 
 
-def test_close_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "megalite-loader"]
+
     monkeypatch.setattr("megalite.data.loader._PATIENCE", 0.01)
-    dataset = Slow()
+    dataset = Counting(may=False)
     ahead = loader(dataset)
     ahead.prefetch(0, 2)
     ahead.close()
-    assert dataset.asked == []
-    assert [thread.daemon for thread in threading.enumerate() if thread.name == "megalite-loader"] == [True]
+    assert dataset.asked == [] and [thread.daemon for thread in threads()] == [True]
     dataset.may.set()
-
-
-def test_close_ends_the_thread() -> None:
-    ahead = loader(Counting())
-    ahead.prefetch(0, 2)
-    ahead.close()
     deadline = time.monotonic() + 5
-    while any(thread.name.startswith("megalite-loader") for thread in threading.enumerate()):
+    while threads():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ahead.close()

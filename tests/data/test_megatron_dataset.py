@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
+from megalite.data import megatron_dataset as megatron_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, blend_sizes
-from megalite.data.megatron_order import MegatronPlan
+from megalite.data.megatron_dataset import (
+    MegatronBlend,
+    MegatronDataset,
+    MegatronPlan,
+    blend_sizes,
+    fill_greedy,
+)
 from tests.data.megatron_cases import Case, our_digests
 from tests.data.token_files import distinct_documents, write_by_layout
 
@@ -47,7 +53,7 @@ def make(folder: Path, num_samples: int | None, *, cache: IndexCache | None = No
 def test_sample_index_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make(tmp_path, 100).arrays
     for block in (1, 3, 7):
-        monkeypatch.setattr("megalite.data.megatron_order._BLOCK", block)
+        monkeypatch.setattr("megalite.data.megatron_dataset._BLOCK", block)
         for name, array in make(tmp_path, 100).arrays.items():
             assert np.array_equal(array, whole[name]), (block, name)
 
@@ -139,3 +145,48 @@ def test_large_indices_are_kept(tmp_path: Path) -> None:
     plain, kept = blend(None), blend(cache())
     assert all(np.array_equal(plain.sample(k), kept.sample(k)) for k in range(40))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
+
+
+def greedy(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rule itself, a step at a time."""
+    index, ordinal = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    counts = [0] * len(weights)
+    for k in range(size):
+        errors = [weight * max(float(k), 1.0) - float(count) for weight, count in zip(weights, counts)]
+        best = errors.index(max(errors))
+        index[k], ordinal[k] = best, counts[best]
+        counts[best] += 1
+    return index, ordinal
+
+
+RANDOM = np.random.RandomState(0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        ([1.0], 5),
+        ([1.0], 3000),
+        ([0.5, 0.5], 1),
+        ([0.3, 0.7], 2),
+        ([0.3, 0.7], 40000),
+        ([1, 1, 1, 1, 1, 1, 1], 9999),
+        ([3, 1, 1e-3, 7, 2, 1e-6], 30000),
+        ([1, 1e-5], 30000),
+        (RANDOM.random_sample(10), 30000),
+        (RANDOM.random_sample(60) ** 4, 8000),
+        (RANDOM.randint(1, 6, 24), 5000),
+    ],
+)
+def test_the_greedy_choice_to_the_bit(
+    weights: list[float], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several waves, and stretches so short that many guesses are wrong.
+    monkeypatch.setattr(megatron_blend, "_LANES", 64)
+    monkeypatch.setattr(megatron_blend, "_STEPS", 100)
+    shares = np.array(weights, dtype=np.float64)
+    shares /= shares.sum()
+    index, ordinal = np.empty(size, np.int16), np.empty(size, np.int64)
+    fill_greedy({"dataset_index": index, "dataset_sample_index": ordinal}, shares)
+    expected_index, expected_ordinal = greedy(shares, size)
+    assert np.array_equal(index, expected_index) and np.array_equal(ordinal, expected_ordinal)

@@ -1,19 +1,25 @@
+"""From settings to datasets, and which samples a run reads."""
+
 import errno
 import os
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megalite.config.data import DataConfig
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
+from megalite.data.dataset import MockDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter
-from megalite.data.mock_dataset import MockDataset
 from megalite.data.packed_dataset import PackedDataset
-from megalite.data.sources import Datasets, build_datasets
+from megalite.data.sources import Datasets, build_datasets, megatron_lengths, samples_to_read
 from megalite.data.token_files import TokenFiles
 from tests.data.token_files import write_by_layout
 
@@ -114,7 +120,7 @@ def test_a_name_that_cannot_be_looked_up(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("stat", "Permission denied; a prefix is"), ("iterdir", "cannot be listed .Permission denied.; check")],
+    [("stat", "Permission denied; a prefix is"), ("iterdir", "Permission denied; a prefix is")],
 )
 def test_a_folder_without_permission(
     function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +151,7 @@ def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
     assert f"the folder {folder}/no does not exist" in message(folder / "no" / "zzz")
     assert f"give the prefix alone: {web}" in message(Path(f"{web}.bin"))
     Path(f"{web}.bin").unlink()
-    assert f"{web}.bin is missing, {web}.idx is there" in message(web)
+    assert f"{web}.bin is missing, {web}.idx exists" in message(web)
     (folder / "empty").mkdir()
     assert "has no .idx file" in message(folder / "empty" / "zzz")
 
@@ -247,3 +253,41 @@ def test_a_short_split_that_nobody_reads_is_no_fault(folder: Path) -> None:
             vocab_size=10,
             splits=("test",),
         )
+
+
+def config(**settings: Any) -> RunConfig:
+    values = {"train_iters": 100, "global_batch_size": 8, "vocab_size": 64, "mock_data": True} | settings
+    return validate(replace(RunConfig(), **values), 1, frozenset(values))
+
+
+def test_what_a_run_reads() -> None:
+    assert samples_to_read(config()) == {"train": (0, 800)}
+    evaluates = config(eval_interval=30, eval_iters=5)
+    expected = {"train": (80, 800), "valid": (0, 40), "test": (0, 40)}
+    assert samples_to_read(evaluates, step=10, samples=80) == expected
+    # Resumed after smaller batches: the steps count.
+    assert samples_to_read(config(), step=10, samples=40)["train"] == (40, 760)
+    assert samples_to_read(config(), step=100, samples=800)["train"] == (800, 800)
+
+
+def test_a_ramp_up_is_followed() -> None:
+    ramp = config(train_iters=None, train_samples=1000, rampup_batch_size=[2, 2, 60])
+    first, stop = samples_to_read(ramp)["train"]
+    assert (first, 1000 - stop < 8) == (0, True)
+    assert samples_to_read(ramp, step=3, samples=6)["train"] == (6, stop)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, {"train": 800}),
+        # Megatron-LM, training.py: (100 // 30 + 1) * 5 evaluations of 8 samples.
+        ({"eval_interval": 30, "eval_iters": 5}, {"train": 800, "valid": 160, "test": 40}),
+        (
+            {"train_iters": None, "train_samples": 803, "eval_interval": 50, "eval_iters": 2},
+            {"train": 803, "valid": 48, "test": 16},
+        ),
+    ],
+)
+def test_megatrons_lengths(settings: dict[str, Any], lengths: dict[str, int]) -> None:
+    assert megatron_lengths(config(**settings)) == lengths

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalite.kernels.lamb import norm
-from megalite.optimizers.flat import Update
+from megalite.kernels.optimizer_ops import norm
+from megalite.optimizers.base import Update
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext
 
@@ -99,7 +99,7 @@ class Warmed:
         for name in SHAPES:
             parts = torch.stack([gradient(name, step, rank) for rank in range(self.ranks)])
             getattr(run.toy, name).accumulate(parts.sum(dim=0))
-        run.strategy.finish_gradients()
+        run.strategy.finish_grad_sync()
         run.strategy.update(run.optimizer, Update(step=step, lr=0.05, weight_decay=DECAY))
         return run.weights()
 
@@ -130,6 +130,21 @@ def below(moment: torch.Tensor, updates: int, beta2: float = B2) -> tuple[torch.
     return moment.sqrt() + EPS * factor, factor
 
 
+def bounded(moments: Tensors, groups: Sequence[Sequence[str]]) -> Tensors:
+    """Second moments that are no smaller than a hundredth of the mean over the tensors of their group."""
+    found = {}
+    for names in groups:
+        total = sum(float(moments[name].sum(dtype=torch.float64)) for name in names)
+        lowest = 0.01 * total / sum(moments[name].numel() for name in names)
+        found.update({name: moments[name].clamp(min=lowest) for name in names})
+    return found
+
+
+def each_alone() -> list[list[str]]:
+    """Every tensor is a group."""
+    return [[name] for name in SHAPES]
+
+
 def onebit_adam(
     buckets: Sequence[Layout], ranks: int, *, freeze: int, steps: int, scale: str = "tensor", lr: float = 0.05
 ) -> list[Tensors]:
@@ -138,6 +153,7 @@ def onebit_adam(
     found = [warmed.step(step) for step in range(1, freeze + 1)]
     weights = {name: value.clone() for name, value in found[-1].items()}
     m, v = warmed.moments()
+    v = bounded(v, [list(bucket.places) for bucket in buckets] if scale == "bucket" else each_alone())
     for step in range(freeze + 1, steps + 1):
         m = means.mean([blend(m, own) for own in own_gradients(step, ranks)])
         for name, x in weights.items():
@@ -169,6 +185,7 @@ def onebit_lamb(
             ratios[name] = 0.9 * ratios[name] + (1.0 - 0.9) * ratio if name in ratios else ratio
     weights = {name: value.clone() for name, value in found[-1].items()}
     m, v = warmed.moments()
+    v = bounded(v, each_alone())
     fresh = {name: value / (1.0 - beta2**freeze) for name, value in v.items()}
     r = dict.fromkeys(ratios, 1.0)
     sigma = dict.fromkeys(SHAPES, 1.0)
@@ -223,6 +240,8 @@ def zero_one_adam(
     found, seen, decay, total = [], 0, 1.0, 0.0
     for step in range(1, steps + 1):
         rate, kept = lr / (1.0 - B1**step), 1.0 - lr * DECAY
+        if step - 1 in variance_steps and step not in variance_steps:
+            v = bounded(v, each_alone())
         if step <= freeze:
             if step in variance_steps:
                 seen += 1

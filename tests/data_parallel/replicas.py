@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel import diloco
+from megalite.data_parallel.more import local_sgd
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial
 from tests.support.ranks import RankContext
 
@@ -111,7 +111,7 @@ def run_toy(
     torch.set_num_threads(1)
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diloco, "fragment_of", toy_fragment)
+        patch.setattr(local_sgd, "fragment_of", toy_fragment)
         run = ToyRun(context.topology(dp=dp), {"reduction_order": "rank", **settings})
     for step in range(1, steps + 1):
         if step in overflow_at:

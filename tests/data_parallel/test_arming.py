@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 
-from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.buckets import Bucket, make_buckets
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import AllReduce
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import DONE, Group, Work
 
-MAKE = ParameterFactory(
+FACTORY = ParameterFactory(
     tp=Group("tp", (0, 1), 0),
     seed=1,
     dtype=torch.float32,
@@ -26,11 +26,11 @@ class Stage(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = MAKE.make("first", SHAPE, shard_dim=0, std=1.0)
-        self.second = MAKE.make("second", SHAPE, shard_dim=0, std=1.0)
-        self.table = MAKE.make("table", SHAPE, shard_dim=0, std=1.0, uses=2)
-        self.norm = MAKE.make("norm", (5,), decay=False, in_sequence_region=True)
-        self.bias = MAKE.make("bias", (4,), shard_dim=0, decay=False)
+        self.first = FACTORY.parameter("first", SHAPE, shard_dim=0, std=1.0)
+        self.second = FACTORY.parameter("second", SHAPE, shard_dim=0, std=1.0)
+        self.table = FACTORY.parameter("table", SHAPE, shard_dim=0, std=1.0, uses=2)
+        self.norm = FACTORY.parameter("norm", (5,), decay=False, in_sequence_region=True)
+        self.bias = FACTORY.parameter("bias", (4,), shard_dim=0, decay=False)
 
 
 class Armed:
@@ -66,13 +66,13 @@ class Armed:
 
 def test_a_whole_backward_gives_each_parameter_its_share() -> None:
     me = Armed()
-    me.strategy.arm(3)
+    me.strategy.enable_grad_sync(3)
     assert me.give() == []
     assert me.give("bias", "table") == ["bias"]
     assert me.give("second", "table", "first", "norm") == ["second", "table", "first"]
-    me.strategy.launch(3)
+    me.strategy.start_grad_sync(3)
     assert me.give() == [], "the norm's bucket is summed over tp first"
-    me.strategy.finish_gradients()
+    me.strategy.finish_grad_sync()
     assert me.give() == ["norm"]
 
 
@@ -80,40 +80,42 @@ def test_with_matrices_pending_the_rest_starts_at_once_and_each_of_them_when_it_
     me = Armed()
     stage = me.stage
     assert me.give("norm", "bias", "first") == []
-    me.strategy.arm(3, [stage.table, stage.second, stage.table])
+    me.strategy.enable_grad_sync(3, [stage.table, stage.second, stage.table])
     assert sorted(me.give()) == ["bias", "first"]
     assert me.give("table") == []
     assert me.give("second") == ["second"]
     assert me.give("table") == ["table"]
-    me.strategy.launch(3)
+    me.strategy.start_grad_sync(3)
     assert me.give() == []
 
 
 def test_with_nothing_pending_everything_starts() -> None:
     me = Armed()
-    me.strategy.arm(3, [])
+    me.strategy.enable_grad_sync(3, [])
     assert sorted(me.give()) == ["bias", "first", "second", "table"]
 
 
 @pytest.mark.parametrize("pending", [None, ["second"], []], ids=str)
 def test_without_overlap_nothing_starts_before_the_launch(pending: list[str] | None) -> None:
     me = Armed(overlap=False)
-    me.strategy.arm(3, None if pending is None else [getattr(me.stage, name) for name in pending])
+    me.strategy.enable_grad_sync(
+        3, None if pending is None else [getattr(me.stage, name) for name in pending]
+    )
     assert me.give("norm", "bias", "table", "second", "table", "first") == []
-    me.strategy.launch(3)
+    me.strategy.start_grad_sync(3)
     assert sorted(me.give()) == ["bias", "first", "second", "table"]
 
 
 def test_a_bucket_counts_what_is_pending_of_its_own() -> None:
     stage, calls = Stage(), list[str]()
     (bucket,) = make_buckets(
-        [stage.first, stage.second], bucket_size=10**6, align=lambda kind: 64, grad_dtype=torch.float32
+        [stage.first, stage.second], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32
     )
     grad = torch.ones(stage.first.shape)
-    bucket.arm(lambda: calls.append("full"), Counter([stage.second, stage.table, stage.second]))
+    bucket.start_counting(lambda: calls.append("full"), Counter([stage.second, stage.table, stage.second]))
     stage.second.accumulate(grad)
     assert calls == [], "one of two; the third is another bucket's"
     stage.second.accumulate(grad)
     assert calls == ["full"]
-    bucket.arm(lambda: calls.append("none"), Counter([stage.table]))
+    bucket.start_counting(lambda: calls.append("none"), Counter([stage.table]))
     assert calls == ["full", "none"]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.async_parameter_server import AsyncParameterServer
-from megalite.data_parallel.staleness import ByArrival, Event, Kind, Ledger, Scripted
-from megalite.optimizers.flat import Update
+from megalite.data_parallel.more.async_parameter_server import AsyncParameterServer
+from megalite.data_parallel.more.server_link import ByArrival, Event, Kind, Ledger
+from megalite.optimizers.base import Update
 from megalite.topology.topology import Topology
-from tests.data_parallel.test_simulated import adam, assert_same
-from tests.data_parallel.toy import SHAPES, ToyRun, gradient
+from tests.data_parallel.scripted import Scripted
+from tests.data_parallel.toy import SHAPES, ToyRun, adam, assert_same, gradient
 from tests.support.ranks import RankContext, run_ranks
 
 Weights = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megalite.data_parallel.background import Background
+from megalite.data_parallel.wire import Background
 
 CPU = torch.device("cpu")
 

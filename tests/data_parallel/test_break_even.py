@@ -2,20 +2,17 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megalite.data_parallel import break_even
-from megalite.data_parallel.break_even import BreakEven
-from megalite.data_parallel.means_costs import Costs
+from megalite.data_parallel.more import break_even
+from megalite.data_parallel.more.break_even import BreakEven, Costs
 from megalite.data_parallel.wire import WireCounter
-from megalite.optimizers.base import Exchange
-from megalite.optimizers.flat import FlatParameter, Update
-from megalite.optimizers.onebit_adam import OneBitAdam
+from megalite.optimizers.base import Exchange, Update
+from megalite.optimizers.onebit import OneBitAdam
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 
@@ -160,7 +157,7 @@ def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
         mock.patch.object(WireCounter, "add", counted),
         mock.patch.object(WireCounter, "take", lambda counter: sent[-1]),
     ):
-        whole = sum(strategy._break_even._reduction(bucket)[1] for bucket in strategy._break_even.groups)
+        whole = sum(strategy._break_even._reduction(bucket)[1] for bucket in strategy._break_even._buckets)
     run.strategy.close()
     return whole, sum(sent)
 
@@ -175,18 +172,10 @@ def test_a_reduction_is_measured_by_a_part_of_it() -> None:
 def lossy_steps(wait: float, reduction: float) -> Costs:
     """What is made of five steps with lossy means, 3 s each."""
     measured = BreakEven(
-        groups={},
-        make=mock.Mock(),
-        options=mock.Mock(),
-        background=mock.Mock(),
-        world=mock.Mock(),
-        warmup=0.0,
-        all_alike=True,
+        mock.Mock(), [mock.Mock(grad=torch.zeros(4))], mock.Mock(), warmup=0.0, all_alike=True
     )
     measured._done, measured._lossy = False, True
     measured._times, measured._waits = [3.0], [wait]
-    bucket = mock.Mock(grad=torch.zeros(4))
-    measured.groups = {bucket: mock.Mock(size=2)}
     with (
         mock.patch.object(measured, "_reduction", lambda bucket: (reduction, 100.0)),
         mock.patch.object(measured, "_codec", lambda bucket, counter: 0.1),
@@ -206,17 +195,14 @@ def test_the_optimizers_own_work_is_measured_beside_the_run() -> None:
     """An optimizer that sleeps in frozen steps; the run's own is not stepped."""
 
     class Slow(OneBitAdam):
-        def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Slow":
-            return Slow(parameters, self._config, self.freeze.at(freeze_step))
-
         def _frozen_step(self, update: Update, exchange: Exchange) -> None:
             time.sleep(0.05)
 
     run = ToyRun(RankContext(0, {}).topology(dp=1), {"optimizer": "onebit-adam", "freeze_step": 20})
     own: Any = run.optimizer
-    slow = Slow(own.parameters, run.config.optimizer, own.freeze)
+    slow = Slow(own.parameters, run.config.optimizer, own.freeze, group=run.topology.world)
     strategy: Any = run.strategy
-    assert strategy._break_even._optimizer is own
-    strategy._break_even.follow(slow)
+    assert strategy._break_even.optimizer is own
+    strategy._break_even.optimizer = slow
     assert strategy._break_even._optimizer_extra() > 0.04
     assert slow.updates == 0 and own.freeze.step == 20

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.data_parallel.facts import ALIGNMENT
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 
-MAKE = ParameterFactory(
+FACTORY = ParameterFactory(
     tp=Group("tp", (0, 1), 0),
     seed=1,
     dtype=torch.bfloat16,
@@ -21,23 +22,23 @@ def parameters() -> list[ShardedParameter]:
     made = []
     for layer in range(2):
         made += [
-            MAKE.make(f"{layer}.split", (6, 5), shard_dim=0, std=1.0),
-            MAKE.make(f"{layer}.split.bias", (6,), shard_dim=0, decay=False, value=0.5),
-            MAKE.make(f"{layer}.whole", (4, 5), std=1.0),
-            MAKE.make(f"{layer}.norm", (5,), decay=False, in_sequence_region=True, value=1.0),
-            MAKE.make(f"{layer}.router", (3, 5), std=1.0, always_partial=True),
-            MAKE.make(f"{layer}.experts", (3, 4, 5), shard_dim=1, std=1.0, expert=True),
+            FACTORY.parameter(f"{layer}.split", (6, 5), shard_dim=0, std=1.0),
+            FACTORY.parameter(f"{layer}.split.bias", (6,), shard_dim=0, decay=False, value=0.5),
+            FACTORY.parameter(f"{layer}.whole", (4, 5), std=1.0),
+            FACTORY.parameter(f"{layer}.norm", (5,), decay=False, in_sequence_region=True, value=1.0),
+            FACTORY.parameter(f"{layer}.router", (3, 5), std=1.0, always_partial=True),
+            FACTORY.parameter(f"{layer}.experts", (3, 4, 5), shard_dim=1, std=1.0, expert=True),
         ]
-    return [MAKE.make("word", (10, 5), shard_dim=0, std=1.0, tied=True), *made]
+    return [FACTORY.parameter("word", (10, 5), shard_dim=0, std=1.0, tied=True), *made]
 
 
 def names(bucket: Bucket) -> list[str]:
     return [placed.parameter.info.spec.name for placed in bucket.placed]
 
 
-def buckets(bucket_size: int = 10**6, align: int = 64) -> list[Bucket]:
+def buckets(bucket_size: int = 10**6, replicas: int = 1) -> list[Bucket]:
     return make_buckets(
-        parameters(), bucket_size=bucket_size, align=lambda kind: align, grad_dtype=torch.float32
+        parameters(), bucket_size=bucket_size, replicas=lambda kind: replicas, grad_dtype=torch.float32
     )
 
 
@@ -69,15 +70,16 @@ def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
 def test_every_parameter_is_in_one_bucket_once_however_often_it_is_listed() -> None:
     given = parameters()
     made = make_buckets(
-        [*given, given[0], given[3]], bucket_size=30, align=lambda kind: 64, grad_dtype=torch.float32
+        [*given, given[0], given[3]], bucket_size=30, replicas=lambda kind: 1, grad_dtype=torch.float32
     )
     placed = [name for bucket in made for name in names(bucket)]
     assert sorted(placed) == sorted(parameter.info.spec.name for parameter in given)
 
 
-@pytest.mark.parametrize("align", [64, 256])
-def test_places_and_alignment(align: int) -> None:
-    for bucket in buckets(align=align):
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_places_and_alignment(replicas: int) -> None:
+    align = ALIGNMENT * replicas
+    for bucket in buckets(replicas=replicas):
         assert bucket.data.numel() == bucket.grad.numel()
         assert bucket.data.numel() % align == 0
         end = 0
@@ -92,10 +94,12 @@ def test_alignment_is_that_of_the_kind() -> None:
     made = make_buckets(
         parameters(),
         bucket_size=10**6,
-        align=lambda kind: 96 if kind.expert else 64,
+        replicas=lambda kind: 3 if kind.expert else 1,
         grad_dtype=torch.float32,
     )
-    assert {bucket.data.numel() for bucket in made if bucket.kind.expert} == {192}  # 2 · 60 elements
+    assert {bucket.data.numel() for bucket in made if bucket.kind.expert} == {
+        192
+    }  # 2 · 60 elements on 3 ranks
     assert all(bucket.data.numel() % 64 == 0 for bucket in made if not bucket.kind.expert)
 
 
@@ -126,10 +130,10 @@ def test_gradients_of_autograd_move_into_the_buffer_and_add_up() -> None:
 
 def test_full_after_the_last_gradient_of_each_parameter() -> None:
     """A parameter that is embedding and head at once gives two gradients, and only the second is its last."""
-    word = MAKE.make("word", (4, 5), std=1.0, uses=2)
-    other = MAKE.make("other", (4, 5), std=1.0)
+    word = FACTORY.parameter("word", (4, 5), std=1.0, uses=2)
+    other = FACTORY.parameter("other", (4, 5), std=1.0)
     (bucket,) = make_buckets(
-        [word, other], bucket_size=10**6, align=lambda kind: 64, grad_dtype=torch.float32
+        [word, other], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32
     )
     calls: list[str] = []
     grad = torch.ones(4, 5)
@@ -137,7 +141,7 @@ def test_full_after_the_last_gradient_of_each_parameter() -> None:
     other.accumulate(grad)
     word.accumulate(grad)
     assert calls == [], "not armed: these were other microbatches"
-    bucket.arm(lambda: calls.append("full"))
+    bucket.start_counting(lambda: calls.append("full"))
     word.accumulate(grad)
     other.accumulate(grad)
     assert calls == []

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.compressed_all_reduce import CompressedAllReduce
-from megalite.data_parallel.states import Placement
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.more.compressed_all_reduce import CompressedAllReduce
 from megalite.optimizers.schedules import Progress
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
-from tests.data_parallel.test_simulated import assert_same
-from tests.data_parallel.toy import SHAPES, ToyRun, gradient, initial
+from tests.data_parallel.toy import SHAPES, ToyRun, assert_same, gradient, initial, padded
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
@@ -62,8 +61,7 @@ def one_thread() -> Iterator[None]:
 
 def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -> torch.Tensor:
     """Like a bucket of them."""
-    values = torch.cat([tensors[name].flatten() for name in names])
-    return torch.nn.functional.pad(values, (0, -len(values) % (64 * ranks)))
+    return padded(torch.cat([tensors[name].flatten() for name in names]), 64 * ranks)
 
 
 def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
@@ -158,14 +156,14 @@ def overflowed(context: RankContext, name: str) -> dict[str, Any]:
     bad = []
     for value in (torch.inf, torch.nan):
         started.begin_step(3, loss_scale=1.0)
-        started.arm(0)
+        started.enable_grad_sync(0)
         for tensor in reversed(SHAPES):
             mine = gradient(tensor, 3, topology.dp.rank)
             if tensor == "up" and topology.dp.rank == 1:
                 mine[4, 4] = value
             getattr(run.toy, tensor).accumulate(mine)
-        started.launch(0)
-        started.finish_gradients()
+        started.start_grad_sync(0)
+        started.finish_grad_sync()
         terms = started.norm_terms()
         topology.world.all_reduce(terms)
         bad.append(terms.isfinite().all().item())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.diloco import fragment_of
+from megalite.data_parallel.more.local_sgd import fragment_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
     Replica,

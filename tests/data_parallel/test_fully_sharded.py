@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.fully_sharded import FullySharded, find_units
-from tests.data_parallel.test_simulated import adam, assert_same
-from tests.data_parallel.toy import trajectory
+from tests.data_parallel.toy import adam, assert_same, trajectory
 from tests.data_parallel.units import MICROBATCHES, UNITS, Result, UnitRun, oracle, unit_steps
 from tests.support.ranks import RankContext, run_ranks
 

@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from megalite.config.data_parallel import DataParallelConfig
+from megalite.config.parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket, make_buckets
+from megalite.data_parallel.facts import ALIGNMENT
 from megalite.data_parallel.fused_all_reduce import FusedAllReduce, ReadyQueue
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -15,23 +16,23 @@ from megalite.topology.group import DONE, Group
 from tests.data_parallel.toy import SHAPES, ToyRun
 from tests.support.ranks import RankContext, run_ranks
 
-MAKE = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
+FACTORY = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def bucket_of(sizes: list[int], *, align: int = 64, uses: int = 1) -> Bucket:
+def bucket_of(sizes: list[int], *, replicas: int = 1, uses: int = 1) -> Bucket:
     """Parameters so long, in the order of the buffer."""
     parameters = [
-        MAKE.make(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
+        FACTORY.parameter(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
     ]
     (bucket,) = make_buckets(
-        parameters, bucket_size=10**9, align=lambda kind: align, grad_dtype=torch.float32
+        parameters, bucket_size=10**9, replicas=lambda kind: replicas, grad_dtype=torch.float32
     )
     return bucket
 
 
 def test_neighbours_go_together_once_they_are_enough() -> None:
     queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
-    assert queue.arm(None) == []
+    assert queue.start_counting(None) == []
     assert queue.note(0) == []
     assert queue.note(2) == [], "200 are ready, but apart"
     assert queue.note(1) == [(0, 256)], "300 in a row, to a multiple of 64"
@@ -41,7 +42,7 @@ def test_neighbours_go_together_once_they_are_enough() -> None:
 
 def test_what_is_left_goes_in_the_end_and_once() -> None:
     queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
-    queue.arm(None)
+    queue.start_counting(None)
     assert [queue.note(index) for index in (1, 2, 0)] == [[], [], [(0, 256)]]
     assert queue.rest() == [(256, 448)]
     assert queue.rest() == []
@@ -55,12 +56,12 @@ def test_contributions_are_counted_as_armed() -> None:
     first, second = (placed.parameter for placed in bucket.placed)
     queue = ReadyQueue(bucket, threshold=640, align=64)
     assert queue.note(0) == [], "not armed"
-    assert queue.arm(None) == []
+    assert queue.start_counting(None) == []
     assert queue.note(0) == []
     assert queue.note(0) == [(0, 640)]
     assert queue.note(0) == [], "it is on its way"
     queue.clear()
-    assert queue.arm(Counter([second])) == [(0, 640)], "nothing is pending of the first"
+    assert queue.start_counting(Counter([second])) == [(0, 640)], "nothing is pending of the first"
     assert queue.note(1) == [(640, 1280)]
     assert isinstance(first, ShardedParameter)
 
@@ -68,14 +69,15 @@ def test_contributions_are_counted_as_armed() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_element_goes_once_and_not_before_it_is_ready(seed: int) -> None:
     choose = random.Random(seed)
-    align = choose.choice((64, 192, 256))
-    bucket = bucket_of([choose.choice((3, 10, 64, 500, 3000)) for _ in range(12)], align=align)
+    replicas = choose.choice((1, 3, 4))
+    align = ALIGNMENT * replicas
+    bucket = bucket_of([choose.choice((3, 10, 64, 500, 3000)) for _ in range(12)], replicas=replicas)
     threshold = choose.choice((1, 200, 1500, 10**9))
     queue = ReadyQueue(bucket, threshold=threshold, align=align)
     size = bucket.grad.numel()
     is_ready, gone = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64)
     is_ready[bucket.placed[-1].stop :] = True
-    queue.arm(None)
+    queue.start_counting(None)
     for index in choose.sample(range(12), 12):
         placed = bucket.placed[index]
         is_ready[placed.start : placed.stop] = True
@@ -94,7 +96,9 @@ class Stage(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ParameterList(MAKE.make(f"w{index}", (20, 32), std=1.0) for index in range(3))
+        self.layers = torch.nn.ParameterList(
+            FACTORY.parameter(f"w{index}", (20, 32), std=1.0) for index in range(3)
+        )
 
 
 def test_slices_start_inside_the_backward() -> None:
@@ -104,8 +108,12 @@ def test_slices_start_inside_the_backward() -> None:
         groups=StrategyGroups(
             dp=Group.solo("dp"), tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")
         ),
-        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True),
-        settings=DataParallelConfig(fusion_threshold_mb=1200 * 4 / 1e6),
+        options=StrategyOptions(
+            bucket_size=10**9,
+            grad_dtype=torch.float32,
+            overlap=True,
+            settings=DataParallelConfig(fusion_threshold_mb=1200 * 4 / 1e6),
+        ),
     )
     (bucket,) = strategy.all_buckets()
     started: list[tuple[int, int]] = []
@@ -122,16 +130,16 @@ def test_slices_start_inside_the_backward() -> None:
         last, middle, first = reversed(list(stage.layers))
         last.accumulate(torch.ones(20, 32))
         assert started == [], "not the last microbatch"
-        strategy.arm(0)
+        strategy.enable_grad_sync(0)
         last.accumulate(torch.ones(20, 32))
         assert started == []
         middle.accumulate(torch.ones(20, 32))
         assert started == [(0, 1280)]
         first.accumulate(torch.ones(20, 32))
         assert started == [(0, 1280)], "640 are not enough"
-        strategy.launch(0)
+        strategy.start_grad_sync(0)
         assert started == [(0, 1280), (1280, 1920)]
-        strategy.finish_gradients()
+        strategy.finish_grad_sync()
         assert len(started) == 2
 
 
@@ -141,12 +149,12 @@ def out_of_order(context: RankContext, different: bool) -> str:
     for bucket in run.strategy.all_buckets():
         run.strategy.channel(bucket).all_reduce_async = lambda tensor: DONE  # type: ignore[method-assign]
     run.strategy.begin_step(1)
-    run.strategy.arm(0)
+    run.strategy.enable_grad_sync(0)
     names = sorted(SHAPES, reverse=different and context.rank == 1)
     for name in names:
         getattr(run.toy, name).accumulate(torch.ones(SHAPES[name]))
-    run.strategy.launch(0)
-    run.strategy.finish_gradients()
+    run.strategy.start_grad_sync(0)
+    run.strategy.finish_grad_sync()
     terms = run.strategy.norm_terms()
     run.topology.world.all_reduce(terms)
     try:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.training.checkpointing import load
 from megalite.training.replica import Replica
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.data_parallel.replicas import SGD, mean
 from tests.data_parallel.toy import SHAPES, ToyRun, gradient

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.lost_peers import PeerLostError, raise_if_peer_lost
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import AllReduce
 from megalite.topology.group import Group
 from tests.data_parallel.toy import Toy
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.optimizers.flat import Update
+from megalite.optimizers.base import Update
 from tests.data_parallel.onebit_oracles import (
     Layout,
     Tensors,

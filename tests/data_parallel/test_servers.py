@@ -1,4 +1,4 @@
-"""Fused all-reduce and the parameter servers against the sum by hand, to the bit; and what each of them sends."""
+"""Several processes do what one does that plays them all, to the bit: sums in the order of ranks; and what each sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data_parallel.test_simulated import STEPS, adam, assert_same
-from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial, trajectory
+from tests.data_parallel.toy import SHAPES, STEPS, ToyRun, adam, assert_same, trajectory
 from tests.support.ranks import RankContext, run_ranks
 
 BY_RANK = {"reduction_order": "rank"}
@@ -18,6 +17,8 @@ SHARDED = {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.0003}
 EACH = {"fused": FUSED, "server": SERVER, "sharded": SHARDED}
 WAYS = {
     **EACH,
+    "all-reduce": {"dp_strategy": "all-reduce", **BY_RANK},
+    "distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
     "fused late": {**FUSED, "overlap_grad_reduce": False},
     "server late": {**SERVER, "overlap_param_gather": False, "overlap_grad_reduce": False},
     "sharded late": {**SHARDED, "overlap_param_gather": False, "overlap_grad_reduce": False},
@@ -44,51 +45,6 @@ def test_three_ranks(name: str) -> None:
 def test_one_rank_is_the_optimizer_alone(name: str, wire: str) -> None:
     (found,) = run_ranks(1, trajectory, 1, {**EACH[name], "wire_dtype": wire}, STEPS)
     assert_same(found, adam(1))
-
-
-def rounded_sum(name: str, step: int, ranks: int) -> torch.Tensor:
-    """Each part as bf16 holds it, added in fp32."""
-    total = gradient(name, step, 0).bfloat16().float()
-    for rank in range(1, ranks):
-        total = total + gradient(name, step, rank).bfloat16().float()
-    return total
-
-
-def rounded_adam(ranks: int, *, round_sums: bool) -> list[dict[str, torch.Tensor]]:
-    """AdamW over what a bf16 wire leaves of the gradients; flat and padded, since the kernel rounds ends otherwise."""
-    flat = {name: torch.nn.Parameter(_padded(value)) for name, value in initial().items()}
-    groups = [
-        {"params": [flat[name] for name in SHAPES if (name in NO_DECAY) == plain], "weight_decay": decay}
-        for plain, decay in ((False, 0.1), (True, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.05, fused=True)
-    found = []
-    for step in range(1, STEPS + 1):
-        for name, weight in flat.items():
-            grad = rounded_sum(name, step, ranks)
-            weight.grad = _padded(grad.bfloat16().float() if round_sums else grad)
-        optimizer.step()
-        found.append(
-            {
-                name: flat[name].detach()[: value.numel()].view_as(value).clone()
-                for name, value in initial().items()
-            }
-        )
-    return found
-
-
-def _padded(values: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % 64))
-
-
-@pytest.mark.parametrize("name", [*EACH, "all-reduce"])
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_bf16_wire(name: str, ranks: int) -> None:
-    """An all-reduce rounds the sums too, on their way back; servers use them as they are."""
-    settings = {**EACH.get(name, {"dp_strategy": "all-reduce"}), "wire_dtype": "bf16"}
-    wanted = rounded_adam(ranks, round_sums=name in ("fused", "all-reduce"))
-    for found in run_ranks(ranks, trajectory, ranks, settings, STEPS):
-        assert_same(found, wanted)
 
 
 def fp16_trajectory(context: RankContext, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from megalite.data_parallel.buckets import has_memory
 from megalite.parity.trajectory import Trajectory, one_rank_trajectory
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import (
@@ -85,10 +85,12 @@ def test_the_numbers_of_one_rank(world: int, family: str, settings: Settings) ->
 
 
 def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
-    """Three steps over 2 ranks, of one microbatch each."""
-    more = {"dp": 2, "clip_grad": 0.0, "micro_batch_size": 4}
+    """Five clipped steps over 2 ranks, of one microbatch each."""
+    more = {"dp": 2, "clip_grad": 0.1, "micro_batch_size": 4}
     runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
-    losses = [runner.step().loss for _ in range(3)]
+    steps = [runner.step() for _ in range(5)]
+    assert all(step.grad_norm > 0.1 for step in steps)
+    losses = [step.loss for step in steps]
     return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
 
 

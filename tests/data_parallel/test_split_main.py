@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel import split_main
-from megalite.data_parallel.split_main import SplitMain, unfolded
-from megalite.training.checkpointing import load
+from megalite.data_parallel import shards
+from megalite.data_parallel.shards import SplitMain, unfolded
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.data_parallel.toy import SHAPES, ToyRun, trajectory
 from tests.support.ranks import RankContext, run_ranks
@@ -23,7 +23,7 @@ Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_value_comes_back(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All upper halves with the lower halves around the ties; NaN stays NaN."""
-    monkeypatch.setattr(split_main, "PIECE", 10_000)
+    monkeypatch.setattr(shards, "PIECE", 10_000)
     bits = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16) | low
     main = torch.nn.Parameter(bits.clone().view(torch.float32))
     nan = main.isnan()

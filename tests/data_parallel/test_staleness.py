@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megalite.data_parallel.staleness import (
+from megalite.data_parallel.more.server_link import (
     ByArrival,
     ByRank,
     Event,
@@ -12,9 +12,9 @@ from megalite.data_parallel.staleness import (
     Ledger,
     Order,
     Report,
-    Scripted,
     divisor,
 )
+from tests.data_parallel.scripted import Scripted
 
 
 def step(ledger: Ledger, worker: int) -> int:

@@ -10,16 +10,18 @@ import torch
 
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket, has_memory
-from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.shards import ALIGNMENT, StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.facts import ALIGNMENT
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
 
 Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
+MOE = {**LLAMA, "num_experts": 4, "moe_first_dense_layers": 1, "moe_ffn_hidden_size": 16}
 
 
 def reductions(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
@@ -81,15 +83,20 @@ def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str
             assert "reduce" in events[:last]
 
 
+CLIP = 0.1
+
+
 def trajectory(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
-    runner = Runner(build(context, tiny_config(2, dp=2, clip_grad=0.0, **settings)))
-    losses = [runner.step().loss for _ in range(3)]
+    runner = Runner(build(context, tiny_config(2, dp=2, clip_grad=CLIP, **settings)))
+    steps = [runner.step() for _ in range(5)]
+    assert all(step.grad_norm > CLIP for step in steps), "every step is clipped"
+    losses = [step.loss for step in steps]
     return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_both_strategies_give_the_same_bits_on_two_ranks(precision: str) -> None:
-    """A sum of two has one order. (Clipping is off: the norm is added up in another order.)"""
+    """A sum of two has one order, and in which order the norm is added up does not show in what it clips."""
     plain = run_ranks(2, trajectory, {"precision": precision})
     for more in (Z1, {**Z1, "overlap_param_gather": False}, {**Z1, "overlap_grad_reduce": False}):
         sharded = run_ranks(2, trajectory, {"precision": precision, **more})
@@ -102,10 +109,10 @@ def test_both_strategies_give_the_same_bits_on_two_ranks(precision: str) -> None
 class Layer(torch.nn.Module):
     """One parameter, and a note of each forward."""
 
-    def __init__(self, name: str, make: ParameterFactory, events: list[str]) -> None:
+    def __init__(self, name: str, factory: ParameterFactory, events: list[str]) -> None:
         super().__init__()
         self.name, self.events = name, events
-        self.weight = make.make(name, (10, 10), std=1.0)
+        self.weight = factory.parameter(name, (10, 10), std=1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.events.append(f"forward {self.name}")
@@ -134,13 +141,14 @@ NAMES: dict[int, str] = {}
 
 
 def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torch.nn.Sequential]:
-    make = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
-    model = torch.nn.Sequential(*(Layer(name, make, EVENTS) for name in "abc"))
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
+    model = torch.nn.Sequential(*(Layer(name, factory, EVENTS) for name in "abc"))
     made = DistributedOptimizer(
         {0: model[:2], 1: model[2:]},
         groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")),
-        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True),
-        overlap_param_gather=overlap,
+        options=StrategyOptions(
+            bucket_size=1, grad_dtype=torch.float32, overlap=True, overlap_param_gather=overlap
+        ),
     )
     EVENTS.clear()
     NAMES.clear()
@@ -210,6 +218,8 @@ def norms(context: RankContext, world: int, settings: dict[str, Any]) -> dict[st
         {"dp": 2, **Z1},
         {"pp": 2, "vpp": 2, "dp": 2, **Z1},
         {"tp": 2, "pp": 2, **SP},
+        {"dp": 4, "ep": 2, **MOE, **Z1},
+        {"dp": 2, "tp": 2, "etp": 1, "ep": 2, **MOE},
     ],
 )
 def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:

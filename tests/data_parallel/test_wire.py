@@ -5,8 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.data_parallel.background import Background
-from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.data_parallel.wire import Background, Channel, WireCounter
 from tests.support.ranks import RankContext, run_ranks
 
 RANKS, SIZE = 3, 3 * 64

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.flat import Update
+from megalite.optimizers.base import Update
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
-from megalite.training.optimizer import build_optimizer
-from megalite.training.precision import Precision
-from megalite.training.strategy import build_strategy
+from megalite.training.build import Precision, build_optimizer, build_strategy
 from tests.data_parallel import network_namespace
 from tests.support.fork_server import fork_server
 
@@ -57,9 +55,11 @@ class Network(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=torch.float32, device=torch.device("cpu"))
+        factory = ParameterFactory(
+            tp=Group.solo("tp"), seed=5, dtype=torch.float32, device=torch.device("cpu")
+        )
         self.all = torch.nn.ParameterList(
-            make.make(name, shape, std=1.0, decay=len(shape) > 1) for name, shape in SHAPES.items()
+            factory.parameter(name, shape, std=1.0, decay=len(shape) > 1) for name, shape in SHAPES.items()
         )
 
 
@@ -72,11 +72,11 @@ def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
     before = 0
     for step in range(1, STEPS + 2):
         strategy.begin_step(step)
-        strategy.arm(0)
+        strategy.enable_grad_sync(0)
         for parameter in reversed(list(network.all)):
             parameter.accumulate(torch.randn(parameter.shape))
-        strategy.launch(0)
-        strategy.finish_gradients()
+        strategy.start_grad_sync(0)
+        strategy.finish_grad_sync()
         strategy.update(optimizer, Update(step=step, lr=0.01, weight_decay=0.1))
         strategy.wait_for_parameters()
         if step == 1:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data_parallel.toy import NO_DECAY, SHAPES, Toy, ToyRun, gradient
+from tests.data_parallel.toy import STEPS, ToyRun, adam, assert_same, gradient
 from tests.support.ranks import RankContext, run_ranks
 
-RANKS, STEPS = 3, 3
+RANKS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -16,30 +16,27 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return values.bfloat16().float()
 
 
-def summed(step: int, name: str, *, twice: bool) -> torch.Tensor:
-    """Each rank's part is rounded, the sum made in fp32 by rank, and rounded again where it travels to all."""
+def on_the_wire(name: str, step: int, ranks: int) -> torch.Tensor:
+    """Each rank's part is rounded, and the sum made in fp32 by rank."""
     total = rounded(gradient(name, step, 0))
-    for rank in range(1, RANKS):
+    for rank in range(1, ranks):
         total = total + rounded(gradient(name, step, rank))
-    return rounded(total) if twice else total
+    return total
 
 
-def by_hand(precision: str, *, twice: bool) -> list[dict[str, torch.Tensor]]:
-    """Torch's AdamW over fp32 parameters; after each step what the model gets of them."""
-    toy, dtype = Toy(DTYPES[precision]), DTYPES[precision]
-    main = {name: torch.nn.Parameter(getattr(toy, name).detach().float().clone()) for name in SHAPES}
-    groups = [
-        {"params": [main[name] for name in SHAPES if (name in NO_DECAY) == plain], "weight_decay": decay}
-        for plain, decay in ((False, 0.1), (True, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.05, fused=True)
-    found = []
-    for step in range(1, STEPS + 1):
-        for name, parameter in main.items():
-            parameter.grad = summed(step, name, twice=twice)
-        optimizer.step()
-        found.append({name: parameter.detach().to(dtype, copy=True) for name, parameter in main.items()})
-    return found
+def rounded_twice(name: str, step: int, ranks: int) -> torch.Tensor:
+    """An all-reduce rounds the sum too, on its way back; owners and servers use it as it is."""
+    return rounded(on_the_wire(name, step, ranks))
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "all-reduce": {},
+    "distributed-optimizer": {},
+    # Chunks and pieces of a few hundred elements: several in each bucket.
+    "fused-all-reduce": {"fusion_threshold_mb": 0.002, "reduction_order": "rank"},
+    "parameter-server": {"server_chunk_mb": 0.0006},
+    "sharded-parameter-server": {"server_chunk_mb": 0.0003},
+}
 
 
 def runs(
@@ -57,19 +54,18 @@ def runs(
     return found
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "distributed-optimizer"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", DTYPES)
 def test_only_the_wire_is_rounded(strategy: str, precision: str) -> None:
     """Also with loss scales as large as they come: bf16 has the range of fp32, and powers of 2 lose no digit."""
-    settings = {"dp_strategy": strategy, "wire_dtype": "bf16", "precision": precision}
+    settings = {"dp_strategy": strategy, "wire_dtype": "bf16", "precision": precision, **STRATEGIES[strategy]}
     scales = [1.0, 2.0**32, 2.0**100] if precision == "fp16" else [1.0]
-    expected = by_hand(precision, twice=strategy == "all-reduce")
+    total = rounded_twice if strategy.endswith("all-reduce") else on_the_wire
+    expected = adam(RANKS, total=total, dtype=DTYPES[precision])
     for rank in run_ranks(RANKS, runs, settings, scales):
         for found in rank:
-            for step, (ours, wanted) in enumerate(zip(found, expected, strict=True), start=1):
-                for name in SHAPES:
-                    assert ours[name].dtype == DTYPES[precision]
-                    assert torch.equal(ours[name], wanted[name]), f"{name} after step {step}"
+            assert_same(found, expected)
+            assert all(values.dtype == DTYPES[precision] for values in found[0].values())
 
 
 def overflowing(context: RankContext) -> list[float]:

@@ -1,6 +1,6 @@
 """A small network with given gradients, so that what a strategy does to weights can be computed by hand beside it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,14 +9,11 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.flat import Update
+from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.optimizer import build_optimizer
-from megalite.training.precision import Precision
-from megalite.training.strategy import build_strategy
+from megalite.training.build import Precision, build_optimizer, build_strategy
 from tests.support.ranks import RankContext
 
 SHAPES = {"table": (24, 10), "up": (33, 10), "bias": (33,), "down": (10, 33), "norm": (10,)}
@@ -28,9 +25,9 @@ class Toy(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
+        factory = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
         for name, shape in SHAPES.items():
-            setattr(self, name, make.make(name, shape, std=1.0, decay=name not in NO_DECAY))
+            setattr(self, name, factory.parameter(name, shape, std=1.0, decay=name not in NO_DECAY))
 
 
 def gradient(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
@@ -62,13 +59,13 @@ class ToyRun:
         """Forward and backward of a step; the sums of the strategy's norm terms over its scope."""
         step = self.steps + 1
         self.strategy.begin_step(step, loss_scale=loss_scale)
-        self.strategy.arm(0)
+        self.strategy.enable_grad_sync(0)
         for name in reversed(SHAPES):
             parameter = getattr(self.toy, name)
             assert isinstance(parameter, ShardedParameter)
             parameter.accumulate(gradient(name, step, self.topology.dp.rank, scale * loss_scale))
-        self.strategy.launch(0)
-        self.strategy.finish_gradients()
+        self.strategy.start_grad_sync(0)
+        self.strategy.finish_grad_sync()
         terms = self.strategy.norm_terms()
         self.strategy.scope.all_reduce(terms)
         return terms.tolist()
@@ -104,3 +101,54 @@ def initial() -> dict[str, torch.Tensor]:
     """The weights before the first step."""
     toy = Toy()
     return {name: getattr(toy, name).detach().clone() for name in SHAPES}
+
+
+STEPS = 3
+Weights = dict[str, torch.Tensor]
+
+
+def summed(name: str, step: int, ranks: int) -> torch.Tensor:
+    """The gradient of a step, added up by rank."""
+    return torch.stack([gradient(name, step, rank) for rank in range(ranks)]).sum(dim=0)
+
+
+def padded(values: torch.Tensor, multiple: int = 64) -> torch.Tensor:
+    """Flat as in a bucket: torch's kernels round the last few elements of a tensor in another way."""
+    return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % multiple))
+
+
+def adam(
+    ranks: int,
+    steps: int = STEPS,
+    *,
+    total: Callable[[str, int, int], torch.Tensor] = summed,
+    dtype: torch.dtype = torch.float32,
+) -> list[Weights]:
+    """What one process that plays all ranks has after each step: torch's AdamW over fp32 parameters and the `total` of
+    their gradients; the weights in `dtype`, from which they started."""
+    first = {name: getattr(Toy(dtype), name).detach().float() for name in SHAPES}
+    main = {name: torch.nn.Parameter(padded(value)) for name, value in first.items()}
+    groups = [
+        {"params": [main[name] for name in SHAPES if (name in NO_DECAY) == plain], "weight_decay": decay}
+        for plain, decay in ((False, 0.1), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, fused=True)
+    found = []
+    for step in range(1, steps + 1):
+        for name, weight in main.items():
+            weight.grad = padded(total(name, step, ranks))
+        optimizer.step()
+        found.append(
+            {
+                name: main[name].detach()[: value.numel()].view_as(value).to(dtype, copy=True)
+                for name, value in first.items()
+            }
+        )
+    return found
+
+
+def assert_same(found: list[Weights], wanted: list[Weights]) -> None:
+    """To the bit."""
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
+        for name in SHAPES:
+            assert torch.equal(one[name], other[name]), f"{name} after step {step}"

@@ -11,14 +11,11 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import has_memory
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.flat import Update
+from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.optimizer import build_optimizer
-from megalite.training.precision import Precision
-from megalite.training.strategy import build_strategy
+from megalite.training.build import Precision, build_optimizer, build_strategy
 from tests.support.ranks import RankContext
 
 UNITS = 5
@@ -70,13 +67,13 @@ class Layer(torch.nn.Module):
     """A unit of one matrix."""
 
     index: int
-    make: ParameterFactory
+    factory: ParameterFactory
     run: "UnitRun"
     seen: list[Seen] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.weight = self.make.make(f"{self.index}.weight", SHAPE, std=1.0)
+        self.weight = self.factory.parameter(f"{self.index}.weight", SHAPE, std=1.0)
 
     __hash__ = torch.nn.Module.__hash__
 
@@ -103,10 +100,10 @@ class UnitRun:
         self.topology, self.rank = topology, topology.dp.rank
         config: RunConfig = replace(RunConfig(), **{"clip_grad": 0.0, "ddp_bucket_size": 500, **settings})
         precision = Precision.of(config.training.precision)
-        make = ParameterFactory(
+        factory = ParameterFactory(
             tp=Group.solo("tp"), seed=3, dtype=precision.compute, device=torch.device("cpu")
         )
-        self.layers = [Layer(index, make, self) for index in range(UNITS)]
+        self.layers = [Layer(index, factory, self) for index in range(UNITS)]
         self.model = torch.nn.Sequential(*self.layers)
         self.strategy: DataParallelStrategy = build_strategy(
             config, {0: self.model}, topology, precision, Kernels()
@@ -142,10 +139,10 @@ class UnitRun:
             loss = self.forward()
             losses.append(loss.item())
             if self.microbatch == MICROBATCHES - 1:
-                strategy.arm(0)
+                strategy.enable_grad_sync(0)
             loss.backward()
-        strategy.launch(0)
-        strategy.finish_gradients()
+        strategy.start_grad_sync(0)
+        strategy.finish_grad_sync()
         self.steps += 1
         strategy.update(self.optimizer, Update(step=self.steps, lr=LR, weight_decay=DECAY))
         return losses
@@ -187,8 +184,8 @@ def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps
 
 def oracle(ranks: int, rank: int, steps: int) -> tuple[list[list[float]], list[torch.Tensor]]:
     """The losses of a rank and the weights at the end: torch's own AdamW over sums by microbatch and by rank."""
-    make = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
-    weights = [make.make(f"{unit}.weight", SHAPE, std=1.0) for unit in range(UNITS)]
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
+    weights = [factory.parameter(f"{unit}.weight", SHAPE, std=1.0) for unit in range(UNITS)]
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=DECAY, fused=True)
     losses: list[list[float]] = []
     for step in range(1, steps + 1):

@@ -24,6 +24,6 @@ def test_commands() -> None:
 
 
 def test_the_error_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = re.findall(r"^error: .*$", PAGE, re.MULTILINE)
+    (text,) = re.findall(r"^error: .*(?:\n- .*)*$", PAGE, re.MULTILINE)
     assert main(["train", "--num-layer", "4"]) == 2
-    assert capsys.readouterr().err == f"{line}\n"
+    assert capsys.readouterr().err == f"{text}\n"

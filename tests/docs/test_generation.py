@@ -2,13 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megalite.cli import evaluate, generate
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.cli.early_flags import evaluate_parser, generate_parser
+from megalite.cli.parser import Parser
+from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
 from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
 from tests.data.token_files import write_by_layout
@@ -47,9 +50,8 @@ def test_the_commands_run(
     assert json.loads(said[said.rindex("{") :])["stride"] == 32
 
 
-@pytest.mark.parametrize("module", [generate, evaluate], ids=["generate", "evaluate"])
-def test_every_flag_is_on_the_page(module: object) -> None:
-    parser = module._parser()  # type: ignore[attr-defined]
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+@pytest.mark.parametrize("parser", [generate_parser, evaluate_parser])
+def test_every_flag_is_on_the_page(parser: Callable[[], Parser]) -> None:
+    shown = [action for action in parser()._actions if action.help != argparse.SUPPRESS]
     flags = {option for action in shown for option in action.option_strings} - {"-h", "--help"}
     assert [flag for flag in sorted(flags) if f"`{flag}" not in PAGE] == []

@@ -16,9 +16,8 @@ from matplotlib.transforms import Bbox
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.packed_dataset import PackedDataset
-from megalite.pipeline.ir.generators.interleaved import interleaved
-from megalite.topology.layout import ParallelLayout
-from megalite.topology.sharding import ShardSpec
+from megalite.pipeline.ir.generators.many_chunks import interleaved
+from megalite.topology.layout import ParallelLayout, ShardSpec
 from tests.e2e.programs import REPOSITORY
 from tests.support.ranks import RankContext, run_ranks
 

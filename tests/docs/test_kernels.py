@@ -9,9 +9,7 @@ import torch
 from megalite.cli.main import main
 from megalite.config.compute import BACKENDS, OPERATIONS
 from megalite.config.errors import ConfigError
-from megalite.kernels.implementations import IMPLEMENTATIONS
-from megalite.kernels.preferences import read_preferences
-from megalite.kernels.registry import Kernels
+from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, read_preferences
 from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY
 

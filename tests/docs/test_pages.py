@@ -1,6 +1,8 @@
 """The pages as a whole: each is in the site's navigation, and every link leads somewhere."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,6 +31,14 @@ def navigation() -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     there = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
     assert sorted(navigation()) == there, "give the page a line in mkdocs.yml and run make docs"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = [page.removesuffix(".md") for page in navigation() if page != "index.md"]
+    assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
 
 
 def test_the_readme_leads_to_the_index_and_the_first_pages() -> None:
@@ -99,3 +109,16 @@ def test_every_page_has_one_title() -> None:
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, page
+
+
+def test_files_that_are_named_exist() -> None:
+    """A path in a code span, of a page about this repository, is a file here: at the root, or in megalite/ for short."""
+    gone = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for path in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ya?ml|md))`", text):
+            if path.startswith(("runs/", "tokenizer/", "plan")):
+                continue
+            if not any((root / path).exists() for root in (REPOSITORY, REPOSITORY / "megalite", page.parent)):
+                gone.append(f"{page.name}: {path}")
+    assert gone == []

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megalite.planner.hardware.cluster import Accelerator, Cluster, Efficiency, Network, Node, cluster_names
-from megalite.planner.hardware.stack import SoftwareStack
+from megalite.planner.hardware import (
+    Accelerator,
+    Cluster,
+    Efficiency,
+    Network,
+    Node,
+    SoftwareStack,
+    cluster_names,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 

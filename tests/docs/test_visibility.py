@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from megalite.config.describe import settings
-from megalite.config.rules.visibility import WRITERS
-from megalite.training import goodput, profiler
+from megalite.config.rules.run import WRITERS
+from megalite.training import goodput, phases
+from megalite.training.instruments import _COLUMNS, _LABELS
 from megalite.training.sinks import TENSORBOARD_TAGS
-from megalite.training.timings import _COLUMNS, _LABELS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "visibility.md").read_text(encoding="utf-8")
 
@@ -44,5 +44,5 @@ def test_every_setting_exists() -> None:
 
 
 def test_files_and_writers_are_named() -> None:
-    for name in (goodput.FILE, f"{profiler.FOLDER}/", *WRITERS):
+    for name in (goodput.FILE, f"{phases.FOLDER}/", *WRITERS):
         assert name in PAGE

@@ -7,7 +7,7 @@ import torch
 
 from megalite.doctor import devices
 from megalite.doctor.devices import build, driver_version, examine, kernel_backends, peers
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 
 
 def test_driver(tmp_path: Path) -> None:

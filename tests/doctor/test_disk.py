@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.doctor import disk
-from megalite.doctor.finding import Finding
+from megalite.doctor.host import Finding
 
 
 @pytest.fixture(autouse=True)

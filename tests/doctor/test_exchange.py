@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.doctor import exchange
-from megalite.doctor.exchange import CHECKS, RankReport, measure
+from megalite.doctor import ranks as doctor_ranks
+from megalite.doctor.ranks import CHECKS, RankReport, measure
 from megalite.topology.group import DONE, Group
 from tests.support.ranks import RankContext, run_ranks
 
@@ -19,8 +19,8 @@ SECONDS = 0.02
 def reported(context: RankContext, ranks: int, hosts: list[str]) -> dict[str, Any]:
     world = context.topology(dp=ranks).world
     with (
-        mock.patch.dict(exchange.LARGE, cpu=1 << 16),
-        mock.patch.object(exchange, "rate_of", lambda timer, dtype, *, seconds: 1e9),
+        mock.patch.dict(doctor_ranks.LARGE, cpu=1 << 16),
+        mock.patch.object(doctor_ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
         return measure(world, CPU, host=hosts[context.rank], seconds=SECONDS).as_data()
 

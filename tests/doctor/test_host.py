@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.doctor.finding import Finding
-from megalite.doctor.host import Places, examine
+from megalite.doctor.host import Finding, Places, examine
 
 
 def looked_at(folder: Path, *, gpus: int = 0, **files: str) -> dict[str, Finding]:

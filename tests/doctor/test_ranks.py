@@ -6,10 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.doctor import exchange, job, ranks
-from megalite.doctor.exchange import RankReport
-from megalite.doctor.finding import Finding
-from megalite.doctor.ranks import findings
+from megalite.doctor import job, ranks
+from megalite.doctor.host import Finding
+from megalite.doctor.ranks import RankReport, findings
 from tests.support.ranks import RankContext, forked_pools, run_ranks
 
 
@@ -104,8 +103,8 @@ def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]
         )
         own = [version("torch", "2.11"), disk]
     with (
-        mock.patch.dict(exchange.LARGE, cpu=1 << 16),
-        mock.patch.object(exchange, "rate_of", lambda timer, dtype, *, seconds: 1e9),
+        mock.patch.dict(ranks.LARGE, cpu=1 << 16),
+        mock.patch.object(ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
         found = list(job.examine(world, torch.device("cpu"), own, host=host, seconds=0.02))
     return [(row.topic, row.name, row.level) for row in found]
@@ -128,7 +127,7 @@ def gone(context: RankContext) -> str:
     # The real one leaves receives behind, and the group is used again here.
     with (
         mock.patch.object(job, "lost_ranks", lambda group, device: [0]),
-        mock.patch.dict(exchange.CHECKS, {"all-reduce": fail}),
+        mock.patch.dict(ranks.CHECKS, {"all-reduce": fail}),
     ):
         try:
             list(job.examine(world, torch.device("cpu"), [], host="b", seconds=0.02))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.doctor.finding import Finding, worst
+from megalite.doctor.host import Finding, worst
 from megalite.doctor.versions import OLDEST_PYTHON, PACKAGES, examine, installed_version
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -17,6 +17,7 @@ DEVELOPMENT = {
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "mkdocs",
     "ruff",
     "types-PyYAML",
 }

@@ -4,7 +4,6 @@ A command is a line `$ ...` in a ```console or ```bash block; a trailing backsla
 (`megalite config ...`, and anything with --dry-run, --help, --help-all or --version) are cheap.
 """
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -18,8 +17,9 @@ from unittest import mock
 
 from torch.distributed.run import get_args_parser
 
-from megalite.cli import parity
+from megalite.cli import early_flags
 from megalite.cli.main import COMMANDS
+from megalite.cli.parser import Parser
 from megalite.cli.plan_flags import parse_plan
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
@@ -168,7 +168,7 @@ def _check_megalite(name: str, words: Sequence[str]) -> None:
 
 def _check_parity(words: Sequence[str]) -> None:
     """The layout is legal and the model can be made small for it."""
-    invocation = parse_arguments(["--dry-run", *parity._options(list(words)).rest])
+    invocation = parse_arguments(["--dry-run", *early_flags.parity_options(list(words)).rest])
     shrink(invocation.config, world_size=invocation.world_size, explicit=invocation.explicit)
 
 
@@ -177,16 +177,16 @@ class _Parsed(BaseException):
 
 
 def _only_parse(name: str, words: Sequence[str]) -> None:
-    """Run a command of argparse up to the point where it has read its arguments."""
-    read = argparse.ArgumentParser.parse_args
+    """Run a command of `cli.parser` up to the point where it has read its arguments."""
+    read = Parser.parse_args
 
-    def stop_after(parser: argparse.ArgumentParser, *arguments: object, **named: object) -> None:
+    def stop_after(parser: Parser, *arguments: object, **named: object) -> None:
         read(parser, *arguments, **named)
         raise _Parsed
 
     said = io.StringIO()
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop_after),
+        mock.patch.object(Parser, "parse_args", stop_after),
         contextlib.redirect_stderr(said),
     ):
         try:

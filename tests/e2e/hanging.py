@@ -3,9 +3,11 @@
 import ctypes
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +58,16 @@ def _instead(do: Callable[[Group, torch.Tensor, Callable[..., Work]], Work]) -> 
     Group.all_reduce_async = once  # type: ignore[method-assign, assignment]
 
 
+def unwatched() -> None:
+    """The process that watches is killed; this rank sleeps once there is another."""
+    (file,) = Path(tempfile.gettempdir()).glob("megalite-*/watcher")
+    before = file.read_text()
+    os.kill(int(before.split()[0]), signal.SIGKILL)
+    while file.read_text() == before:
+        time.sleep(0.02)
+    sleep()
+
+
 def fail() -> None:
     """An error that nobody expects."""
     raise KeyError("boom on purpose")
@@ -67,7 +79,7 @@ def kill() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (sleep, stop, hold, skip, reshape, fail, kill)
+    fault.__name__: fault for fault in (sleep, stop, hold, skip, reshape, unwatched, fail, kill)
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.huggingface.weights import write_huggingface
 from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
 from tests.e2e.programs import TORCHRUN, run
 

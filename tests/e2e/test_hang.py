@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.exit_codes import HUNG
-from megalite.watchdog.signals import supported
+from megalite.watchdog.processes import supported
 from tests.e2e.hung_runs import FLAGS, SECONDS, hang
 from tests.e2e.programs import TORCHRUN, run
 
@@ -39,6 +39,13 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
     assert fault != "hold" or str(rank) not in end.report["flight"]
     assert "gloo:all_reduce" in str(end.report["flight"][str(1 - rank)])
     assert len(stacks) == 2 and all("most recent call first" in stack for stack in stacks.values())
+
+
+def test_it_is_named_also_after_the_watch_itself_was_killed(tmp_path: Path) -> None:
+    end = hang(tmp_path, "unwatched", 1, ["--tp", "2"])
+    warning = "rank 0: warning: the process that watches the ranks of this host has ended (status -9): another one is started"
+    assert warning in end.said, end.said
+    assert end.statuses == [HUNG, HUNG] and end.report["culprits"] == [1], end.said
 
 
 def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from megalite.cli.train import main
 from megalite.config.describe import sections, settings
 from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.presets import preset_names
+from megalite.config.files import preset_names
 from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, run, start, train_command
 
 pytestmark = pytest.mark.e2e

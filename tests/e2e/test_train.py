@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class Runs:
     """One process, uninterrupted."""
     first_half: Outcome
     second_half: Outcome
+    whole_began: float
+    """Time of day at which the last was started."""
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +69,9 @@ def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     shutil.copytree(switched, shrunk)
     second_half = train_forked(4, *words(switched, *SECOND)).require_success()
     train_forked(1, *words(shrunk)).require_success()
+    began = time.time()
     train(1, *words(whole)).require_success()
-    return Runs(switched, shrunk, whole, first_half, second_half)
+    return Runs(switched, shrunk, whole, first_half, second_half, began)
 
 
 def test_validation_loss_does_not_jump_at_the_switch(runs: Runs) -> None:
@@ -108,7 +112,8 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
     config = files.load(runs.switched / "config.yaml")
     p = config.parallel
     assert (p.tp, p.pp, p.vpp, p.dp) == (1, 2, 1, 2)
-    assert config.model.vocab_size == 384
+    # the tokenizer gives the one, run_dir the other
+    assert (config.model.vocab_size, config.checkpoint.save) == (None, None)
     assert config.data.data_path == [str(corpus.prefix)]
     assert files.dump(config) == (runs.switched / "config.yaml").read_text()
     assert parse_arguments(["--config", str(runs.switched / "config.yaml")]).config == config
@@ -120,6 +125,14 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
     assert (runs.switched / "checkpoints" / latest / "manifest.json").is_file()
 
     assert [row["step"] for row in records(runs.switched, "valid")] == [0, 2, 4, 4, 6, 8]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it counts from the imports before torch")
+def test_goodput_counts_from_the_start_of_the_process(runs: Runs) -> None:
+    (session,) = json.loads((runs.whole / "sessions.json").read_text())["sessions"]
+    # The kernel counts in hundredths of a second; importing torch takes more than one.
+    assert -0.05 < session["started"] - runs.whole_began < 0.5
+    assert session["seen"] - session["started"] >= session["startup_seconds"] > 0.5
 
 
 def test_tensorboard(runs: Runs) -> None:

@@ -28,7 +28,7 @@ from megalite.cli import train
 from tests.faults.trap import Point, Trap
 
 FORK = multiprocessing.get_context("fork")
-IMPORTED_LATE = ("megalite.training.loop", "torch._dynamo")
+IMPORTED_LATE = ("megalite.training.trainer", "torch._dynamo")
 """Imported by the command when it is called, and by the first optimizer: longer than all the rest of a life takes."""
 LONGEST = 120.0
 """Seconds after which a life that nobody ended counts as a hang."""
@@ -36,8 +36,8 @@ LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
 STACKS = signal.SIGUSR2
 """Makes a rank print its stacks."""
-CONNECTS = "in _new_process_group_helper"
-"""In the stacks of a rank that waits for its peers to connect."""
+CONNECTS = ("in fresh_part", "in _new_process_group_helper")
+"""In the stacks of a rank that waits for its peers: to come to the meeting, or to connect."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,10 @@ class Ranks:
         return [log.read_bytes()[length:].decode() for log, length in zip(logs, lengths)]
 
     def _wait_for_the_dead(self, processes: list[ForkProcess]) -> bool:
-        """All of them wait for a peer to connect, which has died before it could: only a launcher can know that."""
-        return all(CONNECTS in stacks for stacks in self._ask_where_they_are(processes))
+        """All of them wait for a peer that has died before it could come: only a launcher can know that."""
+        return all(
+            any(place in stacks for place in CONNECTS) for stacks in self._ask_where_they_are(processes)
+        )
 
     def close(self) -> None:
         """Nothing is left of this life but its log."""

@@ -51,6 +51,30 @@ def test_no_stop_leaves_anything() -> None:
     assert sum(count for name, count in report["ended"].items() if name.endswith("saved")) >= 2, report
 
 
+BEFORE_THE_MEETING = """
+import sys
+from pathlib import Path
+from tests.faults.corpus import build
+from tests.faults.life import Blow, live, prepare_to_fork
+from tests.faults.scenarios import LAYOUTS, SAVINGS
+from tests.faults.story import Laboratory
+
+prepare_to_fork()
+root = Path(sys.argv[1])
+command = Laboratory(root, build(root), 0).command(LAYOUTS[0], SAVINGS[0], root / "run")
+life = live(2, command, root / "run", root / "log", Blow((1,), after_seconds=0.0))
+print(life.hung, life.launcher_ended, life.statuses)
+"""
+
+
+def test_peers_of_one_that_never_came_are_ended_as_a_launcher_ends_them(tmp_path: Path) -> None:
+    """They wait where the ranks meet: that is no hang."""
+    command = [sys.executable, "-c", BEFORE_THE_MEETING, str(tmp_path)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=250)
+    assert done.stdout.splitlines()[-1:] == ["() True [-9, -9]"], f"{done.stdout}\n{done.stderr}"
+
+
 SAVE = """
 import os, shutil, sys
 from pathlib import Path

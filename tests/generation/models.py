@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import torch
-
-from megalite.generation.chain import Chain
 from megalite.generation.continuation import MakeText
-from megalite.generation.generate import generate_batch
+from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.sample import Sampling
 from megalite.models.gpt import GPTStage
-from megalite.planner.stages import cut_stages
-from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.partition.stages import cut_stages
 from megalite.topology.topology import Topology
+from tests.models.stages import build
 from tests.support.tiny import LLAMA, tiny_config
 
 PROMPT = [5, 17, 60, 3]
@@ -41,24 +38,8 @@ def stage_of(settings: dict[str, Any], topology: Topology | None = None) -> GPTS
     topology = topology or Topology.solo()
     config = tiny_config(1, **{"init_method_std": 0.3, **settings})
     part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
-    make = ParameterFactory(
-        tp=topology.tp,
-        tp_cp=topology.tp_cp,
-        ep=topology.ep,
-        expert_tp=topology.expert_tp,
-        seed=3,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
-    return GPTStage(
-        config.model,
-        first_layer=part.first_layer,
-        last_layer=part.last_layer,
-        has_embedding=part.has_embedding,
-        has_head=part.has_head,
-        make=make,
-        seq_length=16,
-    ).eval()
+    cut = part.first_layer, part.last_layer
+    return build(config.model, cut=cut, topology=topology, seq_length=16, seed=3).eval()
 
 
 def chain_of(settings: dict[str, Any], topology: Topology | None = None) -> Chain:
@@ -82,3 +63,11 @@ def texts(
     )
     done = {one.index: (one.new, one.finish) for one in made if one.finish is not None}
     return [done[index] for index in range(len(prompts))]
+
+
+def new_tokens(
+    stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None
+) -> list[int]:
+    """Those after one prompt, by a model in one stage."""
+    end_ids = frozenset(() if eod is None else (eod,))
+    return texts(Chain.whole(stage), [prompt], sampling, end_ids=end_ids)[0][0]

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.chain import Chain
-from megalite.generation.continuation import continuations_of, lanes_of
-from megalite.generation.generate import generate, whole_vocabulary
+from megalite.generation.continuation import GrowingText, continuations_of, lanes_of
+from megalite.generation.generate import Chain, whole_vocabulary
 from megalite.generation.sample import Sampling
-from megalite.generation.text import GrowingText
 from megalite.models import gpt
 from megalite.models.gpt import GPTStage
-from tests.generation.models import FAMILIES, PROMPT, PROMPTS, VOCAB, chain_of, stage_of, texts
+from tests.generation.models import FAMILIES, PROMPT, PROMPTS, VOCAB, chain_of, new_tokens, stage_of, texts
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA
 
@@ -38,7 +36,7 @@ def test_greedy_generation_is_argmax_decoding(family: str) -> None:
     ours = texts(chain, PROMPTS, GREEDY)
     expected = [argmax_decoding(chain.stage, prompt, 9) for prompt in PROMPTS]
     assert ours == [(tokens, "length") for tokens in expected]
-    assert list(generate(chain.stage, PROMPT, GREEDY, eod=None)) == expected[0]
+    assert new_tokens(chain.stage, PROMPT, GREEDY) == expected[0]
     assert len(set(expected[0])) > 1, "the same token again and again would prove little"
 
 
@@ -48,7 +46,7 @@ def test_llama_generates_beyond_the_length_it_was_trained_with(monkeypatch: pyte
     tables = gpt.rope_tables
     monkeypatch.setattr(gpt, "rope_tables", lambda *given: made.append(len(given[0])) or tables(*given))
     stage = stage_of(LLAMA)
-    ours = list(generate(stage, PROMPT, Sampling(max_new_tokens=40, temperature=0.0), eod=None))
+    ours = new_tokens(stage, PROMPT, Sampling(max_new_tokens=40, temperature=0.0))
     assert made == [16, 32, 64]
     assert ours == argmax_decoding(stage, PROMPT, 40)
 
@@ -119,9 +117,9 @@ def test_the_prefix_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_stops_at_the_end_of_the_document() -> None:
     stage = stage_of({})
-    free = list(generate(stage, PROMPT, GREEDY, eod=None))
+    free = new_tokens(stage, PROMPT, GREEDY)
     stop = free[5]
-    assert list(generate(stage, PROMPT, GREEDY, eod=stop)) == free[: free.index(stop)]
+    assert new_tokens(stage, PROMPT, GREEDY, eod=stop) == free[: free.index(stop)]
 
 
 def decode(ids: Any) -> str:
@@ -130,7 +128,7 @@ def decode(ids: Any) -> str:
 
 def test_it_stops_before_a_text() -> None:
     chain = chain_of({})
-    free = list(generate(chain.stage, PROMPT, GREEDY, eod=None))
+    free = new_tokens(chain.stage, PROMPT, GREEDY)
     stop = decode(free[3:5])
     cut = decode(free).index(stop)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data.inputs.places import Limits
-from megalite.data.tokenizers.byte_level import ByteLevelTokenizer
-from megalite.generation.prompts import read_prompts
-from megalite.generation.token_stream import stream_of_files, stream_of_texts
+from megalite.generation.perplexity import stream_of_files, stream_of_texts
+from megalite.generation.sample import read_prompts
+from megalite.preprocess.pieces import Limits
+from megalite.tokenizers.base import ByteLevelTokenizer
 from tests.data.token_files import write_by_layout
 
 BYTES = ByteLevelTokenizer()
@@ -70,7 +70,7 @@ def test_a_stream_of_texts(tmp_path: Path) -> None:
 def test_bad_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2: no key 'text' .*mend the line"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: no key 'text' .*fix the line"):
         stream_of_texts([str(path)], key="text", limits=Limits(), tokenizer=BYTES)
     path.write_text("\n\n")
     with pytest.raises(ConfigError, match="there is no text"):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.perplexity import Perplexity, Windows, measure
-from megalite.generation.token_stream import TokenStream
+from megalite.generation.perplexity import Perplexity, TokenStream, Windows, measure
 from megalite.models.gpt import GPTStage
 from tests.generation.models import FAMILIES, VOCAB, chain_of, stage_of
 from tests.support.ranks import RankContext, run_ranks

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megalite.data.tokenizers.byte_level import ByteLevelTokenizer
-from megalite.generation.text import GrowingText
+from megalite.generation.continuation import GrowingText
+from megalite.tokenizers.base import ByteLevelTokenizer
 
 BYTES = ByteLevelTokenizer()
 TEXT = "naïve café — 日本語 🙂 end"

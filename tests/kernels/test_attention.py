@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megalite.kernels import attention
-from megalite.kernels.attention import causal_attention, tile_backward, tile_forward
-from megalite.kernels.tile_kind import TileKind
+from megalite.kernels.attention import TileKind, causal_attention, tile_backward, tile_forward
 
 Tensors = list[torch.Tensor]
 

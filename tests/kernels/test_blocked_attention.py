@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.kernels import attention_backends, blocked_attention
+from megalite.kernels import attention_backends
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.attention_backends import AttentionShape, choose_attention
-from megalite.kernels.blocked_attention import why_not_blocked
+from megalite.kernels.attention_backends import AttentionShape, choose_attention, why_not_blocked
 
 CPU = torch.device("cpu")
 WHY_NOT = why_not_blocked(CPU, torch.bfloat16)
@@ -46,7 +45,7 @@ def results(kernel: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_as_exact_as_torchs(shape: tuple[int, int, int, int, int]) -> None:
     given = drawn(shape)
     exact = results(causal_attention, [tensor.double() for tensor in given])
-    ours = results(blocked_attention.blocked_attention, given)
+    ours = results(attention_backends.blocked_attention, given)
     theirs = results(causal_attention, given)
     for mine, their, right in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
@@ -58,26 +57,26 @@ def test_as_exact_as_torchs(shape: tuple[int, int, int, int, int]) -> None:
 
 def test_no_query_sees_what_comes_later() -> None:
     given = drawn((1, 2, 2, 300, 16))
-    whole = blocked_attention.blocked_attention(*given[:3])
+    whole = attention_backends.blocked_attention(*given[:3])
     changed = [tensor.clone() for tensor in given[:3]]
     changed[1][:, :, 200:] += 5.0
     changed[2][:, :, 200:] -= 5.0
-    after = blocked_attention.blocked_attention(*changed)
+    after = attention_backends.blocked_attention(*changed)
     assert torch.equal(after[:, :, :200], whole[:, :, :200])
     assert not torch.equal(after[:, :, 200:], whole[:, :, 200:])
 
 
 def test_heads_are_cut_as_memory_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     given = drawn((2, 4, 4, 200, 16))
-    whole = results(blocked_attention.blocked_attention, given)
-    monkeypatch.setattr(blocked_attention, "SCORES", 1)
-    for mine, other in zip(results(blocked_attention.blocked_attention, given), whole, strict=True):
+    whole = results(attention_backends.blocked_attention, given)
+    monkeypatch.setattr(attention_backends, "SCORES", 1)
+    for mine, other in zip(results(attention_backends.blocked_attention, given), whole, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
 def test_without_a_mask() -> None:
     q, k, v, _ = drawn((2, 4, 2, 50, 16))
-    found = blocked_attention.blocked_attention(q[:, :, :1], k, v, causal=False)
+    found = attention_backends.blocked_attention(q[:, :, :1], k, v, causal=False)
     assert torch.equal(found, causal_attention(q[:, :, :1], k, v, causal=False))
 
 
@@ -88,7 +87,7 @@ def test_nothing_is_kept_but_the_inputs() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):
-        blocked_attention.blocked_attention(q, k, v)
+        attention_backends.blocked_attention(q, k, v)
     assert sorted(tensor.numel() for tensor in kept) == [q.numel()] * 3
 
 

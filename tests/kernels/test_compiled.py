@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from megalite.kernels import compiled as module
-from megalite.kernels.activations import bias_gelu, geglu, swiglu
-from megalite.kernels.add_norm import add_norm
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.dropout import add_dropped
-from megalite.kernels.fp8 import E4M3, quantise
-from megalite.kernels.norms import layer_norm, rms_norm
-from megalite.kernels.rope import apply_rope
+from megalite.kernels.layer_ops import (
+    add_dropped,
+    add_norm,
+    apply_rope,
+    bias_gelu,
+    geglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
+from megalite.kernels.matmul import E4M3, quantise
 
 ROWS, WIDTH = (6, 2), 32
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.dropout import masked_dropout
+from megalite.kernels.layer_ops import masked_dropout
 
 
 def test_values_and_gradients() -> None:

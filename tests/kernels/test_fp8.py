@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.fp8 import E4M3, E5M2, Fp8Products, quantise, why_not_fp8
-from megalite.kernels.products import PLAIN
+from megalite.kernels.matmul import E4M3, E5M2, PLAIN, Fp8Products, quantise, why_not_fp8
 
 SHAPE = (6, 2, 64, 48)
 """Rows in two dimensions, i, o."""

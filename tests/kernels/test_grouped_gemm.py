@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.grouped_gemm import (
+from megalite.kernels.matmul import (
     accumulate_grouped_weight_grad,
     grouped_matmul,
     grouped_matmul_fused,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.kernels import onednn, preferences, self_check
-from megalite.kernels.implementations import Use
-from megalite.kernels.probes import cpu_kinds
-from megalite.kernels.registry import Kernels, why_not
+from megalite.kernels import matmul, registry, self_check
+from megalite.kernels.matmul import LEAST_ROWS, onednn_accumulate_weight_grad, onednn_matmul
+from megalite.kernels.probes import cpu_kinds, why_not_onednn
+from megalite.kernels.registry import Kernels, Use, why_not
 from megalite.parity.trajectory import Trajectory
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, trajectory, whole
@@ -19,9 +19,7 @@ from tests.support.tiny import LLAMA, trajectory, whole
 CPU = torch.device("cpu")
 OPERATIONS = ("matmul", "weight_grad")
 
-pytestmark = pytest.mark.skipif(
-    onednn.why_not_onednn("cpu") is not None, reason=str(onednn.why_not_onednn("cpu"))
-)
+pytestmark = pytest.mark.skipif(why_not_onednn("cpu") is not None, reason=str(why_not_onednn("cpu")))
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -43,22 +41,22 @@ def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int
     b = drawn(3, outer, inner).t() if transposed else drawn(3, inner, outer)
     exact = a.double() @ b.double()
     if not a.numel():
-        assert onednn.matmul(a, b).shape == exact.shape
+        assert onednn_matmul(a, b).shape == exact.shape
         return
-    assert_right(onednn.matmul(a, b), exact)
-    assert_right(onednn.matmul(a, b, bias), exact + bias.double())
+    assert_right(onednn_matmul(a, b), exact)
+    assert_right(onednn_matmul(a, b, bias), exact + bias.double())
     if a.dim() == 2:
         out = torch.full_like(exact, 9.0, dtype=torch.float32)
-        assert onednn.matmul(a, b, bias, out=out) is out
+        assert onednn_matmul(a, b, bias, out=out) is out
         assert_right(out, exact + bias.double())
 
 
 def test_parts_of_larger_tensors() -> None:
     """As a tied embedding's slice, and activations that lie in another order."""
     table, x = drawn(1, 50, 40), drawn(2, 9, 6, 20).transpose(0, 1)
-    assert_right(onednn.matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
+    assert_right(onednn_matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
     assert_right(
-        onednn.matmul(x[..., :15], table[10:30, 8:23].t()),
+        onednn_matmul(x[..., :15], table[10:30, 8:23].t()),
         x[..., :15].double() @ table[10:30, 8:23].double().t(),
     )
 
@@ -66,17 +64,17 @@ def test_parts_of_larger_tensors() -> None:
 def test_what_is_no_number_is_seen() -> None:
     a, b = drawn(1, 4, 8), drawn(2, 8, 3)
     a[1, 2], a[3, 0] = torch.nan, torch.inf
-    found = onednn.matmul(a, b)
+    found = onednn_matmul(a, b)
     assert found[1].isnan().all() and not found[3].isfinite().any() and found[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [0, 1, onednn.LEAST_ROWS - 1, onednn.LEAST_ROWS, 200])
+@pytest.mark.parametrize("rows", [0, 1, LEAST_ROWS - 1, LEAST_ROWS, 200])
 def test_weight_gradients_are_added(rows: int) -> None:
     x, grad_y = drawn(1, rows, 40), drawn(2, rows, 24)
     flat = torch.full((30 + 24 * 40,), 0.5)
     main_grad = flat[10:-20].view(24, 40)
     for _ in range(2):
-        onednn.accumulate_weight_grad(main_grad, grad_y, x)
+        onednn_accumulate_weight_grad(main_grad, grad_y, x)
     exact = 0.5 + 2.0 * (grad_y.double().t() @ x.double())
     torch.testing.assert_close(main_grad.double(), exact, rtol=1e-5, atol=1e-4)
     assert (flat[:10] == 0.5).all() and (flat[-20:] == 0.5).all()
@@ -86,7 +84,7 @@ def test_weight_gradients_are_added(rows: int) -> None:
 def test_taken_where_mkl_leaves_half_behind(
     kind: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preferences, "cpu_kinds", lambda: kind)
+    monkeypatch.setattr(registry, "cpu_kinds", lambda: kind)
     kernels = Kernels()
     for operation in OPERATIONS:
         kernels.get(operation, device=CPU, dtype=torch.float32, size=128)
@@ -118,7 +116,7 @@ def test_which_processor(
 
 def test_small_and_half_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """At small sizes the operator's 15 microseconds are what counts."""
-    monkeypatch.setattr(preferences, "cpu_kinds", lambda: ("amd-avx512",))
+    monkeypatch.setattr(registry, "cpu_kinds", lambda: ("amd-avx512",))
     kernels = Kernels()
     for dtype, size in ((torch.float32, 127), (torch.bfloat16, 1024), (torch.float64, 1024)):
         kernels.get("matmul", device=CPU, dtype=dtype, size=size)
@@ -136,8 +134,8 @@ def test_there_is_none_on_other_devices() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is none that torch documents."""
-    right = onednn._product
-    monkeypatch.setattr(onednn, "_product", lambda a, b, bias: 1.001 * right(a, b, bias))
+    right = matmul._onednn_product
+    monkeypatch.setattr(matmul, "_onednn_product", lambda a, b, bias: 1.001 * right(a, b, bias))
     self_check._why_wrong.cache_clear()
     try:
         reason = why_not(operation, "onednn", Use("cpu", torch.float32, 256))
@@ -149,12 +147,12 @@ def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: 
 
 
 def test_a_torch_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    onednn.why_not_onednn.cache_clear()
+    why_not_onednn.cache_clear()
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     try:
-        assert onednn.why_not_onednn("cpu") == f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
+        assert why_not_onednn("cpu") == f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
     finally:
-        onednn.why_not_onednn.cache_clear()
+        why_not_onednn.cache_clear()
 
 
 SETTINGS: dict[str, Any] = {

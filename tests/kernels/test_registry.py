@@ -8,23 +8,29 @@ import torch
 
 from megalite.config.compute import OPERATIONS
 from megalite.config.errors import ConfigError
-from megalite.kernels import norms, registry
+from megalite.kernels import layer_ops, registry
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.implementations import FLOATS, IMPLEMENTATIONS, Implementation, Use
-from megalite.kernels.preferences import read_preferences, shipped_preferences
-from megalite.kernels.registry import Kernels, backends_of, why_not
+from megalite.kernels.registry import (
+    FLOATS,
+    IMPLEMENTATIONS,
+    Implementation,
+    Kernels,
+    Use,
+    backends_of,
+    read_preferences,
+    shipped_preferences,
+    why_not,
+)
 
 CPU = torch.device("cpu")
 
 # Two operations, whose kernels of all backends are torch's, so that each can be had.
 NORMS = {
-    "torch": Implementation("norms", ("rms_norm",)),
-    "triton": Implementation("norms", ("layer_norm",), FLOATS),
+    "torch": Implementation("rmsnorm", "torch", "layer_ops:rms_norm"),
+    "triton": Implementation("rmsnorm", "triton", "layer_ops:layer_norm", FLOATS),
     "apex": Implementation(
-        "activations",
-        ("swiglu",),
-        (torch.float32,),
-        limit=lambda use: "it takes sizes up to 4096" if use.size > 4096 else None,
+        *("rmsnorm", "apex", "layer_ops:rms_norm", (torch.float32,)),
+        limit=lambda size: "it takes sizes up to 4096" if size > 4096 else None,
     ),
 }
 
@@ -61,7 +67,7 @@ def test_every_operation_has_torchs_kernel() -> None:
 def test_get_gives_the_function_itself() -> None:
     kernels = Kernels()
     where = {"device": CPU, "dtype": torch.float32, "size": 8}
-    assert kernels.get("rmsnorm", **where) is norms.rms_norm
+    assert kernels.get("rmsnorm", **where) is layer_ops.rms_norm
     assert kernels.get("cross_entropy", **where) == (cross_entropy_forward, cross_entropy_backward)
 
 
@@ -76,10 +82,10 @@ def test_on_a_cpu_torch_serves_everything() -> None:
 def test_one_choice_for_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, loads = Kernels(), []
     load = Implementation.load
-    monkeypatch.setattr(Implementation, "load", lambda self: (loads.append(self.module), load(self))[1])
+    monkeypatch.setattr(Implementation, "load", lambda self: (loads.append(self.place), load(self))[1])
     for size in (8, 8, 16, 8):
         kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=size)
-    assert loads == ["norms", "norms"]
+    assert loads == ["layer_ops:rms_norm", "layer_ops:rms_norm"]
     assert [choice.use.size for choice in kernels.chosen] == [8, 16]
 
 
@@ -117,8 +123,8 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
     kernels = Kernels({"rmsnorm": "triton"}, preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
     assert chosen(kernels) == ("triton", "asked for")
-    assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is norms.layer_norm
-    assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is norms.layer_norm
+    assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
+    assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.chosen[-1].why == "no rule: torch"
 
 
@@ -159,7 +165,7 @@ def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         registry, "IMPLEMENTATIONS", {"rmsnorm": {**NORMS, "apex": lacking}, "adam": IMPLEMENTATIONS["adam"]}
     )
-    monkeypatch.setattr("megalite.kernels.implementations.why_not_extension", lambda name: f"no {name}")
+    monkeypatch.setattr("megalite.kernels.registry.why_not_extension", lambda name: f"no {name}")
     with pytest.raises(ConfigError, match=r"cannot be had: no fused_layer_norm_cuda; use rmsnorm=torch"):
         Kernels({"rmsnorm": "apex"}).check(CPU)
     assert chosen(rules("order: [apex, torch]")) == ("torch", "rule 0")
@@ -220,5 +226,5 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_names_are_functions_of_one_place(operation: str) -> None:
-    counts = {len(implementation.names) for implementation in IMPLEMENTATIONS[operation].values()}
+    counts = {row.place.count(",") + 1 for row in IMPLEMENTATIONS[operation].values()}
     assert counts == ({2} if operation in ("cross_entropy", "lamb", "softmax") else {1})

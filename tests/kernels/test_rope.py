@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megalite.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from megalite.kernels.layer_ops import apply_rope, rope_frequencies, rope_tables
 
 
 def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> torch.Tensor:

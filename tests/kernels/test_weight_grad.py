@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.weight_grad import accumulate_weight_grad
+from megalite.kernels.matmul import accumulate_weight_grad
 
 
 def parts(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

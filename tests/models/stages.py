@@ -1,4 +1,4 @@
-"""One stage of a small GPT, built in float64, for the tests of this folder."""
+"""One stage of a small GPT, for the tests of models and generation."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
+from megalite.topology.topology import Topology
 
 S, B = 10, 2
 GPT = ModelConfig(
@@ -50,20 +51,23 @@ def build(
     model: ModelConfig,
     *,
     cut: tuple[int, int] | None = None,
+    topology: Topology | None = None,
     tp: Group | None = None,
-    recompute: str = "none",
+    dtype: torch.dtype = torch.float64,
+    recompute: Recompute | None = None,
     sequence_parallel: bool = False,
+    seq_length: int = S,
+    seed: int = 5,
 ) -> GPTStage:
+    """Layers [first, last) of `cut`, by default all, on one rank of a topology, or of a tp group alone."""
     first, last = cut or (0, model.num_layers)
-    tp = tp or Group.solo("tp")
-    make = ParameterFactory(
-        tp=tp,
-        tp_cp=tp,
-        expert_tp=tp,
-        seed=5,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        sequence_parallel=sequence_parallel,
+    topology = topology or Topology.solo()
+    groups = {name: getattr(topology, name) for name in ("tp", "tp_cp", "ep", "expert_tp")}
+    if tp is not None:
+        groups |= {"tp": tp, "tp_cp": tp, "expert_tp": tp}
+    cpu = torch.device("cpu")
+    factory = ParameterFactory(
+        **groups, seed=seed, dtype=dtype, device=cpu, sequence_parallel=sequence_parallel
     )
     return GPTStage(
         model,
@@ -71,9 +75,9 @@ def build(
         last_layer=last,
         has_embedding=first == 0,
         has_head=last == model.num_layers,
-        make=make,
-        seq_length=S,
-        recompute=Recompute(granularity=recompute),
+        factory=factory,
+        seq_length=seq_length,
+        recompute=recompute,
     )
 
 

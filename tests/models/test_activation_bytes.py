@@ -15,14 +15,14 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.models.auxiliary import AuxiliaryLosses
+from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
+from megalite.partition.activations import stage_activation_bytes
+from megalite.partition.memory import activation_peaks
+from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.schedule import peak_activations
-from megalite.planner.activations import stage_activation_bytes
-from megalite.planner.memory import activation_peaks
-from megalite.planner.pipeline import plan_stages, schedule_of
-from megalite.planner.stages import StagePlan
-from megalite.training.precision import Precision
+from megalite.training.build import Precision
 from megalite.training.replica import build_stages
 from tests.models.live_bytes import LiveBytes, SavedBytes
 from tests.support.ranks import RankContext, run_ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.models.cache import KeyValueCache, NextTokens
+from megalite.models.context import KeyValueCache, NextTokens
 
 CPU = torch.device("cpu")
 

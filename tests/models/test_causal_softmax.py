@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.kernels.softmax import causal_softmax_backward, causal_softmax_forward
+from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 from megalite.models.attention import Attention
 from tests.models.stages import GPT, B, S, build, varied
 

@@ -9,15 +9,17 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.kernels import compiled as compiled_module
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.fp8 import Fp8Products
+from megalite.kernels.matmul import Fp8Products
 from megalite.models import compute
 from megalite.models.attention import Attention
 from megalite.models.compute import apply_compute
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group
+from megalite.topology.topology import Topology
+from tests.models.stages import build
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, tiny_config
 
@@ -27,25 +29,17 @@ SELECTIVE = Recompute(granularity="selective", modules=frozenset(("core_attn", "
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def stage_of(config: RunConfig, *, tp: Group | None = None, recompute: Recompute = NONE) -> GPTStage:
+def stage_of(config: RunConfig, *, topology: Topology | None = None, recompute: Recompute = NONE) -> GPTStage:
     """The whole model on this rank, with main gradients in at least fp32."""
     model, dtype = config.model, DTYPES[config.training.precision]
-    make = ParameterFactory(
-        tp=tp or Group.solo("tp"),
-        seed=3,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        sequence_parallel=config.parallel.sequence_parallel,
-    )
-    stage = GPTStage(
+    stage = build(
         model,
-        first_layer=0,
-        last_layer=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        make=make,
-        seq_length=config.training.seq_length,
+        topology=topology,
+        dtype=dtype,
         recompute=recompute,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seq_length=config.training.seq_length,
+        seed=3,
     )
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in stage.parameters():
@@ -140,7 +134,7 @@ def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as error:
         apply_compute(stage_of(config), config)
     assert str(error.value) == (
-        "fp8 takes weights whose dimensions on a rank are multiples of 16, and layers.1.mlp.up.weight has 40 x 32; "
+        "fp8 takes weights with dimensions per rank that are multiples of 16, and layers.1.mlp.up.weight has 40 x 32; "
         "use other sizes or another tp"
     )
 
@@ -194,10 +188,10 @@ def overlapped(context: RankContext, tp: int) -> None:
     torch.set_num_threads(1)
     settings: dict[str, Any] = {**LLAMA, "num_layers": 2, "tp": tp, "sequence_parallel": True}
     config = tiny_config(tp, **settings, tp_comm_overlap=True)
-    group = context.topology(tp=tp).tp
-    stage, plain = stage_of(config, tp=group), stage_of(config, tp=group)
+    topology = context.topology(tp=tp)
+    stage, plain = (stage_of(config, topology=topology) for _ in range(2))
     lines = apply_compute(stage, config)
-    assert "travel in pieces" in lines[-1]
+    assert "run in pieces" in lines[-1]
     exchanged = []
     rotate = Group.rotate_async
     try:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.planner.sizes import deferred_bytes
-from megalite.tensor_parallel.parameter import ShardedParameter, attach_tape
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.models.context import AuxiliaryLosses
+from megalite.partition.activations import deferred_bytes
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.parameter import ShardedParameter, attach_deferred
 from tests.models.live_bytes import LiveBytes
 from tests.models.test_activation_bytes import GPT, S, layers_alone, settled
 from tests.support.ranks import RankContext, run_ranks
@@ -28,8 +28,8 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tup
     """Bytes alive after an I, its results not counted, and those planned."""
     config = tiny_config(world_size, **{**GPT, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
     stage, plan = layers_alone(context, config)
-    tape = WeightTape()
-    attach_tape(stage, tape)
+    deferred = DeferredWeightGradients()
+    attach_deferred(stage, deferred)
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
         parameter.main_grad = torch.zeros(parameter.shape)
@@ -39,13 +39,13 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tup
     with LiveBytes() as live:
         x = torch.randn(stage.activation_shape(samples), dtype=torch.bfloat16).requires_grad_()
         y = stage(x, forward_context)
-        with tape.recording(0):
+        with deferred.deferring(0):
             y.backward(torch.ones_like(y))
         results = [x.grad, *(parameter.grad for parameter in stage.parameters())]
         found = sum(grad.untyped_storage().nbytes() for grad in results if grad is not None)
         del x, y, forward_context
         alive = settled(lambda: live.now - found)
-        tape.run(0)
+        deferred.run(0)
         assert settled(lambda: live.now - found) < alive / 20
     return alive, deferred_bytes(config, plan)
 

@@ -5,6 +5,7 @@ import torch
 
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.gpt import GPTStage
+from megalite.models.recompute import Recompute
 from tests.models.plain_gpt import Plain, losses
 from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
 
@@ -95,7 +96,7 @@ def test_recompute_changes_memory_and_not_one_bit_of_the_gradients(family: str, 
     model = varied(FAMILIES[family], hidden_dropout=dropout, attention_dropout=dropout)
     held, found = [], []
     for recompute in ("none", "selective", "full"):
-        stage = build(model, recompute=recompute)
+        stage = build(model, recompute=Recompute(granularity=recompute))
         counter = Held(stage)
         with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
             found.append(gradients(stage))

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.models.context import ForwardContext
-from megalite.models.moe.capacity import within_capacity
+from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
+from megalite.models.moe.router import within_capacity
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import layer_shapes
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -40,9 +39,9 @@ def config_of(**changes: Any) -> ModelConfig:
 def build(
     config: ModelConfig, *, recompute: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
 ) -> MoELayer:
-    make = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
     plan = Recompute(granularity="selective" if recompute else "none", modules=frozenset(recompute))
-    return MoELayer(NAME, config, make=make, recompute=plan)
+    return MoELayer(NAME, config, factory=factory, recompute=plan)
 
 
 def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.models.auxiliary import AuxiliaryLosses
-from megalite.models.context import ForwardContext
+from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -56,7 +55,7 @@ def run_layer(
     topology: Topology, index: int, *, sequence_parallel: bool, lonely: bool, recompute: str | None
 ) -> dict[str, Any]:
     """One microbatch, all of this rank's sequences: output, gradients (summed as the strategies do) and losses."""
-    make = ParameterFactory(
+    factory = ParameterFactory(
         tp=topology.tp,
         cp=topology.cp,
         tp_cp=topology.tp_cp,
@@ -69,7 +68,7 @@ def run_layer(
     )
     modules = frozenset({recompute}) if recompute else frozenset()
     plan = Recompute(granularity="selective" if recompute else "none", modules=modules)
-    layer = MoELayer(NAME, config_at(index), make=make, recompute=plan)
+    layer = MoELayer(NAME, config_at(index), factory=factory, recompute=plan)
     if lonely:
         set_lonely(layer)
     positions = zigzag(topology)

@@ -12,8 +12,8 @@ from megalite.models.shapes import (
     layer_shapes,
     parameter_count,
 )
-from megalite.planner.pipeline import plan_stages
-from megalite.planner.stages import stage_forward_flops
+from megalite.partition.pipeline import plan_stages
+from megalite.partition.stages import stage_forward_flops
 
 MODEL = ModelConfig(
     num_layers=6,

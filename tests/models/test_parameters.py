@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from megalite.config.files import preset_names
 from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
-from megalite.config.presets import preset_names
 from megalite.models.shapes import ParameterShape, stage_shapes
 from megalite.topology.group import Group
 from tests.models.stages import GPT, S, build, named, varied

@@ -8,15 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.model import ModelConfig
-from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.block import Block
-from megalite.models.gpt import GPTStage
-from megalite.models.recompute import Recompute
-from megalite.models.recompute_saved import not_saving
-from megalite.tensor_parallel.parameter import ParameterFactory
-from megalite.topology.group import Group
+from megalite.models.context import AuxiliaryLosses
+from megalite.models.recompute import Recompute, not_saving
 from tests.models.live_bytes import LiveBytes
-from tests.models.stages import GPT, LLAMA, B, S, named, varied
+from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 MODELS = {
@@ -76,17 +72,7 @@ def step(
     model: ModelConfig, plan: Recompute, dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Losses, gradients and the number of matrix products in the backward."""
-    make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
-    stage = GPTStage(
-        model,
-        first_layer=0,
-        last_layer=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        make=make,
-        seq_length=S,
-        recompute=plan,
-    ).train()
+    stage = build(model, dtype=dtype, recompute=plan).train()
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))
     losses = stage(tokens, stage.context((3, 8), auxiliary=auxiliary), labels=labels)

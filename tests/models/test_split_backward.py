@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.models.auxiliary import AuxiliaryLosses
 from megalite.models.block import Block
+from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.tensor_parallel.parameter import ParameterFactory, attach_tape
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.parameter import attach_deferred
 from megalite.topology.topology import Topology
-from tests.models.stages import LLAMA, B, S, named, varied
+from tests.models.stages import LLAMA, B, S, build, named, varied
 from tests.models.test_recompute import MODELS, PLANS, Products, full, name_of, selective
 from tests.support.ranks import RankContext, run_ranks
 
@@ -33,29 +33,10 @@ EXPERTS = varied(
 RANK_PLANS = [Recompute(), selective("mlp_act", "layernorm", "core_attn"), full("uniform", 2)]
 
 
-def build(
+def stage_of(
     model: ModelConfig, plan: Recompute, dtype: torch.dtype, topology: Topology, *, sp: bool, main_grad: bool
 ) -> GPTStage:
-    make = ParameterFactory(
-        tp=topology.tp,
-        tp_cp=topology.tp_cp,
-        ep=topology.ep,
-        expert_tp=topology.expert_tp,
-        seed=5,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        sequence_parallel=sp,
-    )
-    stage = GPTStage(
-        model,
-        first_layer=0,
-        last_layer=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        make=make,
-        seq_length=S,
-        recompute=plan,
-    ).train()
+    stage = build(model, topology=topology, dtype=dtype, recompute=plan, sequence_parallel=sp).train()
     if main_grad:
         kind = torch.float32 if dtype == torch.bfloat16 else dtype
         for parameter in named(stage).values():
@@ -67,8 +48,8 @@ def play(
     stage: GPTStage, order: tuple[str, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], list[float]]:
     """Gradients, matrix products by kind of action, and the losses that layers added."""
-    tape = WeightTape()
-    attach_tape(stage, tape)
+    deferred = DeferredWeightGradients()
+    attach_deferred(stage, deferred)
     draws = torch.Generator().manual_seed(1)
     auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))
     losses = []
@@ -82,12 +63,12 @@ def play(
             if kind == "B":
                 losses[microbatch].backward()
             elif kind == "I":
-                with tape.recording(microbatch):
+                with deferred.deferring(microbatch):
                     losses[microbatch].backward()
             else:
-                tape.run(microbatch)
+                deferred.run(microbatch)
         products[kind] += counted.count
-    assert tape.pending == 0
+    assert deferred.pending == 0
     grads = {}
     for name, parameter in named(stage).items():
         # Norms and biases come from autograd; matrices and the word embedding go to main_grad where there is one.
@@ -108,9 +89,9 @@ def compare(
 ) -> None:
     topology = topology or Topology.solo()
     whole, whole_products, whole_terms = play(
-        build(model, plan, dtype, topology, sp=sp, main_grad=main_grad), WHOLE
+        stage_of(model, plan, dtype, topology, sp=sp, main_grad=main_grad), WHOLE
     )
-    halves, products, terms = play(build(model, plan, dtype, topology, sp=sp, main_grad=main_grad), HALVES)
+    halves, products, terms = play(stage_of(model, plan, dtype, topology, sp=sp, main_grad=main_grad), HALVES)
     what = f"{name_of(plan)} {dtype} main_grad={main_grad} sp={sp}"
     assert halves.keys() == whole.keys(), what
     assert [name for name in whole if not torch.equal(whole[name], halves[name])] == [], what
@@ -149,17 +130,17 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
         return forward(block, *arguments)
 
     monkeypatch.setattr(Block, "_feed_forward", counting)
-    stage = build(MODELS["gpt"], plan, torch.float32, Topology.solo(), sp=False, main_grad=True)
-    tape = WeightTape()
-    attach_tape(stage, tape)
+    stage = stage_of(MODELS["gpt"], plan, torch.float32, Topology.solo(), sp=False, main_grad=True)
+    deferred = DeferredWeightGradients()
+    attach_deferred(stage, deferred)
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     loss = stage(tokens, stage.context((0, 1)), labels=labels).sum()
     assert runs == 3
-    with tape.recording(0):
+    with deferred.deferring(0):
         loss.backward()
     assert runs == (6 if plan.granularity == "full" else 3)
     with Products() as products:
-        tape.run(0)
+        deferred.run(0)
     assert products.count == in_weights
     assert runs == (6 if plan.granularity == "full" else 3)
 
@@ -167,21 +148,21 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
 @pytest.mark.parametrize("family", MODELS)
 def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
     """Norms, biases and the position table have their gradients in the first half, and a word table that is no head."""
-    stage = build(MODELS[family], Recompute(), torch.float32, Topology.solo(), sp=False, main_grad=True)
-    tape = WeightTape()
-    attach_tape(stage, tape)
+    stage = stage_of(MODELS[family], Recompute(), torch.float32, Topology.solo(), sp=False, main_grad=True)
+    deferred = DeferredWeightGradients()
+    attach_deferred(stage, deferred)
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     loss = stage(tokens, stage.context((0, 1)), labels=labels).sum()
-    with tape.recording(0):
+    with deferred.deferring(0):
         loss.backward()
-    owed = Counter(parameter.info.spec.name for parameter in tape.owed(0))  # type: ignore[attr-defined]
+    gradient = Counter(parameter.info.spec.name for parameter in deferred.parameters(0))  # type: ignore[attr-defined]
     tables = {"embedding.word.weight", "embedding.position.weight"}
     matrices = {
         name for name, parameter in named(stage).items() if name.endswith(".weight") and parameter.dim() > 1
     }
     tied = {"embedding.word.weight": 2} if family == "gpt" else {}
-    assert owed == {**dict.fromkeys(matrices - tables, 1), **tied}
-    tape.run(0)
+    assert gradient == {**dict.fromkeys(matrices - tables, 1), **tied}
+    deferred.run(0)
 
 
 def dense_on_ranks(context: RankContext, sp: bool) -> None:
@@ -216,7 +197,7 @@ def test_terms_of_layers_count_once_where_the_forward_runs_ahead_of_its_recomput
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     found = []
     for ahead in (False, True):
-        stage = build(EXPERTS, Recompute(), torch.float64, Topology.solo(), sp=False, main_grad=True)
+        stage = stage_of(EXPERTS, Recompute(), torch.float64, Topology.solo(), sp=False, main_grad=True)
         auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))
         context = stage.context((0, 1), auxiliary=auxiliary)
         if ahead:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.flat import FlatParameter, Segment, Update
+from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 
 PADDING = 3
 """Elements of every flat parameter that belong to no tensor."""

@@ -3,8 +3,8 @@
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optimizers.adam import STATES, AdamW
-from megalite.optimizers.flat import FlatParameter, Update
+from megalite.optimizers.adam import AdamW
+from megalite.optimizers.base import FlatParameter, Update
 
 CONFIG = OptimizerConfig(lr=1e-2, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4)
 SIZES = (5, 7, 3)
@@ -67,26 +67,3 @@ def test_first_update_by_hand() -> None:
     move = 0.5 * 2.0 / (2.0 + 1e-4)
     torch.testing.assert_close(decayed.data, flat(0) * (1 - 0.05) + move, rtol=1e-12, atol=0)
     torch.testing.assert_close(undecayed.data, flat(1) + move, rtol=1e-12, atol=0)
-
-
-def test_state_moves_to_another_optimizer() -> None:
-    first, second = shards(), shards()
-    one, other = adam_of(*first), adam_of(*second)
-    advance(one, first[0], first[1], range(3))
-    for source, target in zip(first, second, strict=True):
-        target.data.copy_(source.data)
-        for name in STATES:
-            other.state(target)[name].copy_(one.state(source)[name])
-    other.set_updates(one.updates)
-    advance(one, first[0], first[1], range(3, 5))
-    advance(other, second[0], second[1], range(3, 5))
-    for source, target in zip(first, second, strict=True):
-        assert torch.equal(source, target)
-
-
-def test_state_is_there_from_the_start() -> None:
-    decayed = shards()[0]
-    adam = AdamW([FlatParameter(decayed, True, ())], CONFIG)
-    assert adam.updates == 0
-    assert set(adam.state(decayed)) == set(STATES)
-    assert all(not tensor.any() and tensor.shape == decayed.shape for tensor in adam.state(decayed).values())

@@ -11,9 +11,8 @@ import torch
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.kernels.lamb import Direction
-from megalite.optimizers.freeze import FreezePoint, warmup_steps
-from megalite.optimizers.onebit import silence
+from megalite.kernels.optimizer_ops import Direction
+from megalite.optimizers.onebit import FreezePoint, silence, warmup_steps
 from megalite.optimizers.zero_one_adam import exchanges, updates_variance
 from megalite.topology.group import Group
 
@@ -21,7 +20,13 @@ WORLD = Group.solo("world")
 
 
 def made(**settings: Any) -> FreezePoint:
-    common = {"optimizer": "onebit-adam", "train_iters": 100, "adam_beta2": 0.9, "freeze_threshold": 0.96}
+    common = {
+        "global_batch_size": 4,
+        "optimizer": "onebit-adam",
+        "train_iters": 100,
+        "adam_beta2": 0.9,
+        "freeze_threshold": 0.96,
+    }
     return FreezePoint(replace(RunConfig(), **{**common, **settings}), world=WORLD)
 
 

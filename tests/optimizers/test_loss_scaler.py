@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.config.training import TrainingConfig
-from megalite.optimizers.loss_scaler import LossScaler
+from megalite.optimizers.schedules import LossScaler
 
 
 def scaler(
@@ -50,6 +50,14 @@ def scales(one: LossScaler, events: str) -> list[float]:
 )
 def test_sequences(options: dict[str, float], events: str, expected: list[float]) -> None:
     assert scales(scaler(**options), events) == expected  # type: ignore[arg-type]
+
+
+def test_a_step_skipped_for_another_reason_leaves_the_scale() -> None:
+    one = scaler(hysteresis=1)
+    for _ in range(4):
+        one.update(overflow=False, fault=True, samples=8)
+    assert (one.scale, one.skipped_steps, one.skipped_samples) == (1024.0, 4, 32)
+    assert scales(one, "oox") == [1024, 1024, 512], "nor does it count as a good step"
 
 
 @pytest.mark.parametrize("before", ["", "x", "xx", "o", "oo", "xo", "xoo", "xxooo"])

@@ -9,7 +9,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.muon import Muon, orthogonalise
 from megalite.topology.group import Group
-from tests.optimizers.flats import drawn, flat_of, set_gradients, tensors_of, update, weights
+from tests.optimizers.flats import drawn, flat_of, set_gradients, update, weights
 
 CONFIG = OptimizerConfig(optimizer="muon", muon_momentum=0.9, muon_scale=0.3, muon_steps=5)
 MATRICES = {"wide": (6, 10), "tall": (12, 4), "stack": (2, 5, 4), "experts": (3, 2, 4, 4), "row": (1, 7)}
@@ -109,23 +109,3 @@ def test_no_gradient_means_no_update() -> None:
     for name, value in weights(muon).items():
         kept = 1 - update(1).lr * update(1).weight_decay if name in MATRICES else 1.0
         assert torch.equal(value, tensors(0)[name] * kept), name
-
-
-def test_matrices_have_one_state_and_the_rest_adams() -> None:
-    torch.set_num_threads(1)
-    one, other = muon_of(tensors(0)), muon_of(tensors(0))
-    matrices, rest = one.parameters
-    assert set(one.state(matrices.param)) == {"momentum_buffer"}
-    assert set(one.state(rest.param)) == {"exp_avg", "exp_avg_sq"}
-    advance(one, range(1, 3))
-    for source, target in zip(one.parameters, other.parameters, strict=True):
-        target.param.data.copy_(source.param.data)
-        for name, values in other.state(target.param).items():
-            values.copy_(one.state(source.param)[name])
-    other.set_updates(one.updates)
-    for muon in (one, other):
-        advance(muon, range(3, 5))
-    for first, second in zip(one.parameters, other.parameters, strict=True):
-        assert all(
-            torch.equal(values, tensors_of(second)[name]) for name, values in tensors_of(first).items()
-        )

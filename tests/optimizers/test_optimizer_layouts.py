@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.optimizers import matrix_plan
+from megalite.optimizers import muon
 from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
 from megalite.parity.compare import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import (
@@ -104,7 +104,7 @@ def test_trust_ratios_are_of_whole_tensors(layout: str) -> None:
 
 def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
     """Who works on what and whether anything travels, with waves so small that there are several."""
-    with mock.patch.object(matrix_plan, "WAVE", 10_000):
+    with mock.patch.object(muon, "WAVE", 10_000):
         config = tiny_config(2, **SMALL, **settings, optimizer="muon", tie_embeddings=False)
         optimizer = build(context, config).optimizer
     assert isinstance(optimizer, Muon)
@@ -164,7 +164,7 @@ def test_replicas_with_weights_of_their_own_share_no_work() -> None:
 
 
 def small_waves(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
-    with mock.patch.object(matrix_plan, "WAVE", 3_000):
+    with mock.patch.object(muon, "WAVE", 3_000):
         return run(context, world, settings)
 
 

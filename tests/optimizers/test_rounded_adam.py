@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optimizers import rounded_adam
-from megalite.optimizers.adam import STATES, AdamW
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.flat import FlatParameter, Segment, Update
-from megalite.optimizers.rounded_adam import RoundedAdamW
+from megalite.optimizers import adam
+from megalite.optimizers.adam import STATES, AdamW, RoundedAdamW
+from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 from tests.data_parallel.toy import SHAPES, ToyRun
 from tests.support.ranks import RankContext, run_ranks
 
@@ -39,7 +37,7 @@ def config(**settings: Any) -> OptimizerConfig:
 
 def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step beside AdamW that is given the rounded moments; then they are rounded to the nearest."""
-    monkeypatch.setattr(rounded_adam, "CPU_PIECE", 64)
+    monkeypatch.setattr(adam, "CPU_PIECE", 64)
     torch.set_num_threads(1)
     ours, theirs = flat(200), flat(200)
     rounded, plain = RoundedAdamW([ours], config(**BOTH), seed=1), AdamW([theirs], config())
@@ -117,18 +115,3 @@ def test_ranges_of_ranks_round_alike(precision: str) -> None:
             assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
             for key, values in theirs.items():
                 assert torch.equal(ours[key], values), key
-
-
-def test_state_moves_to_another_optimizer() -> None:
-    """A run that goes on: the updates so far and the moments are all there is."""
-    torch.set_num_threads(1)
-    first, second = flat(100), flat(100)
-    one, other = (RoundedAdamW([each], config(**RANDOM), seed=1) for each in (first, second))
-    advance(one, first.param, range(1, 4))
-    second.param.data.copy_(first.param.data)
-    for name in STATES:
-        other.state(second.param)[name].copy_(one.state(first.param)[name])
-    other.set_updates(one.updates)
-    advance(one, first.param, range(4, 6))
-    advance(other, second.param, range(4, 6))
-    assert torch.equal(first.param, second.param)

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megalite.optimizers.flat import FlatParameter, Segment
-from megalite.optimizers.rounding import global_indices, random_bits, round_to
+from megalite.optimizers.adam import global_indices, random_bits, round_to
+from megalite.optimizers.base import FlatParameter, Segment
 
 CPU = torch.device("cpu")
 

@@ -39,7 +39,7 @@ VALUES: list[tuple[dict[str, Any], dict[int, float]]] = [
         {20: 1.0, 40: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 60: 0.6, 100: 0.2, 130: 0.2},
     ),
     ({"lr_decay_style": "constant", "min_lr": 0.0}, {20: 1.0, 60: 1.0, 100: 1.0, 130: 1.0}),
-    ({"lr_decay_style": "inverse-square-root"}, {20: 1.0, 45: 2 / 3, 80: 0.5, 100: math.sqrt(0.2), 600: 0.2}),
+    ({"lr_decay_style": "inverse-square-root"}, {20: 1.0, 45: 2 / 3, 80: 0.5, 100: math.sqrt(0.2), 101: 0.2}),
     ({**WSD, "lr_wsd_decay_style": "linear"}, {20: 1.0, 60: 1.0, 70: 0.8, 80: 0.6, 100: 0.2, 130: 0.2}),
     (
         {**WSD, "lr_wsd_decay_style": "cosine"},
@@ -79,7 +79,7 @@ def test_warm_up_is_linear_and_the_first_step_learns() -> None:
 
 def test_without_warm_up_decay_starts_at_once() -> None:
     assert lr(1, lr_decay_style="linear") == pytest.approx(1.0 - 0.8 / 100)
-    assert lr(1, lr_decay_style="inverse-square-root") == 1.0
+    assert lr(1, lr_decay_style="inverse-square-root", min_lr=0.0) == 0.5, "of 4 samples, the square root"
 
 
 def test_decay_may_end_before_or_after_the_run() -> None:

@@ -64,27 +64,3 @@ def test_weights_decay_by_the_rate_alone_whatever_the_momentum() -> None:
     for name, value in weights(sgd).items():
         wanted = initial()[name] * (share if name in DECAYED else 1.0)
         torch.testing.assert_close(value, wanted, rtol=1e-15, atol=0.0)
-
-
-def test_there_is_a_buffer_only_with_momentum() -> None:
-    plain, heavy = (sgd_of(OptimizerConfig(optimizer="sgd", sgd_momentum=value)) for value in (0.0, 0.5))
-    for flat in plain.parameters:
-        assert plain.state(flat.param) == {}
-    for flat in heavy.parameters:
-        assert heavy.state(flat.param)["momentum_buffer"].shape == flat.param.shape
-
-
-def test_state_moves_to_another_optimizer() -> None:
-    config = OptimizerConfig(optimizer="sgd", sgd_nesterov=True)
-    one, other = sgd_of(config), sgd_of(config)
-    advance(one, range(1, 4))
-    for source, target in zip(one.parameters, other.parameters, strict=True):
-        target.param.data.copy_(source.param.data)
-        for name, values in other.state(target.param).items():
-            values.copy_(one.state(source.param)[name])
-    other.set_updates(one.updates)
-    for sgd in (one, other):
-        advance(sgd, range(4, 6))
-    for name, values in weights(one).items():
-        assert torch.equal(values, weights(other)[name]), name
-    assert other.updates == 5

@@ -7,7 +7,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.pipeline import layout_of, schedule_of
+from megalite.partition.pipeline import layout_of, schedule_of
 from tests.support.tiny import LLAMA, TINY
 
 Settings = dict[str, Any]

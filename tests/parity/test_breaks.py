@@ -14,10 +14,10 @@ import megalite.models.moe.router as router
 import megalite.tensor_parallel.layers as layers
 import megalite.training.step as step_module
 from megalite.data.loader import Microbatch
-from megalite.data_parallel.all_reduce import AllReduce
-from megalite.data_parallel.buckets import Bucket, BucketKind
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import BucketKind
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.strategy import AllReduce, DataParallelStrategy
 from megalite.models.context import ForwardContext
 from megalite.parity.compare import require_same
 from megalite.parity.trajectory import RankTrajectory, rank_trajectory, whole
@@ -47,13 +47,13 @@ def local_denominator(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def _with_groups(patch: pytest.MonkeyPatch, **groups: Any) -> None:
-    finish = DataParallelStrategy.finish_gradients
+    finish = DataParallelStrategy.finish_grad_sync
 
-    def finish_gradients(strategy: DataParallelStrategy) -> None:
+    def finish_grad_sync(strategy: DataParallelStrategy) -> None:
         strategy.groups = dataclasses.replace(strategy.groups, **groups)
         finish(strategy)
 
-    patch.setattr(DataParallelStrategy, "finish_gradients", finish_gradients)
+    patch.setattr(DataParallelStrategy, "finish_grad_sync", finish_grad_sync)
 
 
 def tied_sum_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -186,15 +186,15 @@ def experts_reduced_with_the_rest(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def experts_averaged_over_ep(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Expert gradients are scaled by 1/ep, of which every rank's tokens have been through them already."""
-    finish = DataParallelStrategy.finish_gradients
+    finish = DataParallelStrategy.finish_grad_sync
 
-    def finish_gradients(strategy: DataParallelStrategy) -> None:
+    def finish_grad_sync(strategy: DataParallelStrategy) -> None:
         finish(strategy)
         for bucket in strategy.all_buckets():
             if bucket.kind.expert:
                 bucket.grad.div_(2)
 
-    patch.setattr(DataParallelStrategy, "finish_gradients", finish_gradients)
+    patch.setattr(DataParallelStrategy, "finish_grad_sync", finish_grad_sync)
 
 
 def balance_of_the_own_part(patch: pytest.MonkeyPatch, rank: int) -> None:

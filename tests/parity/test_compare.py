@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import pickle
+from typing import cast
 
 import numpy as np
 import pytest
 
+from megalite.config.errors import ConfigError
 from megalite.parity.compare import (
     NumbersDifferError,
     compare,
@@ -13,12 +16,16 @@ from megalite.parity.compare import (
     require_same,
     worst_tensor,
 )
-from megalite.parity.report import TOLERANCES, Report, as_data, format_report
-from megalite.parity.shrink import shrink
+from megalite.parity.pool import RankPool
+from megalite.parity.report import TOLERANCES, Report, as_data, format_report, run_parity
+from megalite.parity.shrink import Shrunk, shrink
 from megalite.parity.tensors import CopiesDifferError, assemble
 from megalite.parity.trajectory import RankTrajectory, Scalars, Trajectory, plain, whole
 from tests.parity.factors import FAMILIES
 from tests.support.tiny import tiny_config
+
+POOL = cast(RankPool, None)
+"""Where no layout is to run."""
 
 
 def trajectory(**changes: float) -> Trajectory:
@@ -67,6 +74,34 @@ def test_the_first_difference_is_named(changes: dict[str, float], message: str) 
 
 def test_rounding_is_no_difference() -> None:
     require_same(trajectory(loss=4.0 * (1 + 1e-15), zero=-3e-17, weight=0.3 + 1e-13), trajectory(), 1e-9)
+
+
+def test_a_step_that_overflows_on_both_sides_is_no_difference() -> None:
+    nan, inf = float("nan"), float("inf")
+    lines = compare(trajectory(norm=nan, a=inf), trajectory(norm=inf, a=nan))
+    assert max(line.difference for line in lines) == 0.0
+    assert [line.step for line in lines if line.what == "gradient"] == [1], "the step has no gradients"
+    with pytest.raises(NumbersDifferError, match="gradient norm in step 2: 2, on one rank nan"):
+        require_same(trajectory(), trajectory(norm=nan), 1e-9)
+    skipped = Scalars(loss=1.0, grad_norm=nan, auxiliary={})
+    ranks = [
+        RankTrajectory(steps=[pickle.loads(pickle.dumps(skipped))], gradients=[], weights={}, evaluation=1.0)
+        for _ in range(2)
+    ]
+    ranks = [dataclasses.replace(rank, gradients=[{}]) for rank in ranks]
+    assert repr(whole(ranks).steps) == repr([skipped]), "as they come from two processes"
+
+
+def test_a_run_that_never_steps_is_no_proof() -> None:
+    settings = {"precision": "fp16", "global_batch_size": 2, "num_layers": 1}
+    config = tiny_config(1, **settings, initial_loss_scale=2.0**39, min_loss_scale=2.0**39)
+    with pytest.raises(
+        ConfigError, match=r"on one rank all 2 steps overflow, from loss scale 5\.49756e\+11 on"
+    ):
+        run_parity(Shrunk(config=config, world_size=1, changes={}), steps=2, tolerance=None, pool=POOL)
+    config = tiny_config(1, **settings, loss_scale=2.0**39)
+    with pytest.raises(ConfigError, match="does not train on one rank, so no layout can be compared: step 1"):
+        run_parity(Shrunk(config=config, world_size=1, changes={}), steps=2, tolerance=None, pool=POOL)
 
 
 def test_differences_are_relative() -> None:

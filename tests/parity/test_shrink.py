@@ -1,13 +1,15 @@
 """Any preset in any layout comes down to a laptop's size, and keeps what it is."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
+from megalite.config.batch import batch_size
 from megalite.config.describe import values_of
 from megalite.config.errors import ConfigError
+from megalite.config.files import preset_names
 from megalite.config.flags import parse_arguments
-from megalite.config.presets import preset_names
 from megalite.models.shapes import parameter_count
 from megalite.parity.draw import draw
 from megalite.parity.exact import EXACT_STRATEGIES
@@ -79,6 +81,48 @@ def test_no_more_than_the_batch_that_the_schedule_takes() -> None:
     assert shrunk("--dp 2 --global-batch-size 12").config.training.global_batch_size == 12
 
 
+@pytest.mark.parametrize(
+    ("line", "sizes"),
+    [
+        ("--dp 2 --global-batch-size 512 --rampup-batch-size 64 64 100000", [4, 6, 6]),
+        ("--dp 1 --pp 2 --num-layers 4 --global-batch-size 6 --rampup-batch-size 2 2 1000", [3, 4, 4]),
+        ("--dp 1 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 8 --rampup-batch-size 2 2 16", [2, 2, 2]),
+    ],
+)
+def test_a_ramp_up_stays_one(line: str, sizes: list[int]) -> None:
+    found = shrunk(line)
+    consumed = [0]
+    for _ in sizes:
+        consumed.append(consumed[-1] + batch_size(found.config, consumed[-1]))
+    assert [after - before for before, after in pairwise(consumed)] == sizes
+    assert shrink(found.config).config == found.config
+    changed = (
+        found.config.training.rampup_batch_size
+        != parse_arguments(line.split()).config.training.rampup_batch_size
+    )
+    assert ("rampup_batch_size" in found.changes) == changed
+    assert plain(found.config).training.rampup_batch_size == found.config.training.rampup_batch_size
+
+
+def test_no_setting_that_was_asked_for_changes_in_silence() -> None:
+    invocation = parse_arguments(
+        ["--dp", "2", "--fp16", "--initial-loss-scale", "4096", "--lr", "1e-4", "--adam-eps", "1e-8"]
+    )
+    found = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
+    shown = {name: found.changes.get(name) for name in ("initial_loss_scale", "lr")}
+    assert shown == {"initial_loss_scale": (4096.0, 1024.0), "lr": (1e-4, 1e-2)}
+    wide = shrink(invocation.config, explicit=invocation.explicit)
+    assert wide.changes["initial_loss_scale"] == (4096.0, 65536.0), "fp64 has no scale, and refuses one"
+    invocation = parse_arguments(
+        ["--dp", "2", "--fp16", "--initial-loss-scale", "8192", "--min-loss-scale", "2048"]
+    )
+    found = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
+    assert found.changes["initial_loss_scale"] == (8192.0, 2048.0)
+    invocation = parse_arguments(["--dp", "2", "--fp16", "--loss-scale", "65536"])
+    found = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
+    assert found.config.training.loss_scale == 65536.0 and "initial_loss_scale" not in found.changes
+
+
 def test_the_users_own_sizes_are_checked() -> None:
     with pytest.raises(ConfigError, match="num_attention_heads 12 is not divisible by tp 8"):
         shrunk("--preset gpt2-124m --tp 8")
@@ -138,3 +182,4 @@ def test_drawn_configs_are_legal_small_and_repeatable() -> None:
     assert {config.parallel.dp_strategy for config in drawn} == set(EXACT_STRATEGIES)
     assert {config.optimizer.optimizer for config in drawn} == {"adam", "sgd", "lamb", "muon"}
     assert any(config.parallel.pipeline_layers for config in drawn)
+    assert any(config.training.rampup_batch_size for config in drawn)

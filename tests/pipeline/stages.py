@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from megalite.data_parallel.all_reduce import AllReduce
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import AllReduce
 from megalite.pipeline.executor import Executor, Tracer
 from megalite.pipeline.ir.schedule import Program
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_tape
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
 
 ROWS, H, F_SIZE = 6, 16, 24
@@ -19,12 +19,12 @@ ROWS, H, F_SIZE = 6, 16, 24
 class Stage(torch.nn.Module):
     """x + down(tanh(up(x·norm))), with biases; the last one gives a loss."""
 
-    def __init__(self, stage: int, *, last: bool, make: ParameterFactory) -> None:
+    def __init__(self, stage: int, *, last: bool, factory: ParameterFactory) -> None:
         super().__init__()
         self.last = last
-        self.norm = make.make(f"{stage}.norm", (H,), value=1.0)
-        self.up = ColumnParallelLinear(f"{stage}.up", (F_SIZE, H), std=0.4, bias=True, make=make)
-        self.down = RowParallelLinear(f"{stage}.down", (H, F_SIZE), std=0.4, bias=True, make=make)
+        self.norm = factory.parameter(f"{stage}.norm", (H,), value=1.0)
+        self.up = ColumnParallelLinear(f"{stage}.up", (F_SIZE, H), std=0.4, bias=True, factory=factory)
+        self.down = RowParallelLinear(f"{stage}.down", (H, F_SIZE), std=0.4, bias=True, factory=factory)
 
     def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
         y = x + self.down(torch.tanh(self.up(x * self.norm)))
@@ -32,8 +32,8 @@ class Stage(torch.nn.Module):
 
 
 def build_stage(stage: int, num_stages: int) -> Stage:
-    make = ParameterFactory(tp=Group.solo("tp"), seed=7, dtype=torch.float32, device=torch.device("cpu"))
-    return Stage(stage, last=stage == num_stages - 1, make=make)
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=7, dtype=torch.float32, device=torch.device("cpu"))
+    return Stage(stage, last=stage == num_stages - 1, factory=factory)
 
 
 def data(microbatch: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def gradients(stages: dict[int, Stage]) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """One pipeline rank with its stages, tapes and buckets.
+    """One pipeline rank with its stages, deferred and buckets.
 
     Args:
         first_microbatch: the number that microbatch 0 has among all that data-parallel ranks share.
@@ -79,9 +79,9 @@ class Rank:
         self.first_microbatch = first_microbatch
         self.stages = {stage: build_stage(stage, schedule.num_stages) for stage in schedule.stages_of(rank)}
         self.strategy = strategy_of(self.stages, dp or Group.solo("dp"))
-        self.tapes = {stage: WeightTape() for stage in self.stages}
+        self.deferred = {stage: DeferredWeightGradients() for stage in self.stages}
         for stage, module in self.stages.items():
-            attach_tape(module, self.tapes[stage])
+            attach_deferred(module, self.deferred[stage])
         self.executor = Executor(
             program,
             rank=rank,
@@ -91,7 +91,7 @@ class Rank:
             dtype=torch.float32,
             device=torch.device("cpu"),
             reducer=None if schedule.forward_only else self.strategy,
-            **{"tapes": self.tapes, "check_memory": True, "tracer": tracer, **options},
+            **{"deferred": self.deferred, "check_memory": True, "tracer": tracer, **options},
         )
 
     def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Rank:
         """Losses, and the reduced gradients."""
         self.strategy.zero_grad()
         losses = [loss.item() for loss in self.executor.run()]
-        self.strategy.finish_gradients()
+        self.strategy.finish_grad_sync()
         return losses, gradients(self.stages)
 
 

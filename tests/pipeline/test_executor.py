@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.placements import loop_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.generators.one_chunk import loop_placement
+from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
@@ -36,7 +34,7 @@ ONE_RANK = "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n"
 
 def schedule_of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
     if name.startswith("ahead "):
-        return recompute_ahead(schedule_of(name.removeprefix("ahead "), ranks, chunks, microbatches))
+        return with_recompute_ahead(schedule_of(name.removeprefix("ahead "), ranks, chunks, microbatches))
     if name == "forward_only":
         return forward_only(loop_placement(ranks, chunks), microbatches)
     if name in ("v", "early"):
@@ -101,12 +99,12 @@ class Reducer:
 
     events: list[str] = field(default_factory=list)
 
-    def arm(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         assert pending is None, "backwards are whole here"
-        self.events.append(f"arm {stage}")
+        self.events.append(f"enable {stage}")
 
-    def launch(self, stage: int) -> None:
-        self.events.append(f"launch {stage}")
+    def start_grad_sync(self, stage: int) -> None:
+        self.events.append(f"start {stage}")
 
 
 def make_stage(stage: int) -> torch.nn.Module:
@@ -218,8 +216,8 @@ def test_gradients_memory_and_order(arguments: tuple[str, int, int, int]) -> Non
         assert rank["outputs"][1] <= 1
         assert rank["live"] == (rank["reported"], 0)
         for stage in rank["stages"]:
-            assert rank["events"].count(f"arm {stage}") == rank["events"].count(f"launch {stage}") == 1
-            assert rank["events"].index(f"arm {stage}") < rank["events"].index(f"launch {stage}")
+            assert rank["events"].count(f"enable {stage}") == rank["events"].count(f"start {stage}") == 1
+            assert rank["events"].index(f"enable {stage}") < rank["events"].index(f"start {stage}")
     if arguments[0] in ("gpipe", "looped-bfs"):
         assert found[0]["outputs"][0] > 1, "no output was held: nothing is proven"
 
@@ -257,7 +255,7 @@ def test_reduction_is_armed_right_before_the_last_backward() -> None:
     plain = me.forward
     me.executor._forward = lambda stage, microbatch, x: Note.apply(plain(stage, microbatch, x), microbatch)
     me.executor.run()
-    assert me.reducer.events == ["B1", "B0", "arm 0", "B2", "launch 0"]
+    assert me.reducer.events == ["B1", "B0", "enable 0", "B2", "start 0"]
 
 
 def test_an_error_shows_the_grid_with_the_failing_action() -> None:

@@ -1,4 +1,4 @@
-"""What the executor asks for, checks and tells, on one rank: tapes, memory, traces, errors."""
+"""What the executor asks for, checks and tells, on one rank: deferred, memory, traces, errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,26 +10,26 @@ import torch
 import megalite.pipeline.executor as executor
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
+from megalite.pipeline.ir.generators.registry import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Group, Work
 from tests.pipeline.stages import Rank, one_rank
 
 
-def test_a_split_program_needs_tapes() -> None:
+def test_a_split_program_needs_deferred_weight_gradients() -> None:
     program = lower(Schedule.from_csv("0F0,1F0,1I0,0B0,1W0\n", name="mine"))
-    for tapes, given in ((None, "none"), ({0: WeightTape()}, r"\[0\]")):
+    for deferred, given in ((None, "none"), ({0: DeferredWeightGradients()}, r"\[0\]")):
         with pytest.raises(
             ConfigError,
-            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but tapes has {given}: give a weight tape for stages \[1\]",
+            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: give deferred weight gradients for stages \[1\]",
         ):
-            Rank(program, 0, {}, tapes=tapes)
-    Rank(program, 0, {}, tapes={1: WeightTape()})
+            Rank(program, 0, {}, deferred=deferred)
+    Rank(program, 0, {}, deferred={1: DeferredWeightGradients()})
 
 
-class Leaky(WeightTape):
+class Leaky(DeferredWeightGradients):
     """Keeps a microbatch that has run."""
 
     @property
@@ -45,13 +45,13 @@ class Leaky(WeightTape):
 
 def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> None:
     program = lower(Schedule.from_csv("0F0,0I0,0W0\n"))
-    me = Rank(program, 0, {}, tapes={0: Leaky()})
+    me = Rank(program, 0, {}, deferred={0: Leaky()})
     with pytest.raises(
         AssertionError,
         match=r"after 0W0 rank 0 holds LiveUnits\(activations=0, inputs=0, deferred=1\); the program says LiveUnits\(activations=0, inputs=0, deferred=0\)",
     ):
         me.executor.run()
-    Rank(program, 0, {}, tapes={0: Leaky()}, check_memory=False).executor.run()
+    Rank(program, 0, {}, deferred={0: Leaky()}, check_memory=False).executor.run()
 
 
 @contextmanager
@@ -139,22 +139,22 @@ def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:
     def fail(microbatch: int) -> None:
         raise ValueError("boom")
 
-    run = me.tapes[0].run
-    me.tapes[0].run = fail  # type: ignore[method-assign]
+    run = me.deferred[0].run
+    me.deferred[0].run = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="boom") as caught:
         me.executor.run()
     (note,) = caught.value.__notes__
     assert note.startswith("in 0W0 on pipeline rank 0 of:\n")
-    # What the failed step owed is forgotten: the next one finds its tape empty.
-    assert me.tapes[0].pending == 1
-    me.tapes[0].run = run  # type: ignore[method-assign]
+    # What the failed step gradient is forgotten: the next one finds its deferred empty.
+    assert me.deferred[0].pending == 1
+    me.deferred[0].run = run  # type: ignore[method-assign]
     me.executor.run()
-    assert me.tapes[0].pending == 0
+    assert me.deferred[0].pending == 0
 
 
 def test_running_ahead_recomputes_what_it_says() -> None:
     """A pair with an R runs its forward twice, first without a graph; its loss counts once."""
-    schedule = recompute_ahead(Schedule.from_csv("0F0,0F1,0B0,0B1\n"))
+    schedule = with_recompute_ahead(Schedule.from_csv("0F0,0F1,0B0,0B1\n"))
     assert schedule.recomputed == {(0, 0), (0, 1)}
     me = Rank(lower(schedule), 0, {})
     seen: list[tuple[int, bool]] = []

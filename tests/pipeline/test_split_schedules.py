@@ -7,13 +7,12 @@ import torch
 
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import build_schedule, forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule, live_units
 from megalite.pipeline.ir.validate import validate
-from megalite.tensor_parallel.weight_tape import WeightTape
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Work
 from tests.pipeline.stages import Rank, gradients, one_rank
 from tests.support.ranks import RankContext, run_ranks
@@ -163,16 +162,16 @@ def overlapped(me: Rank) -> tuple[list[str], dict[str, torch.Tensor]]:
         events.append("reduce")
         return reduce(bucket)
 
-    def noted_run(tape: WeightTape, microbatch: int) -> None:
+    def noted_run(deferred: DeferredWeightGradients, microbatch: int) -> None:
         events.append("begin")
-        run(tape, microbatch)
+        run(deferred, microbatch)
         events.append("end")
 
-    run = WeightTape.run
+    run = DeferredWeightGradients.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_engine_backward", noted_backward)
         patch.setattr(me.strategy, "_reduce", noted_reduce)
-        patch.setattr(WeightTape, "run", noted_run)
+        patch.setattr(DeferredWeightGradients, "run", noted_run)
         _, grads = me.step()
     return events, grads
 

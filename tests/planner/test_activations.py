@@ -11,14 +11,14 @@ from megalite.config.describe import replace
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.activations import (
+from megalite.partition.activations import (
     layer_activation_bytes,
     recompute_units,
     recompute_workspace_bytes,
     stage_activation_bytes,
 )
-from megalite.planner.memory import rank_memory
-from megalite.planner.pipeline import plan_stages
+from megalite.partition.memory import rank_memory
+from megalite.partition.pipeline import plan_stages
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -6,8 +6,7 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import layer_forward_flops
-from megalite.planner.costs import _recompute_flops
-from megalite.planner.pipeline import plan_stages
+from megalite.partition.pipeline import _recompute_flops, plan_stages
 
 LLAMA = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --vocab-size 128 "

@@ -6,15 +6,13 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1
-from megalite.planner.activations import stage_activation_bytes
-from megalite.planner.memory import (
+from megalite.partition.activations import deferred_bytes, stage_activation_bytes
+from megalite.partition.memory import (
     activation_peaks,
     rank_memory,
 )
-from megalite.planner.pipeline import plan_stages
-from megalite.planner.sizes import deferred_bytes
+from megalite.partition.pipeline import plan_stages
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"
 

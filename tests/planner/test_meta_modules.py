@@ -13,13 +13,12 @@ from megalite.cli.dry_run_rank import rank_report
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.pipeline import layout_of
+from megalite.partition.pipeline import layout_of
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import MADE_KINDS, Topology
-from megalite.training.programs import Programs
-from megalite.training.replica import Replica, build_replica
+from megalite.training.replica import Programs, Replica, build_replica
 
 TRILLION = "--preset gpt-1t --tp 8 --pp 64 --global-batch-size 192"
 MOE = "--preset mixtral-8x7b --vocab-size 32001 --bf16 --global-batch-size 4096"

@@ -2,17 +2,17 @@
 
 import pytest
 
-import megalite.planner.bubble as bubble
-import megalite.planner.costs as planner_costs
+import megalite.partition.pipeline as planner_costs
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.stages import shapes_of_rank, stage_forward_flops
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
-from megalite.planner.pipeline import plan_stages, schedule_of
-from megalite.planner.stages import shapes_of_rank, stage_forward_flops
+from megalite.planner import clock
 
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
 
@@ -69,9 +69,7 @@ def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
 def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
     config = even(pp, vpp, schedule)
     idle = (pp - 1) / vpp
-    assert bubble.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(
-        idle / (8 + idle), abs=1e-3
-    )
+    assert clock.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(idle / (8 + idle), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +89,9 @@ def test_long_steps_are_extended_exactly(
     size = "--hidden-size 64 --seq-length 32" + ("" if "vocab" in flags else " --vocab-size 512")
     config = config_of(f"{size} {flags} --global-batch-size {microbatches}", 4 if "--pp 4" in flags else 2)
     stages = plan_stages(config)
-    whole = bubble.bubble_fraction(config, stages, microbatches)
-    monkeypatch.setattr(bubble, "SIMULATED_ACTIONS", 1)
-    assert bubble.bubble_fraction(config, stages, microbatches) == pytest.approx(whole, rel=1e-9)
+    whole = clock.bubble_fraction(config, stages, microbatches)
+    monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
+    assert clock.bubble_fraction(config, stages, microbatches) == pytest.approx(whole, rel=1e-9)
 
 
 LAYER, CORE, MLP = 2 * 12 * 64**2 + 4 * 32 * 64, 4 * 32 * 64, 2 * 8 * 64**2
@@ -127,8 +125,8 @@ def test_a_backward_costs_two_forwards_and_what_it_recomputes(
         simulated.append(costs)
         return simulate(program, costs)
 
-    monkeypatch.setattr(bubble, "simulate", noting)
-    bubble.bubble_fraction(config, plan_stages(config), 4)
+    monkeypatch.setattr(clock, "simulate", noting)
+    clock.bubble_fraction(config, plan_stages(config), 4)
     (costs,) = simulated
     assert costs.forward == (3 * LAYER, 2 * LAYER + 2 * 128 * 64)
     assert costs.backward == tuple(2 * cost for cost in costs.forward)

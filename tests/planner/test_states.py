@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel import fully_sharded, gradient_shards
-from megalite.planner.memory import rank_memory
-from megalite.planner.pipeline import plan_stages
+from megalite.data_parallel import fully_sharded, zero
+from megalite.partition.memory import rank_memory
+from megalite.partition.pipeline import plan_stages
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -98,8 +98,8 @@ def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, 
         return taken
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fully_sharded, gradient_shards):
-            patch.setattr(module, "take_memory", noting(module.take_memory))
+        for module in (fully_sharded, zero):
+            patch.setattr(module, "alloc_storage", noting(module.alloc_storage))
         runner.step()
     strategy.close()
     return largest["data"], largest["grad"]

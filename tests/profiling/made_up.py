@@ -4,16 +4,19 @@ import dataclasses
 
 import numpy as np
 
-from megalite.planner.cost.collectives import collective_seconds, message_seconds
-from megalite.planner.cost.gemm import gemm_seconds
-from megalite.planner.hardware.cluster import Cluster
-from megalite.profiling.attention import AttentionShape, AttentionTime
-from megalite.profiling.cluster_file import ELEMENT_BYTES
-from megalite.profiling.collectives import OPERATIONS, CollectiveTime
-from megalite.profiling.gemm import PRODUCTS, GemmTime, chosen_shapes
-from megalite.profiling.machine import Machine
-from megalite.profiling.memory import MemoryTime
-from megalite.profiling.overheads import Overheads
+from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
+from megalite.planner.hardware import Cluster
+from megalite.profiling.collectives import OPERATIONS, CollectiveTime, Machine
+from megalite.profiling.files import ELEMENT_BYTES
+from megalite.profiling.operations import (
+    PRODUCTS,
+    AttentionShape,
+    AttentionTime,
+    GemmTime,
+    MemoryTime,
+    chosen_shapes,
+)
+from megalite.profiling.passes import Overheads
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import Timing
 

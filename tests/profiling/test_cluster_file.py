@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.cost.collectives import collective_seconds, message_seconds
-from megalite.planner.cost.gemm import gemm_seconds
-from megalite.planner.hardware.cluster import Cluster, load_cluster, save_cluster
-from megalite.profiling.cluster_file import describe, fit_cluster, fit_gemm, stand_in
-from megalite.profiling.machine import Machine
+from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
+from megalite.planner.hardware import Cluster, load_cluster, save_cluster
+from megalite.profiling.collectives import Machine
+from megalite.profiling.files import describe, fit_cluster, fit_gemm, stand_in
 from tests.profiling.made_up import CPU, collectives, cpu_cluster, gemms, measurements, took
 
 BASE = load_cluster("cpu-box")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalite.profiling.fit import fit_times
+from megalite.profiling.timing import fit_times
 
 SIZES = [float(1 << power) for power in range(10, 27, 2)]
 ONES = [1.0] * len(SIZES)

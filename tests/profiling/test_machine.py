@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.profiling.machine import Machine, _ranks_per_node, describe_machine
+from megalite.profiling.collectives import Machine, _ranks_per_node, describe_machine
 from tests.support.ranks import RankContext, run_ranks
 
 

@@ -8,8 +8,7 @@ from megalite.config.describe import replace
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import stage_cost
 from megalite.planner.cost.workload import workload_of
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.planner.hardware.stack import SoftwareStack, load_stack
+from megalite.planner.hardware import SoftwareStack, load_cluster, load_stack
 from megalite.profiling.passes import SHAPES, PassTime, StageShape, with_passes
 from tests.profiling.made_up import cpu_cluster, took
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.profile import _dtypes, _parser, main, profile
+from megalite.cli.early_flags import profile_parser
+from megalite.cli.profile import _dtypes, main, profile
 from megalite.cli.profile_text import duration, rate
 from megalite.config.errors import ConfigError
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.planner.hardware.stack import load_stack
-from megalite.profiling.collectives import make_channels
-from megalite.profiling.machine import describe_machine
+from megalite.planner.hardware import load_cluster, load_stack
+from megalite.profiling.collectives import describe_machine, make_channels
 from megalite.topology.topology import Launch
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
@@ -27,7 +26,7 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            arguments = _parser().parse_args(words)
+            arguments = profile_parser().parse_args(words)
             assert profile(arguments, command="megalite profile", launch=launch, made=context.made) == 0
     except ConfigError as error:
         return said.getvalue(), str(error)
@@ -157,13 +156,13 @@ def test_a_type_that_one_rank_does_not_have(tmp_path: Path) -> None:
 def test_the_page_shows_commands_and_flags_that_there_are() -> None:
     page = (REPOSITORY / "docs" / "profile.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE))
-    known = {flag for action in _parser()._actions for flag in action.option_strings if len(flag) > 2}
+    known = {flag for action in profile_parser()._actions for flag in action.option_strings if len(flag) > 2}
     assert rows == known - {"--help"}
     shown = [command.words for command in commands_in(page, "docs/profile.md")]
     assert len(shown) == 3
     for words in shown:
         start = words.index("profile" if words[0] == "megalite" else "megalite.cli.profile")
-        arguments = _parser().parse_args(words[start + 1 :])
+        arguments = profile_parser().parse_args(words[start + 1 :])
         assert _dtypes(arguments, torch.device("cpu"))
 
 

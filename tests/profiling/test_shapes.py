@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from megalite.models.shapes import layer_forward_flops
-from megalite.profiling.attention import AttentionShape, _passes, attention_shapes
 from megalite.profiling.collectives import CollectiveTime, message_sizes
-from megalite.profiling.gemm import PRODUCTS, LinearShape, _products, chosen_shapes, layer_shapes
-from megalite.profiling.memory import tensor_sizes
-from megalite.profiling.overheads import TINY_MODEL
+from megalite.profiling.operations import (
+    PRODUCTS,
+    AttentionShape,
+    LinearShape,
+    _attention_passes,
+    _products,
+    attention_shapes,
+    chosen_shapes,
+    layer_shapes,
+    tensor_sizes,
+)
+from megalite.profiling.passes import TINY_MODEL
 from tests.profiling.made_up import took
 
 
@@ -56,7 +64,7 @@ def test_attention_runs_both_ways_with_the_same_result() -> None:
     outputs = []
     for kind in ("fused", "unfused"):
         torch.manual_seed(0)
-        (_, forward), (_, backward) = _passes(shape, kind, torch.float64, torch.device("cpu"))
+        (_, forward), (_, backward) = _attention_passes(shape, kind, torch.float64, torch.device("cpu"))
         grads = backward()
         assert isinstance(grads, tuple)
         assert [grad.shape for grad in grads] == [(2, 3, 16, 8)] * 3

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.planner.hardware.stack import load_stack, save_stack
-from megalite.profiling.stack_file import fit_stack, operation_seconds
+from megalite.planner.hardware import load_cluster, load_stack, save_stack
+from megalite.profiling.files import fit_stack, operation_seconds
 from tests.profiling.made_up import CPU, cpu_cluster, measurements
 
 BASE = load_stack("fused")

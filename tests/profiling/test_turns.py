@@ -7,12 +7,16 @@ import time
 import pytest
 import torch
 
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.profiling.cluster_file import fit_cluster
-from megalite.profiling.collectives import make_channels, there_and_back
-from megalite.profiling.machine import describe_machine
+from megalite.planner.hardware import load_cluster
+from megalite.profiling.collectives import (
+    TurnTime,
+    describe_machine,
+    make_channels,
+    measure_turns,
+    there_and_back,
+)
+from megalite.profiling.files import fit_cluster
 from megalite.profiling.timing import Timer
-from megalite.profiling.turns import TurnTime, measure_turns
 from tests.profiling.made_up import CPU, cpu_cluster, measurements, took
 from tests.support.ranks import RankContext, run_ranks
 

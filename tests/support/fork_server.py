@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from unittest import mock
 
-PRELOAD = ("pytest", "torch._dynamo", "megalite.training.loop", "tests.support.fork_server")
+PRELOAD = ("pytest", "torch._dynamo", "megalite.training.trainer", "tests.support.fork_server")
 """torch._dynamo is imported by the first optimizer."""
 
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import yaml
 
-from megalite.sweep.candidates import expand
-from megalite.sweep.check import Run, check_all
-from megalite.sweep.predict import Machine
+from megalite.sweep.candidates import Machine, Run, check_all, expand
 from megalite.sweep.results import OK, Result
 from megalite.sweep.spec import SweepSpec, read_spec
 
@@ -39,7 +37,7 @@ def read_runs(
 ) -> tuple[SweepSpec, tuple[Run, ...]]:
     """The sweep in a file and its checked runs."""
     spec = read_spec(path)
-    return spec, check_all(expand(spec).candidates, memory_limit=memory_limit, machine=machine)
+    return spec, check_all(expand(spec), memory_limit=memory_limit, machine=machine)
 
 
 def measured(run: Run, seconds: float, **changes: Any) -> Result:

@@ -7,10 +7,9 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import load_cluster
-from megalite.planner.hardware.stack import load_stack
-from megalite.sweep.calibrate import calibrate, refuse_taken, stack_file
-from megalite.sweep.predict import Machine, read_machine
+from megalite.planner.hardware import load_cluster, load_stack
+from megalite.sweep.candidates import Machine, read_machine
+from megalite.sweep.report import calibrate, refuse_taken, stack_file
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
 

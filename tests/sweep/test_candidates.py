@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from megalite.config.errors import ConfigError
-from megalite.sweep.candidates import expand
-from megalite.sweep.check import check_all
+from megalite.sweep.candidates import check_all, expand
 from megalite.sweep.spec import read_spec
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
@@ -55,7 +54,7 @@ def test_the_base_and_what_runs_do_not_go_by(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, base="run.yaml", settings={"hidden_size": 64})
     expansion = expand(read_spec(path))
     assert set(expansion.ignored) == set(base) - set(MODEL)
-    (run, *_) = check_all(expansion.candidates, memory_limit=None, machine=None)
+    (run, *_) = check_all(expansion, memory_limit=None, machine=None)
     assert run.refused is None
     config = run.config
     assert (config.training.train_iters, config.training.train_samples) == (3, None)

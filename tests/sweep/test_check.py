@@ -6,7 +6,7 @@ from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.validate import validate
 from megalite.planner.cost.step import predict
-from megalite.sweep.predict import read_machine
+from megalite.sweep.candidates import read_machine
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
 
@@ -59,6 +59,20 @@ def test_times_are_those_of_predict(tmp_path: Path) -> None:
 def test_the_same_configuration_is_one_run(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path, ranks=1, grid={"tp": [1]}, list=[{"pp": 1}, {"dp": 1}]))
     assert len(runs) == 1
+
+
+def test_what_all_runs_change_alike_is_recorded_too(tmp_path: Path) -> None:
+    entries = [{"tp": 2, "micro_batch_size": 4}, {"tp": 1, "micro_batch_size": 4, "seq_length": 16}]
+    _, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
+    # seq_length is as in the base; tp sets the runs apart, and makes their names.
+    assert [run.settings for run in runs] == [
+        {"micro_batch_size": 4, "tp": 2},
+        {"micro_batch_size": 4, "tp": 1},
+    ]
+    assert [run.label for run in runs] == ["tp 2", "tp 1"]
+    _, (alone,) = read_runs(write_sweep(tmp_path, grid=None, list=entries[:1]))
+    assert alone.settings == {"micro_batch_size": 4, "tp": 2}
+    assert alone.label == "tp 2, micro_batch_size 4"
 
 
 def test_what_is_launched_reads_back_as_checked(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 from megalite.cli.sweep import main
 from megalite.cli.sweep_table import LiveTable, format_table
 from megalite.sweep.execute import Progress
-from megalite.sweep.outcome import refused
-from megalite.sweep.results import OK, TIMEOUT, Store
+from megalite.sweep.results import OK, TIMEOUT, Store, refused
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
 Captured = pytest.CaptureFixture[str]

@@ -14,13 +14,11 @@ import pytest
 
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.config import files
-from megalite.sweep.check import Run
+from megalite.sweep import launchers
+from megalite.sweep.candidates import Run
 from megalite.sweep.execute import Progress, execute, launchable
-from megalite.sweep.launchers import local
-from megalite.sweep.launchers.base import CONFIG
-from megalite.sweep.launchers.local import LocalRun
-from megalite.sweep.launchers.processes import descendants
-from megalite.sweep.launchers.sbatch import SbatchLauncher
+from megalite.sweep.guard import descendants
+from megalite.sweep.launchers import CONFIG, LocalRun, SbatchLauncher
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
@@ -203,7 +201,7 @@ def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: p
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
     assert child in descendants(os.getpid())
-    monkeypatch.setattr(local, "END_SECONDS", 0.1)  # the guard itself waits for longer
+    monkeypatch.setattr(launchers, "_END_SECONDS", 0.1)  # the guard itself waits for longer
     run.end()
     assert_gone(child)
 
@@ -220,7 +218,7 @@ def test_orphans_end_with_their_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of the end of a parent")
 def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys, time; from megalite.sweep.launchers.local import LocalRun; "
+    code = "import os, pathlib, sys, time; from megalite.sweep.launchers import LocalRun; "
     code += "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
     script = f"setsid sleep 600 & echo $! > {tmp_path}/child; wait"
     parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")])

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.sweep.check import Run
-from megalite.sweep.judgement import judge, spearman
-from megalite.sweep.predict import Predicted
+from megalite.sweep.candidates import Predicted, Run
+from megalite.sweep.report import judge, spearman
 from megalite.sweep.results import OOM
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 

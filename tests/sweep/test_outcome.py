@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalite.sweep.check import Run
-from megalite.sweep.outcome import measure, outcome, steps_made
-from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result
+from megalite.sweep.candidates import Run
+from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, measure, outcome, steps_made
 from megalite.training.sinks import JsonLines
 from tests.sweep.sweeps import read_runs, write_sweep
 

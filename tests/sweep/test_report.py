@@ -4,7 +4,7 @@ import dataclasses
 from html.parser import HTMLParser
 from pathlib import Path
 
-from megalite.sweep.predict import read_machine
+from megalite.sweep.candidates import read_machine
 from megalite.sweep.report import report, summary, write_report
 from megalite.sweep.results import OOM, Result
 from tests.sweep.sweeps import measured, read_runs, write_sweep

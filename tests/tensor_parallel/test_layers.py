@@ -66,7 +66,7 @@ def check_weight_grad(
 
 def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_grad: bool) -> None:
     dim = len(shape) - 2
-    layer = ColumnParallelLinear("layer", shape, std=1.0, bias=bias, make=factory(tp, sp), shard_dim=dim)
+    layer = ColumnParallelLinear("layer", shape, std=1.0, bias=bias, factory=factory(tp, sp), shard_dim=dim)
     x, w, b = (
         drawn(1, S, B, K).requires_grad_(),
         drawn(2, *shape).requires_grad_(),
@@ -96,7 +96,7 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
 
 
 def check_row(tp: Group, bias: bool, sp: bool, main_grad: bool) -> None:
-    layer = RowParallelLinear("layer", (H, K), std=1.0, bias=bias, make=factory(tp, sp))
+    layer = RowParallelLinear("layer", (H, K), std=1.0, bias=bias, factory=factory(tp, sp))
     x, w, b = (
         drawn(1, S, B, K).requires_grad_(),
         drawn(2, H, K).requires_grad_(),
@@ -125,7 +125,7 @@ def check_row(tp: Group, bias: bool, sp: bool, main_grad: bool) -> None:
 
 
 def check_embedding(tp: Group, sp: bool, main_grad: bool) -> None:
-    layer = VocabParallelEmbedding("table", (V, H), std=1.0, make=factory(tp, sp))
+    layer = VocabParallelEmbedding("table", (V, H), std=1.0, factory=factory(tp, sp))
     table = drawn(1, V, H).requires_grad_()
     calls = prepare(layer.weight, table.detach(), main_grad)
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(2))
@@ -200,7 +200,7 @@ class _SpyGroup(Group):
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bool) -> None:
     group = _SpyGroup("tp", (0, 1), 0)
-    layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, make=factory(group, sp))
+    layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, factory=factory(group, sp))
     layer.weight.main_grad = torch.zeros_like(layer.weight)
 
     def weight_gradient(*_: torch.Tensor) -> None:
@@ -222,8 +222,10 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
 
 def test_infos_say_what_the_optimizer_needs() -> None:
     group = _SpyGroup("tp", (0, 1), 1)
-    column = ColumnParallelLinear("a", (2, K, H), std=1.0, bias=True, make=factory(group, True), shard_dim=1)
-    row = RowParallelLinear("b", (H, K), std=1.0, bias=True, make=factory(group, True))
+    column = ColumnParallelLinear(
+        "a", (2, K, H), std=1.0, bias=True, factory=factory(group, True), shard_dim=1
+    )
+    row = RowParallelLinear("b", (H, K), std=1.0, bias=True, factory=factory(group, True))
     assert column.bias is not None and row.bias is not None
     infos = [p.info for p in (column.weight, column.bias, row.weight, row.bias)]
     assert [info.shard_dim for info in infos] == [1, 1, 1, None]

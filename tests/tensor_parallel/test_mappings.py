@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megalite.tensor_parallel.mappings import (
-    copy_to_tensor_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     replicate_from_sequence_parallel_region,
@@ -20,14 +18,12 @@ S, REST = 8, (2, 3)
 """Whole sequence and the other dimensions."""
 
 MAPPINGS = {
-    "copy_to": copy_to_tensor_parallel_region,
     "reduce_from": reduce_from_tensor_parallel_region,
     "scatter": scatter_to_sequence_parallel_region,
-    "gather": gather_from_sequence_parallel_region,
     "reduce_scatter": reduce_scatter_to_sequence_parallel_region,
     "replicate": replicate_from_sequence_parallel_region,
 }
-SPLIT_INPUT = {"gather", "replicate"}
+SPLIT_INPUT = {"replicate"}
 SPLIT_OUTPUT = {"scatter", "reduce_scatter"}
 
 Lists = list[torch.Tensor]
@@ -79,10 +75,8 @@ def summed_part(values: Lists) -> Lists:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[Lists], Lists], Callable[[Lists], Lists]]] = {
-    "copy_to": (same, summed),
     "reduce_from": (summed, same),
     "scatter": (own_part, joined),
-    "gather": (joined, summed_part),
     "reduce_scatter": (summed_part, joined),
     "replicate": (joined, own_part),
 }

@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from megalite.kernels.dropout import masked_dropout
+from megalite.kernels.layer_ops import masked_dropout
 from megalite.tensor_parallel.random import DropoutStream, fill_normal, keep_mask
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 CPU = torch.device("cpu")
 

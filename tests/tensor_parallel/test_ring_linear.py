@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.tensor_parallel.ring_linear import arriving, sum_of_parts
-from megalite.tensor_parallel.weight_tape import WeightTape
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
@@ -23,19 +23,19 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def layers(tp: Group, dtype: torch.dtype, *, bias: bool) -> list[Layer]:
-    make = ParameterFactory(tp=tp, seed=1, dtype=dtype, device=torch.device("cpu"), sequence_parallel=True)
+    factory = ParameterFactory(tp=tp, seed=1, dtype=dtype, device=torch.device("cpu"), sequence_parallel=True)
     return [
-        ColumnParallelLinear("a", (F, WIDTH), std=1.0, bias=bias, make=make),
-        ColumnParallelLinear("b", (2, F, WIDTH), std=1.0, bias=bias, make=make, shard_dim=1),
-        RowParallelLinear("c", (WIDTH, F), std=1.0, bias=bias, make=make),
+        ColumnParallelLinear("a", (F, WIDTH), std=1.0, bias=bias, factory=factory),
+        ColumnParallelLinear("b", (2, F, WIDTH), std=1.0, bias=bias, factory=factory, shard_dim=1),
+        RowParallelLinear("c", (WIDTH, F), std=1.0, bias=bias, factory=factory),
     ]
 
 
 def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: bool) -> Numbers:
     """Forward and backward of this rank's part, with bias gradients and the number of reports."""
     layer.overlap = overlap
-    dtype, tape, reports = layer.weight.dtype, WeightTape(), []
-    layer.weight.tape = tape
+    dtype, deferred, reports = layer.weight.dtype, DeferredWeightGradients(), []
+    layer.weight.deferred = deferred
     for parameter in (layer.weight, layer.bias):
         if parameter is not None:
             parameter.grad = None
@@ -48,10 +48,10 @@ def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: 
     y = layer(x)
     grad = drawn(20 + tp.rank, *y.shape, dtype=dtype)
     if split:
-        with tape.recording(0):
+        with deferred.deferring(0):
             y.backward(grad)
         assert layer.weight.grad is None and not reports
-        tape.run(0)
+        deferred.run(0)
     else:
         y.backward(grad)
     assert len(reports) == int(into_main_grad)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megalite.topology.meeting import fresh_part
+from megalite.topology.topology import fresh_part
 
 SECONDS = datetime.timedelta(seconds=20)
 
@@ -48,8 +48,43 @@ def test_ranks_of_one_start_meet_and_former_ones_are_left_out(
         ]
 
 
-def test_one_that_does_not_come_is_not_waited_for_for_ever(store: dist.TCPStore) -> None:
-    start(store, [0.0, 0.0])
-    short = datetime.timedelta(seconds=0.5)
-    with pytest.raises(RuntimeError, match=r"not all 2 ranks have come within 0\.5 s"):
-        fresh_part(store, rank=0, world_size=2, timeout=short)
+def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str]:
+    """What these ranks of a start say of the others."""
+
+    def wait(rank: int) -> str:
+        client = dist.TCPStore(
+            store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS
+        )
+        with pytest.raises(RuntimeError) as caught:
+            fresh_part(client, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=1.0))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return set(threads.map(wait, ranks))
+
+
+@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize(
+    ("come", "says"),
+    [
+        ([0, 1, 3], "rank 2 of 4"),
+        ([0], "ranks 1, 2, 3 of 4"),
+        ([1, 2, 3], "rank 0 of 4"),
+    ],
+)
+def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or_not(
+    store: dist.TCPStore, come: list[int], says: str, former: bool
+) -> None:
+    if former:
+        start(store, [0.0] * 4)
+    (message,) = waits_in_vain(store, come, 4)
+    assert message == (
+        f"{says} did not come within 1 s (distributed_timeout_minutes); see what was printed there last"
+    )
+
+
+def test_not_all_of_many_are_named(store: dist.TCPStore) -> None:
+    (message,) = waits_in_vain(store, [0], 40)
+    assert message.startswith(
+        "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ... of 40 did not come"
+    )

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megalite.data_parallel.background import Background
-from megalite.data_parallel.wire import Channel, WireCounter
-from megalite.topology.rank_sum import add_in_order
+from megalite.data_parallel.wire import Background, Channel, WireCounter
+from megalite.topology.group import add_in_order
 from tests.support.ranks import RankContext, run_ranks
 
 LENGTH = (1 << 16) + 640

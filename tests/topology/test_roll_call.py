@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.topology.roll_call import NoAnswerError, RollCall, is_timeout
+from megalite.topology.lost_peers import NoAnswerError, RollCall, is_timeout
 from megalite.topology.topology import Launch
 from tests.support.ranks import RankContext, run_ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.topology.sequence import sequence_spans
+from megalite.topology.layout import sequence_spans
 
 
 def test_spans_of_four_ranks() -> None:

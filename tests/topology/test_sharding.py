@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 
 def test_split_and_whole() -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.async_parameter_server import AsyncParameterServer
-from megalite.data_parallel.staleness import Event, Kind, Scripted
+from megalite.data_parallel.more.async_parameter_server import AsyncParameterServer
+from megalite.data_parallel.more.server_link import Event, Kind
 from megalite.optimizers.schedules import Progress
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
+from tests.data_parallel.scripted import Scripted
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Part, Runner, assemble, build, local_parts, tiny_config
 

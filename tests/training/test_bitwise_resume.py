@@ -15,8 +15,8 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group, Work
 from megalite.training import saving
-from megalite.training.checkpointing import load
 from megalite.training.replica import Replica
+from megalite.training.resume import load
 from megalite.training.saving import Saver, save
 from megalite.training.step import StepResult
 from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly

@@ -8,7 +8,7 @@ import pytest
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
-from megalite.training.data_changes import data_changes
+from megalite.training.resume import data_changes
 from tests.support.tiny import tiny_config
 
 BASE: dict[str, Any] = {"data_path": ["0.5", "a", "0.5", "b"], "eod_mask_loss": False}
@@ -68,6 +68,11 @@ def test_megatron_s_order_is_another_for_another_length() -> None:
         )
         == []
     )
+    open_batch = saved(**MEGATRON, micro_batch_size=2)
+    open_batch["training"]["global_batch_size"] = None
+    assert data_changes(open_batch, tiny_config(1, **MEGATRON), dp=4) == []
+    (line,) = data_changes(open_batch, tiny_config(1, **MEGATRON), dp=2)
+    assert line.endswith("train 80 -> 160 samples")
     unknown = saved(**MEGATRON)
     unknown["training"]["global_batch_size"] = "many"
     (line,) = data_changes(unknown, longer)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.training.ending import FILE_NAME, Ending, Standing, write_ending
-from megalite.training.leaving import run_and_tell
+from megalite.config.run import RunConfig
+from megalite.training.ending import FILE_NAME, Ending, write_ending
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.restart_guard import RestartLoopError
+from megalite.training.save_folder import RestartLoopError
 from megalite.training.saving import SaveError
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from megalite.training.trainer import Trainer
 
 
 def told(folder: Path) -> dict[str, Any]:
@@ -57,19 +59,25 @@ def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> Non
 
     write_ending(tmp_path, Ending.finished(1))
     with pytest.raises(type(error)):
-        end(fails, tmp_path, StopRequests(), Standing(step=5, moved=True))
+        end(fails, tmp_path, StopRequests(), step=5, moved=True)
     assert told(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
 
 
-def end(run: Any, folder: Path, stops: StopRequests, standing: Standing) -> Ending:
-    return run_and_tell(run, run_dir=folder, stops=stops, standing=standing, log=lambda line: None)
+def end(
+    run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False
+) -> Ending:
+    """A run whose setup is `run`: what it raises is how it ends."""
+    trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
+    trainer._step_reached, trainer._moved = step, moved
+    trainer._build = lambda stack: run()  # type: ignore[method-assign]
+    return trainer.fit()
 
 
 def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
     def stopped() -> Ending:
         raise StopRun(StopRequest(100 + signal.SIGTERM))
 
-    assert end(stopped, tmp_path, StopRequests(), Standing(step=4)).exit_code == 75
+    assert end(stopped, tmp_path, StopRequests(), step=4).exit_code == 75
     assert told(tmp_path)["step"] == 4
 
 
@@ -78,11 +86,11 @@ def test_a_collective_that_breaks_as_peers_leave_is_a_stop_until_the_first_step(
         raise RuntimeError("Connection closed by peer")
 
     asked = StopRequests(minutes=-1.0)
-    assert end(broken, tmp_path, asked, Standing()).status == "requeue"
+    assert end(broken, tmp_path, asked).status == "requeue"
     with pytest.raises(RuntimeError):
-        end(broken, tmp_path, asked, Standing(step=1, moved=True))
+        end(broken, tmp_path, asked, step=1, moved=True)
     with pytest.raises(RuntimeError):
-        end(broken, tmp_path, StopRequests(), Standing())
+        end(broken, tmp_path, StopRequests())
 
 
 def test_nobody_is_told_where_there_is_no_folder(tmp_path: Path) -> None:

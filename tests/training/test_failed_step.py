@@ -17,16 +17,16 @@ def steps(context: RankContext, settings: dict[str, Any], fails: bool) -> list[t
     runner = Runner(build(context, tiny_config(2, **settings)))
     strategy = runner.replica.strategy
     if fails:
-        launch = strategy.launch
+        launch = strategy.start_grad_sync
 
         def broken(stage: int) -> None:
             launch(stage)  # reductions are under way
             raise Broken
 
-        strategy.launch = broken  # type: ignore[method-assign]
+        strategy.start_grad_sync = broken  # type: ignore[method-assign]
         with pytest.raises(Broken):
             runner.step()
-        strategy.launch = launch  # type: ignore[method-assign]
+        strategy.start_grad_sync = launch  # type: ignore[method-assign]
     return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
 
 

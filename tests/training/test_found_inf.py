@@ -57,7 +57,7 @@ STRATEGIES: dict[str, Settings] = {
 def planted(runner: Runner, *, here: bool) -> Iterator[None]:
     """On this rank alone one gradient element is infinite before the last backward, and so before any exchange."""
     strategy = runner.replica.strategy
-    arm = strategy.arm
+    arm = strategy.enable_grad_sync
 
     def arm_and_plant(stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         # A split parameter: its gradient is on no other tp or pp rank.
@@ -75,7 +75,7 @@ def planted(runner: Runner, *, here: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if here:
-            patch.setattr(strategy, "arm", arm_and_plant)
+            patch.setattr(strategy, "enable_grad_sync", arm_and_plant)
         yield
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megalite.topology.topology import Launch
 from megalite.training import hang_watch
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.watchdog.heartbeat import UNWATCHED
-from megalite.watchdog.signals import supported
+from megalite.watchdog.processes import supported
 from tests.support.ranks import RankContext, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="the watch needs Linux")
@@ -30,6 +32,7 @@ def begin(
     minutes: float | None = None,
     local_rank: int = 0,
     said: list[str] | None = None,
+    warned: list[str] | None = None,
 ) -> HangWatch:
     world = world or Group.solo("world")
     launch = Launch(rank=world.rank, world_size=world.size, local_rank=local_rank)
@@ -40,6 +43,7 @@ def begin(
         device=CPU,
         run_dir=None,
         log=(said if said is not None else []).append,
+        say=(warned if warned is not None else []).append,
     )
 
 
@@ -52,19 +56,19 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_leaves_nothing_behind(private: Path) -> None:
     watch = begin()
-    assert watch._process is not None
+    assert watch._watcher is not None and watch._watcher.process is not None
     (folder,) = private.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in folder.iterdir()} == {"rank-0.beat", "rank-0.stacks"}
+    assert {path.name for path in folder.iterdir()} == {"rank-0.beat", "rank-0.stacks", "watcher"}
     watch.close(agreed=True)
-    assert watch._process.returncode == 0 and list(private.iterdir()) == []
+    assert watch._watcher.process.returncode == 0 and list(private.iterdir()) == []
 
 
 def test_a_run_of_one_that_fails_leaves_nothing_either(private: Path) -> None:
     watch = begin()
     watch.close(agreed=False)
-    assert watch._process is not None
-    assert watch._process.returncode == 0 and list(private.iterdir()) == []
+    assert watch._watcher is not None and watch._watcher.process is not None
+    assert watch._watcher.process.returncode == 0 and list(private.iterdir()) == []
 
 
 def test_zero_watches_nothing(private: Path) -> None:
@@ -130,7 +134,7 @@ def watched_together(context: RankContext, folder: str) -> bool:
         world.all_reduce(torch.ones(1))
         watch.close(agreed=True)
         world.all_reduce(torch.ones(1))
-    return watch._process is not None
+    return watch._watcher is not None and watch._watcher.process is not None
 
 
 def test_who_leaves_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
@@ -143,11 +147,82 @@ def leave_alone(context: RankContext, folder: str) -> None:
         patch.setattr(tempfile, "tempdir", folder)
         watch = begin(world, local_rank=context.rank)
         world.all_reduce(torch.ones(1))
-        if watch._process is not None:
+        assert watch._watcher is not None
+        if watch._watcher.process is not None:
             watch.close(agreed=False)
-            pid = watch._process.pid
+            pid = watch._watcher.process.pid
             assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # it goes on for rank 1
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         else:
             watch.close(agreed=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "what"), [(signal.SIGKILL, "has ended (status -9)"), (signal.SIGSTOP, "is stopped")]
+)
+def test_a_watch_that_is_killed_or_stopped_is_replaced(
+    private: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
+) -> None:
+    monkeypatch.setattr(hang_watch, "_LOOK_SECONDS", 0.05)
+    warned: list[str] = []
+    watch = begin(warned=warned)
+    assert watch._watcher is not None
+    for count in range(1, 5):
+        process = watch._watcher.process
+        assert process is not None
+        os.kill(process.pid, number)
+        until(lambda count=count: len(warned) == count)  # type: ignore[misc]
+        assert process.returncode == -signal.SIGKILL
+        if count < 4:
+            until(lambda process=process: watch._watcher.process is not process)  # type: ignore[misc, union-attr]
+    words = f"warning: the process that watches the ranks of this host {what}"
+    assert warned[:3] == [f"{words}: another one is started"] * 3
+    assert warned[3] == f"{words} once more: {hang_watch._UNNOTICED}"
+    watch.close(agreed=True)
+    assert list(private.iterdir()) == []
+
+
+def test_another_rank_says_it_where_nobody_starts_a_new_one(tmp_path: Path) -> None:
+    (_, said) = run_ranks(2, leader_is_idle, str(tmp_path))
+    assert said == [
+        "warning: the process that watches the ranks of this host has ended, and no other has been started: "
+        f"{hang_watch._UNNOTICED}"
+    ]
+
+
+def leader_is_idle(context: RankContext, folder: str) -> list[str]:
+    world, warned = context.topology(dp=2).world, list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setattr(hang_watch, "_LOOK_SECONDS", 3600.0 if context.rank == 0 else 0.02)
+        patch.setattr(hang_watch._Watcher, "_replace", lambda self, found: False)
+        watch = begin(world, local_rank=context.rank, minutes=3600.0, warned=warned)
+        world.all_reduce(torch.ones(1))
+        assert watch._watcher is not None
+        if watch._watcher.process is not None:
+            watch._watcher.process.kill()
+            watch._watcher.process.wait()
+        else:
+            until(lambda: bool(warned))
+        world.all_reduce(torch.ones(1))
+        watch.close(agreed=True)
+    return warned
+
+
+def test_what_may_take_long_ends_before_collectives_fail() -> None:
+    def limit(**settings: float) -> float:
+        return ParallelConfig(**settings).hang_save_timeout  # type: ignore[arg-type]
+
+    assert limit() == pytest.approx(9.0)
+    assert limit(distributed_timeout_minutes=60.0) == pytest.approx(54.0)
+    assert limit(hang_timeout_minutes=1.0) == 6.0
+    assert limit(hang_timeout_minutes=9.5) == 9.5
+    assert limit(hang_save_timeout_minutes=8.5) == 8.5

@@ -7,7 +7,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.sources import build_datasets
-from megalite.training.indices import Need, leads_node, prepare_indices
+from megalite.training.setup import Need, leads_node, prepare_indices
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 
@@ -118,8 +118,8 @@ def lone(context: RankContext, prefix: str, folder: str) -> list[int]:
     counts = [len(entries(Path(folder)))]
     for epoch in range(5):
         source.sample(epoch * source.samples_per_epoch)
-        if source.behind is not None:
-            source.behind.join()
+        if source.background is not None:
+            source.background.join()
         counts.append(len(entries(Path(folder))))
     return counts
 

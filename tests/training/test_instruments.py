@@ -15,13 +15,13 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.group import Group
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
-from megalite.training.loop import train
-from megalite.training.run import Run
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
+from megalite.training.trainer import Trainer
 from tests.support.listeners import listening_here
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
+from tests.support.trainer import ReplicaTrainer
 
 RUN: dict[str, Any] = {
     "mock_data": True,
@@ -41,7 +41,7 @@ def run(folder: Path, **changes: Any) -> list[str]:
     torch.set_num_threads(1)
     settings = {**TINY, **RUN, "run_dir": str(folder), **changes}
     lines: list[str] = []
-    train(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append)
+    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()
     return lines
 
 
@@ -123,7 +123,6 @@ def gathers_of(context: RankContext, steps: int) -> int:
         },
     )
     count, gather = [0], Group.all_gather
-    run = Run(build(context, config), None, lambda line: None)
 
     def counted(self: Group, *arguments: Any) -> None:
         count[0] += self.name == "world"
@@ -131,7 +130,8 @@ def gathers_of(context: RankContext, steps: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "all_gather", counted)
-        run.go()
+        # From the first step on: setting up gathers too.
+        ReplicaTrainer(build(context, config), on_open=lambda _: count.__setitem__(0, 0)).fit()
     return count[0]
 
 
@@ -149,7 +149,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", counted)
-        Run(build(context, config), None, lambda line: None).go()
+        ReplicaTrainer(build(context, config)).fit()
     return len(listening_here() - before), made[0]
 
 
@@ -183,7 +183,7 @@ def profiled(context: RankContext, folder: str) -> None:
     config = tiny_config(
         2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 2, "eval_interval": None, **more}
     )
-    Run(build(context, config), None, lambda line: None).go()
+    ReplicaTrainer(build(context, config)).fit()
 
 
 def test_a_profile_of_another_rank(tmp_path: Path) -> None:

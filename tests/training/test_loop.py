@@ -13,11 +13,11 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.training.evaluation import read_batches
-from megalite.training.loop import train
-from megalite.training.run import Run
+from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
+from tests.support.trainer import ReplicaTrainer
 
 
 class Broken:
@@ -51,7 +51,7 @@ def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
     torch.set_num_threads(1)
     settings = {**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes}
     lines: list[str] = []
-    train(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append)
+    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()
     return lines
 
 
@@ -149,7 +149,7 @@ def second_rank_waits(context: RankContext, prefix: str, folder: str) -> None:
     config = tiny_config(2, **{**FOUR_STEPS, "eval_interval": None}, dp=2, data_path=[prefix], run_dir=folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BatchLoader, "load", waits)
-        Run(build(context, config), None, silent).go()
+        ReplicaTrainer(build(context, config)).fit()
 
 
 BAD_SAMPLE = 9
@@ -177,21 +177,23 @@ def meets_bad_token(
     """(type, message, step) of the error that ends a run whose file is spoiled after it was opened."""
     changes = {"eval_interval": None, "split": "1", "save": saved, "save_interval": 1, "async_save": True}
     config = tiny_config(2, **{**FOUR_STEPS, **changes}, **layout, data_path=[prefix])
-    run = Run(build(context, config), None, silent)
-    assert run.loaders.train is not None
-    tokens = np.fromfile(f"{prefix}.bin", "<u2")
-    (place,) = (
-        at for at in range(0, 3980, 16) if (tokens[at : at + 17] == run.loaders.train.dataset.sample(9)).all()
-    )
-    world = run.replica.topology.world
-    world.gather_json(None, run.replica.topology.device)
-    if context.rank == 0:
-        with Path(f"{prefix}.bin").open("r+b") as file:
-            file.seek(2 * (place + 8))
-            file.write((60000).to_bytes(2, "little"))
-    world.gather_json(None, run.replica.topology.device)
+
+    def spoil(run: ReplicaTrainer) -> None:
+        assert run.loaders.train is not None
+        tokens = np.fromfile(f"{prefix}.bin", "<u2")
+        sample = run.loaders.train.dataset.sample(9)
+        (place,) = (at for at in range(0, 3980, 16) if (tokens[at : at + 17] == sample).all())
+        world = run.replica.topology.world
+        world.gather_json(None, run.replica.topology.device)
+        if context.rank == 0:
+            with Path(f"{prefix}.bin").open("r+b") as file:
+                file.seek(2 * (place + 8))
+                file.write((60000).to_bytes(2, "little"))
+        world.gather_json(None, run.replica.topology.device)
+
+    run = ReplicaTrainer(build(context, config), on_open=spoil)
     with pytest.raises(ConfigError) as error:
-        run.go()
+        run.fit()
     return type(error.value).__name__, str(error.value), run.progress.step
 
 
@@ -202,12 +204,14 @@ def test_an_evaluation_that_one_rank_cannot_read_is_one_error(prefix: str) -> No
 
 def cannot_evaluate(context: RankContext, prefix: str) -> tuple[str, str]:
     config = tiny_config(2, **FOUR_STEPS, dp=2, data_path=[prefix])
-    run = Run(build(context, config), None, silent)
-    if context.rank == 1:
-        assert run.loaders.valid is not None
-        run.loaders.valid.dataset = Broken(OSError(5, "Input/output error", "d.bin"))
+
+    def spoil(run: ReplicaTrainer) -> None:
+        if context.rank == 1:
+            assert run.loaders.valid is not None
+            run.loaders.valid.dataset = Broken(OSError(5, "Input/output error", "d.bin"))
+
     with pytest.raises(ConfigError) as error:
-        run.go()
+        ReplicaTrainer(build(context, config), on_open=spoil).fit()
     return type(error.value).__name__, str(error.value)
 
 
@@ -226,12 +230,12 @@ def test_a_test_loss_that_was_missed_is_made_up_for_once(
     class Killed(Exception):
         """The end of the process."""
 
-    def killed(self: Run) -> None:
+    def killed(self: Trainer) -> None:
         raise Killed
 
     words = {"save_interval": 2, "load": str(tmp_path / "run" / "checkpoints"), "fresh_if_missing": True}
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_evaluate_test", killed)
+        patch.setattr(Trainer, "_evaluate_test", killed)
         with pytest.raises(Killed):
             run(prefix, tmp_path / "run", **words)
     assert not records(tmp_path / "run", "test")
@@ -274,7 +278,7 @@ def logged(context: RankContext, world: int, prefix: str) -> list[str]:
     """The log of this rank of a pipeline over all ranks."""
     lines: list[str] = []
     config = tiny_config(world, **FOUR_STEPS, pp=world, data_path=[prefix])
-    Run(build(context, config), None, lines.append if context.rank == 0 else silent).go()
+    ReplicaTrainer(build(context, config), lines.append if context.rank == 0 else silent).fit()
     return lines
 
 

@@ -5,7 +5,7 @@ import random
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
-from megalite.training.loss_spikes import LossSpikes
+from megalite.training.reporter import LossSpikes
 
 
 def losses(count: int, *, seed: int = 1) -> list[float]:

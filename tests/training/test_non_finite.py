@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megalite.checkpoint.folders import candidates
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.non_finite import NonFiniteError, is_finite
+from megalite.training.non_finite import NonFiniteError, is_finite, remedy
 from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.support.ranks import RankContext, run_ranks
@@ -37,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "local-sgd": (2, {"dp": 2, "dp_strategy": "local-sgd", "sync_interval": 2}),
     "onebit-adam": (2, {"dp": 2, "optimizer": "onebit-adam", "freeze_step": 1}),
     "tp2 pp2 bf16": (4, {"tp": 2, "pp": 2, "precision": "bf16"}),
+    "dp2 fp16": (2, {"dp": 2, "precision": "fp16", "initial_loss_scale": 64.0}),
 }
 
 
@@ -111,6 +114,8 @@ CASES = [
     ("zero-3", "skip", [0], 1, 0, "layers.1.mlp, stage 0 on rank 0 (dp 0), microbatch 0 (sample 8)"),
     ("local-sgd", "skip", [1], 1, 0, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 0 (sample 9)"),
     ("onebit-adam", "skip", [1], 1, 0, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 0 (sample 9)"),
+    ("dp2 fp16", "stop", [1], 0, 1, "layers.0.mlp, stage 0 on rank 1 (dp 1), microbatch 1 (sample 11)"),
+    ("dp2 fp16", "skip", [0], 1, 3, "layers.1.mlp, stage 0 on rank 0 (dp 0), microbatch 3 (sample 14)"),
     (
         "tp2 pp2 bf16",
         "stop",
@@ -181,12 +186,17 @@ def test_bad_weights_stop_the_run_whatever_the_policy() -> None:
     said, other = run_ranks(2, in_weights)
     assert said == other
     assert "the weights layers.0.mlp.down.weight are not finite on rank 0 (pp 0), stage 0" in said
-    assert said.endswith("Go on from the last checkpoint before it")
+    assert said.endswith(
+        "No checkpoint has been saved to continue from; start again with a lower --lr, and with --save-interval 100"
+    )
 
 
 def test_too_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(
-        build(RankContext(0), tiny_config(**SMALL, on_non_finite="skip", max_consecutive_skips=2))
+        build(
+            RankContext(0),
+            tiny_config(**{**SMALL, "lr_warmup_iters": 10}, on_non_finite="skip", max_consecutive_skips=2),
+        )
     )
     rates = []
 
@@ -203,8 +213,38 @@ def test_too_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         step(bad=True)
     assert runner.replica.optimizer.updates == 1
     assert runner.replica.scaler.state() == {"skipped_steps": 4, "skipped_samples": 32}
-    # The learning rate waits: the first good step has that of step 1.
-    assert rates[:3] == [rates[0]] * 3
+    # The learning rate waits: the first good step has that of step 1, and those after it that of step 2.
+    assert rates == [1e-3] * 3 + [2e-3] * 2
+
+
+FP16: Settings = {**SMALL, "precision": "fp16", "initial_loss_scale": 4.0, "hysteresis": 1}
+
+
+def test_divergence_in_fp16_stops_the_run() -> None:
+    """A loss that is not finite is no overflow: no loss scale would make it one that is."""
+    runner = Runner(build(RankContext(0), tiny_config(**{**FP16, "lr": 1e4})))
+    with pytest.raises(NonFiniteError, match=r"loss nan.*stopped before the update"):
+        for _ in range(20):
+            runner.step()
+    assert runner.replica.scaler.scale == 4.0
+
+
+def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
+    """Those above it only halve it, and a good step in between begins a new count."""
+    runner = Runner(build(RankContext(0), tiny_config(**FP16, max_consecutive_skips=2)))
+
+    def step(*, bad: bool) -> StepResult:
+        with planted(runner, here=bad):
+            return runner.step()
+
+    assert [step(bad=True).skipped for _ in range(4)] == [True] * 4  # at 4, 2, 1, 1
+    assert not step(bad=False).skipped
+    assert [step(bad=True).loss_scale for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(
+        NonFiniteError, match="loss scale is at its minimum, 1, and did in max_consecutive_skips 2"
+    ):
+        step(bad=True)
+    assert runner.replica.optimizer.updates == 1
 
 
 def spoil_and_save(
@@ -264,3 +304,18 @@ def test_is_finite(dtype: torch.dtype) -> None:
             spoiled_values[place] = bad
             assert not is_finite(spoiled_values)
     assert is_finite(torch.arange(3))
+
+
+def test_the_remedy_is_one_that_there_is() -> None:
+    config = replace(RunConfig(), init_method_std=50.0)
+    assert remedy(config, 0, in_weights=False) == (
+        "No step has been taken, so that --lr is not the cause: look at --init-method-std (50) and at this batch"
+    )
+    assert remedy(replace(config, load="a"), 0, in_weights=True).endswith(
+        "look at what --load names and at this batch"
+    )
+    assert remedy(config, 3, in_weights=False).startswith("Lower --lr, or raise --lr-warmup-iters")
+    assert remedy(config, 3, in_weights=True).startswith("No checkpoint has been saved to continue from")
+    saves = replace(config, save_interval=4)
+    assert remedy(saves, 3, in_weights=True).startswith("No checkpoint has been saved to continue from")
+    assert remedy(saves, 4, in_weights=True).startswith("Continue from a checkpoint of a step before it")

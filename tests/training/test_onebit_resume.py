@@ -9,7 +9,7 @@ import torch
 
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.errors import ConfigError
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.cli.train import _refuse
+from megalite.cli.failures import refuse
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
-from megalite.training import loop
-from megalite.training.out_of_memory import (
+from megalite.training import trainer
+from megalite.training.memory import (
     OutOfMemoryError,
     explaining_out_of_memory,
     explanation,
@@ -38,7 +38,7 @@ def test_the_host_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("rank 0 (host ")
     assert ") ran out of host memory when it asked for 4096000000 bytes; the planner counts " in said
     assert "--micro-batch-size 2" in said and said.endswith("megalite plan finds layouts that fit")
-    assert _refuse(raised.value, 2) == 2 and capsys.readouterr().err == f"error: {said}\n"
+    assert refuse(raised.value, "x") == 2 and capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_any_other_error_passes() -> None:
@@ -104,4 +104,4 @@ def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(
         ConfigError, match=r"^record_memory_history has no effect on cpu: only CUDA's allocator keeps"
     ):
-        loop.train(config, explicit=frozenset(), log=print)
+        trainer.Trainer(config, explicit=frozenset(), log=print).fit()

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from megalite.optimizers.schedules import Schedules
+from megalite.partition.activations import stage_sizes
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.memory import memory_peaks
-from megalite.planner.sizes import stage_sizes
 from megalite.training.step import Stepper
 from tests.models.live_bytes import LiveBytes
 from tests.support.ranks import RankContext, run_ranks

@@ -9,9 +9,8 @@ import torch
 
 import megalite.training.reporter as reporter_module
 from megalite.optimizers.schedules import Progress
-from megalite.training.reporter import Reporter
+from megalite.training.reporter import Reporter, SpeedMeter
 from megalite.training.step import StepResult
-from megalite.training.throughput import SpeedMeter
 from tests.support.tiny import tiny_config
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from megalite.config.describe import replace
 from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
-from megalite.training.restart_guard import (
+from megalite.training.save_folder import (
     FILE_NAME,
     RestartGuard,
     RestartLoopError,

@@ -9,7 +9,7 @@ import torch
 
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.optimizers.schedules import Progress
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config

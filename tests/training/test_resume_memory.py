@@ -12,7 +12,7 @@ import pytest
 from megalite.config.run import RunConfig
 from megalite.data_parallel.shards import placed_in
 from megalite.parity.pool import RankPool
-from megalite.training.checkpointing import load
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config

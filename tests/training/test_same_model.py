@@ -11,7 +11,7 @@ import pytest
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.model import ModelConfig
-from megalite.training.checkpointing import check_same_model, same_folder
+from megalite.training.resume import check_same_model, same_folder
 
 
 def saved(model: ModelConfig) -> Checkpoint:

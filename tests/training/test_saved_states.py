@@ -13,15 +13,16 @@ import torch
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, seal
 from megalite.cli.inspect import main as inspect_main
-from megalite.data_parallel.distributed_optimizer import DistributedOptimizer
-from megalite.data_parallel.states import FlatState, Placement, TensorState
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.data_parallel.wire import Channel
+from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.schedules import Progress
-from megalite.topology.sharding import ShardSpec
-from megalite.training.checkpointing import load
-from megalite.training.optimizer import flat_parameter
+from megalite.topology.layout import ShardSpec
+from megalite.training.build import flat_parameter
 from megalite.training.replica import Replica
+from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, Runner, build, tiny_config
@@ -62,9 +63,8 @@ class Remembering(DistributedOptimizer):
 
     def __init__(self, replica: Replica, wanted: Wanted) -> None:
         known = replica.strategy
-        super().__init__(
-            replica.stages, groups=known.groups, options=known.options, overlap_param_gather=False
-        )
+        options = dataclasses.replace(known.options, overlap_param_gather=False)
+        super().__init__(replica.stages, groups=known.groups, options=options)
         self._flat: list[FlatState] = []
         for shard in self.shards:
             for name, (placement, default) in wanted.items():
@@ -73,24 +73,9 @@ class Remembering(DistributedOptimizer):
                 if kind is Placement.SHARDED:
                     start, stop = shard.start, shard.stop
                 values = torch.full((stop - start,), -1.0)
-                self._flat.append(
-                    FlatState(
-                        name=name,
-                        bucket=shard.bucket,
-                        start=start,
-                        values=values,
-                        placement=kind,
-                        default=default,
-                    )
-                )
+                self._flat.append(FlatState(name, shard.bucket, values, kind, start, default))
         self._of_tensors = [
-            TensorState(
-                name=name,
-                bucket=bucket,
-                placed=placed,
-                values=torch.full(shape, -1.0),
-                per_slice=name == "of_slice",
-            )
+            TensorState(name, bucket, placed, torch.full(shape, -1.0), per_slice=name == "of_slice")
             for bucket in self.all_buckets()
             for placed in bucket.placed
             for name, shape in (("of_tensor", ()), ("of_slice", (3, 2)))

@@ -19,9 +19,8 @@ from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.optimizers.schedules import Progress
-from megalite.training.checkpointing import refuse_foreign_checkpoints
-from megalite.training.saving import SaveError, Saver
-from megalite.training.snapshot import HostMemory
+from megalite.training.resume import refuse_foreign_checkpoints
+from megalite.training.saving import HostMemory, SaveError, Saver
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 

@@ -9,8 +9,8 @@ import megalite.training.setup as setup
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset
-from megalite.data.side_file import encode_side_file
-from megalite.data.tokenizers.build import build_tokenizer
+from megalite.data.token_files import encode_side_file
+from megalite.tokenizers.build import build_tokenizer
 from megalite.training.setup import Loaders, open_data
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks

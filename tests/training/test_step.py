@@ -31,7 +31,7 @@ STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 def planted(runner: Runner, value: float, *, here: bool) -> Iterator[None]:
     """On this rank alone, one gradient element is `value` before the last backward, and so before any reduction."""
     strategy = runner.replica.strategy
-    arm = strategy.arm
+    arm = strategy.enable_grad_sync
 
     def arm_and_plant(stage: int) -> None:
         # A split parameter: its gradient is on no other tp or pp rank.
@@ -43,7 +43,7 @@ def planted(runner: Runner, value: float, *, here: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if here:
-            patch.setattr(strategy, "arm", arm_and_plant)
+            patch.setattr(strategy, "enable_grad_sync", arm_and_plant)
         yield
 
 

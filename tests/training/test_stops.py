@@ -16,15 +16,15 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.ending import Ending
-from megalite.training.loop import train
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.restart_guard import RestartLoopError
-from megalite.training.run import Run
+from megalite.training.save_folder import RestartLoopError
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequests
+from megalite.training.trainer import Trainer
 from tests.faults.compare import check_state, open_sound
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
+from tests.support.trainer import ReplicaTrainer
 
 RUN: dict[str, Any] = {
     "num_layers": 2,
@@ -77,7 +77,7 @@ def lives(
     endings, lines = [], list[str]()
     for moment in moments:
         stops = Asked(moment if context.rank == culprit else None)
-        endings.append((Run(build(context, config), None, lines.append, stops).go(), stops.looks))
+        endings.append((ReplicaTrainer(build(context, config), lines.append, stops).fit(), stops.looks))
     return endings, lines
 
 
@@ -141,8 +141,8 @@ def test_nothing_to_save_is_said(tmp_path: Path) -> None:
 def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Ending, list[str]]:
     lines: list[str] = []
     config = tiny_config(2, **{**RUN, **settings})
-    run = Run(build(context, config), None, lines.append, Asked(4 if context.rank else None))
-    return run.go(), lines
+    stops = Asked(4 if context.rank else None)
+    return ReplicaTrainer(build(context, config), lines.append, stops).fit(), lines
 
 
 APART: dict[str, Any] = {
@@ -184,7 +184,7 @@ def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch:
     def start(**changes: Any) -> Exception:
         with pytest.raises((NonFiniteError, ConfigError)) as caught:
             config = replace(RunConfig(), **settings, **changes, run_dir=str(tmp_path / "run"))
-            train(config, explicit=frozenset(), log=lambda line: None)
+            Trainer(config, explicit=frozenset(), log=lambda line: None).fit()
         return caught.value
 
     monkeypatch.setattr(Stepper, "step", fails)

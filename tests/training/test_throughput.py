@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.config.run import RunConfig
-from megalite.training.throughput import SpeedMeter, device_peak_tflops
+from megalite.training.reporter import SpeedMeter, device_peak_tflops
 from tests.support.tiny import tiny_config
 
 CPU = torch.device("cpu")

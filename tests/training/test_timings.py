@@ -6,9 +6,9 @@ import pytest
 
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.training import timings as timings_module
+from megalite.training import instruments
+from megalite.training.instruments import Timings, compare, units
 from megalite.training.phases import PhaseClock
-from megalite.training.timings import Timings, compare, units
 from tests.support.ranks import RankContext, run_ranks
 
 
@@ -17,8 +17,8 @@ def report(context: RankContext, axes: dict[str, int], forward: list[float], apa
     topology = context.topology(**axes)
     gathers: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timings_module.platform, "node", lambda: f"host{context.rank}")
-        patch.setattr(timings_module, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
+        patch.setattr(instruments.platform, "node", lambda: f"host{context.rank}")
+        patch.setattr(instruments, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
         clock = PhaseClock(topology.device)
         timings = Timings(clock, topology, apart=apart, threshold=1.5)
         gather = Group.all_gather

@@ -11,12 +11,12 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Schedules
+from megalite.partition.pipeline import schedule_of
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, Event, simulate
-from megalite.planner.pipeline import schedule_of
 from megalite.training.step import Stepper
 from megalite.training.trace import ActionTimer, TraceWriter, bubble_fraction, measured_costs
 from tests.support.ranks import RankContext, run_ranks

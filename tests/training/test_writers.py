@@ -143,9 +143,7 @@ def test_wandb_learns_no_credentials(tmp_path: Path, wandb: Stub) -> None:
 
 def test_wandb_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"^metrics has wandb in it but .* pip install 'megalite\[wandb\]' or leave"
-    ):
+    with pytest.raises(ConfigError, match=r"^metrics has wandb in it but .*; pip install wandb, or leave"):
         Wandb(config_of(tmp_path), resumes=False)
 
 

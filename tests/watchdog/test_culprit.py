@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megalite.watchdog.culprit import find_culprits
 from megalite.watchdog.rank_state import LaneState, Operation, RankState
+from megalite.watchdog.report import find_culprits
 
 
 def lane(

@@ -2,7 +2,7 @@
 
 from drawings.canvas import DARK, FAINT, LIGHT, MIDDLE, MUTED, RED, Drawing
 from megalite.context_parallel.tiles import Tile, TileKind, tiles
-from megalite.topology.sequence import Span, sequence_spans
+from megalite.topology.layout import Span, sequence_spans
 
 CP = 4
 CHUNKS = 2 * CP

@@ -2,13 +2,9 @@
 
 from itertools import accumulate
 
-import torch
-
 from drawings.canvas import FAINT, GREY, INK, LIGHT, MIDDLE, MUTED, RED, Drawing
-from megalite.data_parallel.buckets import make_buckets
-from megalite.tensor_parallel.parameter import ParameterFactory
-from megalite.topology.group import Group
-from megalite.topology.sharding import ShardSpec
+from megalite.data_parallel.facts import BucketKind, cut_into_buckets
+from megalite.topology.layout import ShardSpec
 
 DP, LAYERS, LAYERS_A_BUCKET = 4, 6, 2
 BACKWARD, FORWARD, ALL_REDUCE, STEP = 2.0, 1.0, 3.0, 2.0
@@ -19,11 +15,11 @@ LEFT, UNIT, BAR = 128.0, 26.0, 26.0
 
 def bucket_layers() -> list[list[int]]:
     """The layers of each bucket as training cuts them, in the order in which their gradients come."""
-    make = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    parameters = [make.make(str(layer), (8, 8)) for layer in range(LAYERS)]
-    size = LAYERS_A_BUCKET * parameters[0].numel()
-    buckets = make_buckets(parameters, bucket_size=size, align=lambda kind: 1, grad_dtype=torch.float32)
-    return [[int(placed.parameter.info.spec.name) for placed in bucket.placed] for bucket in buckets]
+    kind = BucketKind(decay=True, split_over_tp=False, partial_over_tp=False, tied=False, expert=False)
+    buckets = cut_into_buckets(
+        range(LAYERS), kind=lambda layer: kind, size=lambda layer: 1, bucket_size=LAYERS_A_BUCKET
+    )
+    return [layers for _, layers in buckets]
 
 
 def draw() -> Drawing:

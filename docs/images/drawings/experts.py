@@ -1,8 +1,7 @@
 """experts.svg: the way of tokens to their experts and back, and the two grids over the same ranks."""
 
 from drawings.canvas import DARK, FAINT, GREY, LIGHT, MIDDLE, MUTED, RED, Drawing, Point
-from megalite.topology.layout import ParallelLayout
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ParallelLayout, ShardSpec
 
 EP, EXPERTS = 4, 8
 CHOICES = (((0, 5), (2, 5)), ((1, 4), (0, 5)), ((3, 6), (2, 7)), ((0, 7), (1, 6)))

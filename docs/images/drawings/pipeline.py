@@ -2,7 +2,7 @@
 
 from drawings.canvas import FAINT, GREY, LIGHT, MIDDLE, MUTED, Drawing
 from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.interleaved import interleaved
+from megalite.pipeline.ir.generators.many_chunks import interleaved
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 

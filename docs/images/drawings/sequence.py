@@ -1,7 +1,7 @@
 """sequence.svg: one block under tensor and sequence parallelism, and how its activations are split."""
 
 from drawings.canvas import DARK, FAINT, LIGHT, MUTED, RED, Drawing
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 TP = 2
 SEQUENCE, FEATURES = 0, 1

@@ -7,10 +7,9 @@ from drawings.canvas import DARK, FAINT, INK, LIGHT, MUTED, RED, Drawing
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.communication import wire_factor
-from megalite.planner.data_parallel import gradient_volumes
-from megalite.planner.memory import rank_memory
-from megalite.planner.pipeline import plan_stages
+from megalite.partition.memory import rank_memory
+from megalite.partition.pipeline import plan_stages
+from megalite.planner.communication import gradient_volumes, wire_factor
 
 DP = 8
 MODEL = f"--preset gpt2-124m --vocab-size 50257 --global-batch-size {DP} --micro-batch-size 1 --device cpu"

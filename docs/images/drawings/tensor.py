@@ -1,7 +1,7 @@
 """tensor.svg: a column-parallel and a row-parallel layer after one another."""
 
 from drawings.canvas import DARK, FAINT, GREY, INK, LIGHT, MUTED, RED, Drawing
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec
 
 TP = 2
 A, B = (4, 6), (6, 4)

@@ -1,8 +1,7 @@
 """ulysses.svg: the all-to-all around the attention core."""
 
 from drawings.canvas import DARK, LIGHT, MUTED, RED, Drawing
-from megalite.topology.sequence import sequence_spans
-from megalite.topology.sharding import ShardSpec
+from megalite.topology.layout import ShardSpec, sequence_spans
 
 CP = 4
 CHUNKS = 2 * CP

@@ -1,10 +1,22 @@
-"""The words for a setting that would do nothing."""
+"""What several rules say: a setting without effect, and the divisors that would work."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from megalite.config.describe import value_of
-from megalite.config.errors import ConfigError
+from megalite.config.errors import Findings
 from megalite.config.run import RunConfig
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number: `1, 2, 3, 6`."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+
+
+def next_multiple(number: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `number`."""
+    return -(-number // unit) * unit
 
 
 def shown(config: RunConfig, name: str) -> str:
@@ -17,31 +29,32 @@ def shown(config: RunConfig, name: str) -> str:
     return f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def asked_for(config: RunConfig, explicit: frozenset[str], names: Iterable[str]) -> list[str]:
-    """Those of the settings that the user gave, other than to turn them off."""
-    given = ((name, value_of(config, name)) for name in names if name in explicit)
-    return [name for name, value in given if value is not None and value is not False]
-
-
 def refuse_idle(
     config: RunConfig, explicit: frozenset[str], names: Iterable[str], *, cause: str, remedy: str
-) -> None:
-    """Raise ConfigError if the user gave one of the settings: `NAME VALUE has no effect CAUSE; REMEDY or remove it`."""
-    for name in asked_for(config, explicit, names):
-        raise ConfigError(f"{shown(config, name)} has no effect {cause}; {remedy} or remove it")
+) -> Findings:
+    """`NAME VALUE has no effect CAUSE; REMEDY or remove it` for each of the settings that the user gave."""
+    for name in names:
+        if name in explicit:
+            yield _idle(config, name, cause=cause, remedy=remedy)
+
+
+def _idle(config: RunConfig, name: str, *, cause: str, remedy: str) -> Findings:
+    value = value_of(config, name)
+    if value is not None and value is not False:  # that turns it off
+        yield f"{shown(config, name)} has no effect {cause}; {remedy} or remove it"
 
 
 def refuse_elsewhere(
     config: RunConfig, explicit: frozenset[str], setting: str, known: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Raise ConfigError if the user gave a setting that means nothing to the value that `setting` has.
+) -> Findings:
+    """Each setting that the user gave and that means nothing to the value that `setting` has.
 
     Args:
         known: setting -> the values of `setting` that it means something to.
     """
     value = value_of(config, setting)
-    for name in asked_for(config, explicit, known):
+    for name in known:
         if value not in known[name]:
             cause = f"with {setting} {value}"
             remedy = f"use --{setting.replace('_', '-')} {known[name][0]}"
-            refuse_idle(config, explicit, [name], cause=cause, remedy=remedy)
+            yield refuse_idle(config, explicit, [name], cause=cause, remedy=remedy)

@@ -2,31 +2,245 @@
 
 `AutoTokenizer` builds the tokenizer from tokenizer.json alone where tokenizer_config.json names the class
 PreTrainedTokenizerFast, in all versions of transformers; other classes replace parts of it. So a tokenizer.json is made
-where there is none.
+where there is none. The fields of a SentencePiece model are read here one by one: the sentencepiece library shows the
+pieces but not how text is normalized, and protobuf, which transformers uses, is not installed with it.
 """
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.conversion.huggingface.folder import parse_json, refuse_code
-from megalite.conversion.huggingface.sentencepiece_json import parse_sentencepiece, sentencepiece_json
+from megalite.conversion.huggingface.config_json import parse_json, refuse_code
+from megalite.conversion.tokenizer_files import GENERATION, SETTINGS, named_tokenizer_files
 from megalite.conversion.weights import ConversionError
-from megalite.data.tokenizers.base import read_tokenizer_file
-from megalite.data.tokenizers.gpt2_bpe import END_OF_DOCUMENT as GPT2_END
-from megalite.data.tokenizers.hugging_face import END_OF_DOCUMENT
-from megalite.data.tokenizers.kind import is_tiktoken
+from megalite.tokenizers.base import read_tokenizer_file
+from megalite.tokenizers.build import is_tiktoken
+from megalite.tokenizers.subword import END_OF_DOCUMENT, GPT2_END
 
-GENERATION = "generation_config.json"
-SETTINGS = "tokenizer_config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *(SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION),
-)
-"""Files beside the weights that travel with them."""
+# The field numbers of the messages, and the values of the enums.
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_PIECE_TEXT, _PIECE_SCORE, _PIECE_KIND = 1, 2, 3
+_MODEL_TYPE, _SUFFIX_SPACES, _BYTE_FALLBACK = 3, 24, 35
+_BOS, _EOS, _PAD = 41, 42, 43
+_CHARACTER_MAP, _SPACE_IN_FRONT, _ONE_SPACE, _ESCAPED_SPACES = 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_UNIGRAM, _BPE = 1, 2
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a .model file says, as far as ids depend on it.
+
+    Args:
+        pieces: by id: text, score and kind.
+        unigram: the unigram model; else byte-pair encoding.
+        bos, eos, pad: ids; below 0: there is none.
+        character_map: the compiled normalisation of characters; empty: none.
+        space_in_front: a space is put in front of a text.
+        one_space: runs of spaces become one, those at both ends none.
+    """
+
+    pieces: list[tuple[str, float, int]]
+    unigram: bool
+    byte_fallback: bool
+    bos: int
+    eos: int
+    pad: int
+    character_map: bytes
+    space_in_front: bool
+    one_space: bool
+    unknown: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = [i for i, (_, _, kind) in enumerate(self.pieces) if kind == _UNKNOWN]
+        object.__setattr__(self, "unknown", found[0] if found else -1)
+
+
+def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel:
+    """Read a .model file.
+
+    Raises:
+        ConversionError: it is none, or of a kind that a tokenizer.json cannot say.
+    """
+    try:
+        fields = list(_fields(content))
+        trainer = _last(fields, _TRAINER)
+        normalizer = _last(fields, _NORMALIZER)
+        pieces = [_piece(value) for number, value in fields if number == _PIECES and isinstance(value, bytes)]
+    except (IndexError, ValueError, struct.error) as error:
+        raise ConversionError(f"{where}: not a SentencePiece model: {error}") from None
+    kind = trainer.get(_MODEL_TYPE, _UNIGRAM)
+    unlike = {
+        "its model is neither unigram nor bpe": kind not in (_UNIGRAM, _BPE),
+        "spaces end its pieces (treat_whitespace_as_suffix)": trainer.get(_SUFFIX_SPACES, 0),
+        "spaces are not escaped (escape_whitespaces)": not normalizer.get(_ESCAPED_SPACES, 1),
+        "it has no pieces": not pieces,
+    }
+    for reason, holds in unlike.items():
+        if holds:
+            raise ConversionError(f"{where}: {reason}; give a tokenizer.json of it as the model's tokenizer")
+    return SentencePieceModel(
+        pieces=pieces,
+        unigram=kind == _UNIGRAM,
+        byte_fallback=bool(trainer.get(_BYTE_FALLBACK, 0)),
+        bos=_signed(trainer.get(_BOS, 1)),
+        eos=_signed(trainer.get(_EOS, 2)),
+        pad=_signed(trainer.get(_PAD, -1)),
+        character_map=normalizer.get(_CHARACTER_MAP, b""),
+        space_in_front=bool(normalizer.get(_SPACE_IN_FRONT, 1)),
+        one_space=bool(normalizer.get(_ONE_SPACE, 1)),
+    )
+
+
+def sentencepiece_json(model: SentencePieceModel) -> dict[str, Any]:
+    """The tokenizer.json of the same ids: no start or end of text is added."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added(i, text, special=kind != _USER)
+            for i, (text, _, kind) in enumerate(model.pieces)
+            if kind in (_UNKNOWN, _CONTROL, _USER)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": _decoders(model)},
+        "model": _unigram(model) if model.unigram else _bpe(model),
+    }
+
+
+def _unigram(model: SentencePieceModel) -> dict[str, Any]:
+    return {
+        "type": "Unigram",
+        "unk_id": model.unknown if model.unknown >= 0 else None,
+        "vocab": [[text, score] for text, score, _ in model.pieces],
+        "byte_fallback": model.byte_fallback,
+    }
+
+
+def _bpe(model: SentencePieceModel) -> dict[str, Any]:
+    """SentencePiece merges the neighbours that make the piece of the best score; a merge list says it pair by pair."""
+    ids = {text: i for i, (text, _, _) in enumerate(model.pieces)}
+    scores = {text: score for text, score, kind in model.pieces if kind == _NORMAL}
+    merges = []
+    for text, score in scores.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in scores and right in scores:
+                merges.append((-score, ids[text], ids[left], ids[right], f"{left} {right}"))
+    unknown = model.pieces[model.unknown][0] if model.unknown >= 0 else None
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": model.byte_fallback,
+        "vocab": ids,
+        "merges": [merge[-1] for merge in sorted(merges)],
+    }
+
+
+def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if model.character_map:
+        text = base64.b64encode(model.character_map).decode()
+        found.append({"type": "Precompiled", "precompiled_charsmap": text})
+    if model.one_space:
+        found.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        found.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    users = [re.escape(text) for text, _, kind in model.pieces if kind == _USER]
+    if model.space_in_front and users:
+        # Pieces of users are normalised too before they are looked for: they must stay as they are.
+        none = rf"\A(?!(?:{'|'.join(users)})?\z)"
+        found.append({"type": "Replace", "pattern": {"Regex": none}, "content": _SPACE})
+    elif model.space_in_front:
+        found.append({"type": "Prepend", "prepend": _SPACE})
+    found.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    return found
+
+
+def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if model.space_in_front:
+        found.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return found
+
+
+def _added(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
+    # A control piece is cut out of the text as it is given; pieces of users out of what its normalisation makes of it,
+    # so that what is beside them is normalised in one.
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
+    return {"id": token_id, "content": text, **flags, "special": special}
+
+
+def _piece(content: bytes) -> tuple[str, float, int]:
+    values = dict(_fields(content))
+    text, score, kind = values[_PIECE_TEXT], values.get(_PIECE_SCORE, 0.0), values.get(_PIECE_KIND, _NORMAL)
+    if not isinstance(text, bytes) or not isinstance(score, float) or not isinstance(kind, int):
+        raise ValueError("a piece has fields of other types")
+    return text.decode("utf-8"), score, kind
+
+
+def _last(fields: list[tuple[int, int | float | bytes]], number: int) -> dict[int, Any]:
+    """The fields of the message under a number; none if it is not there."""
+    found = [value for key, value in fields if key == number and isinstance(value, bytes)]
+    return dict(_fields(found[-1])) if found else {}
+
+
+def _signed(value: int) -> int:
+    """A varint holds negative numbers as 64-bit two's complement."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    """Number and value of each field of a message: varints, 32-bit floats and bytes."""
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(content, at)
+            yield number, value
+        elif wire == 5:
+            yield number, struct.unpack_from("<f", content, at)[0]
+            at += 4
+        elif wire in (1, 2):
+            size, at = (8, at) if wire == 1 else _varint(content, at)
+            if at + size > len(content):
+                raise ValueError("the file ends inside a field")
+            yield number, content[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"a field of the unknown wire type {wire}")
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    """A number in groups of 7 bits, the lowest first, and where the next field begins."""
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")
+
 
 _QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Qwen2's tokenizer cuts text into words."""
@@ -52,7 +266,7 @@ class Exported:
 def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exported:
     """The files that make `AutoTokenizer` give the ids of the tokenizer in `paths`.
 
-    Files of a Hugging Face folder (told by its tokenizer_config.json) stay as they are. Else the tokenizer is a
+    Files of a Hugging Face folder (it has a tokenizer_config.json) stay as they are. Else the tokenizer is a
     tokenizer.json, a SentencePiece model, or vocab.json and merges.txt, under whatever names; its end of document is
     the eos token.
 
@@ -62,18 +276,19 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
         family: its model_type.
 
     Raises:
-        ConversionError: a file cannot be read, is not of a tokenizer, is tiktoken's, or asks for code of its own; or
+        ConversionError: a file cannot be read, is not of a tokenizer, is tiktoken's, or asks for its own code; or
             transformers would make another tokenizer of it in a folder of that family.
     """
-    files = _gather(paths)
-    parsed = {name: parse_json(files[name], name) for name in _PARSED if name in files}
+    where = _named(paths)
+    files = {name: read_tokenizer_file(path) for name, path in where.items()}
+    parsed = {name: parse_json(files[name], where[name]) for name in _PARSED if name in files}
     for name, values in parsed.items():
-        refuse_code(values, name)
+        refuse_code(values, where[name])
     files.pop(GENERATION, None)
     generation = parsed.get(GENERATION, {})
     settings = parsed.get(SETTINGS)
     if settings is None and files:
-        settings = _make_settings(files, seq_length)
+        settings = _make_settings(files, where, seq_length)
         if family == "qwen2":
             _require_qwen2(files["tokenizer.json"])
         files[SETTINGS] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
@@ -82,38 +297,22 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
     return Exported(files, token_ids, generation)
 
 
-def _gather(paths: Sequence[Path]) -> dict[str, bytes]:
-    """The content of the files by the name that each has in a Hugging Face folder."""
-    found: dict[str, bytes] = {}
-    for path in paths:
-        try:
-            content = read_tokenizer_file(path)
-        except ConfigError as error:
-            raise ConversionError(str(error)) from None
-        name = _canonical_name(path, content)
-        if name in found and found[name] != content:
-            raise ConversionError(f"{path}: a second {name}; a model has one tokenizer")
-        found[name] = content
+def _named(paths: Sequence[Path]) -> dict[str, Path]:
+    """The files by the name that each has in a Hugging Face folder."""
+    try:
+        found = named_tokenizer_files(paths)
+        for path in (found[name] for name in ("tokenizer.model", "tokenizer.json") if name in found):
+            if is_tiktoken(read_tokenizer_file(path)):
+                raise ConversionError(
+                    f"{path} is a tiktoken file, of which transformers makes no tokenizer; leave it out "
+                    "(--without-tokenizer), or give the tokenizer.json of the same model with --tokenizer-model"
+                )
+    except ConfigError as error:
+        raise ConversionError(str(error)) from None
     return found
 
 
-def _canonical_name(path: Path, content: bytes) -> str:
-    # Lines of a merges.txt could look like tiktoken's.
-    if path.suffix != ".txt" and is_tiktoken(content):
-        raise ConversionError(
-            f"{path} is a tiktoken file, of which transformers makes no tokenizer; leave it out (--without-tokenizer), or "
-            "give the tokenizer.json of the same model with --tokenizer-model"
-        )
-    if path.name in TOKENIZER_FILES:
-        return path.name
-    if content.lstrip()[:1] == b"{":
-        # In a vocab.json, "model" may be a word.
-        is_whole = isinstance(parse_json(content, path).get("model"), dict)
-        return "tokenizer.json" if is_whole else "vocab.json"
-    return "merges.txt" if path.suffix == ".txt" else "tokenizer.model"
-
-
-def _make_settings(files: dict[str, bytes], seq_length: int) -> dict[str, Any]:
+def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_length: int) -> dict[str, Any]:
     """The tokenizer_config.json of a tokenizer that has none; adds a tokenizer.json to the files if they lack it."""
     tokens: dict[str, str] = {}
     if "tokenizer.json" in files:
@@ -121,7 +320,7 @@ def _make_settings(files: dict[str, bytes], seq_length: int) -> dict[str, Any]:
         present = [token for token in END_OF_DOCUMENT if token in vocabulary]
         tokens = {"eos_token": present[0]} if present else {}
     elif "tokenizer.model" in files:
-        model = parse_sentencepiece(files["tokenizer.model"], "tokenizer.model")
+        model = parse_sentencepiece(files["tokenizer.model"], where["tokenizer.model"])
         files["tokenizer.json"] = _compact(sentencepiece_json(model))
         ids = {
             "bos_token": model.bos,
@@ -131,11 +330,11 @@ def _make_settings(files: dict[str, bytes], seq_length: int) -> dict[str, Any]:
         }
         tokens = {name: model.pieces[i][0] for name, i in ids.items() if 0 <= i < len(model.pieces)}
     elif "vocab.json" in files and "merges.txt" in files:
-        files["tokenizer.json"] = _compact(_byte_level_bpe(files["vocab.json"], files["merges.txt"]))
+        files["tokenizer.json"] = _compact(_byte_level_bpe(files, where))
         tokens = {name: GPT2_END for name in ("bos_token", "eos_token", "unk_token")}
     else:
         raise ConversionError(
-            f"{', '.join(files)} do not make a tokenizer; give tokenizer.json, tokenizer.model, or vocab.json and "
+            f"{', '.join(map(str, where.values()))} do not make a tokenizer; give tokenizer.json, tokenizer.model, or vocab.json and "
             "merges.txt"
         )
     return {
@@ -164,17 +363,17 @@ def _require_qwen2(content: bytes) -> None:
         )
 
 
-def _byte_level_bpe(vocabulary: bytes, merges: bytes) -> dict[str, Any]:
+def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> dict[str, Any]:
     """GPT-2's tokenizer as a tokenizer.json."""
-    ids = parse_json(vocabulary, "vocab.json")
+    ids = parse_json(files["vocab.json"], where["vocab.json"])
     if type(ids.get(GPT2_END)) is not int:
         raise ConversionError(
-            f"vocab.json: {GPT2_END} is not in the vocabulary; add it with an id of its own"
+            f"{where['vocab.json']}: {GPT2_END} is not in the vocabulary; add it with a new id"
         )
     try:
-        lines = [line.rstrip("\r") for line in merges.decode("utf-8").split("\n")]
+        lines = [line.rstrip("\r") for line in files["merges.txt"].decode("utf-8").split("\n")]
     except UnicodeDecodeError as error:
-        raise ConversionError(f"merges.txt: not UTF-8: {error}") from None
+        raise ConversionError(f"{where['merges.txt']}: not UTF-8: {error}") from None
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {

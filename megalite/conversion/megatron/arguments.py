@@ -1,191 +1,333 @@
-"""A model's settings as Megatron-LM's `args`, written."""
+"""The `args` of a Megatron-LM checkpoint, of which only plain values are believed, and the network that they describe."""
 
-import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.conversion.tokenizer_files import (
-    MERGES,
-    MODEL_JSON,
-    MODEL_SENTENCEPIECE,
-    VOCAB,
-    has_tokenizer,
-    named_tokenizer_files,
+from megalite.config.run import RunConfig
+from megalite.config.training import TrainingConfig
+from megalite.config.validate import validate
+from megalite.conversion.weights import ConversionError
+
+STRUCTURE = tuple(
+    """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    group_query_attention max_position_embeddings seq_length position_embedding_type rotary_base
+    normalization swiglu add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+    padded_vocab_size num_experts moe_ffn_hidden_size moe_layer_freq qk_layernorm norm_epsilon
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon
+    bias_gelu_fusion
+    """.split()  # noqa: SIM905
 )
-from megalite.conversion.weights import ConversionError, Weights
-from megalite.data.tokenizers.base import read_tokenizer_file
-from megalite.data.tokenizers.kind import tell_kind
+"""Arguments that all files of a checkpoint must agree on."""
 
-_LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
-"""What megatron.core's llama3 scaling has built in."""
+_LARGEST_WHOLE, _LARGEST_NUMBER, _BITS = 2**31 - 1, 1e30, 63
 
 
-def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
-    """Refuse a model that Megatron-LM does not have, or cannot split that way.
+class Arguments:
+    """The `args` of a checkpoint, with the values that older versions had where they lack a name."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self._values = values
+        self.path = path
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A plain value: None, bool, number, string or a sequence of these.
+
+        Raises:
+            ConversionError: it is something else, or a whole number of more than 63 bits.
+        """
+        value = self._values.get(name)
+        if value is None:
+            return default
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, int) and item.bit_length() > _BITS:
+                raise ConversionError(
+                    f"{self.path}: args.{name} has {item.bit_length()} bits; no setting has more than {_BITS}"
+                )
+        if isinstance(value, list | tuple):
+            if all(isinstance(item, bool | int | float | str | None) for item in value):
+                return value
+        elif isinstance(value, bool | int | float | str | torch.dtype):
+            return value
+        raise ConversionError(f"{self.path}: args.{name} is a {type(value).__name__}, not a plain value")
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive whole number below 2^31.
+
+        Raises:
+            ConversionError: there is none and no default, or it is something else.
+        """
+        value = self.get(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_WHOLE:
+            return value
+        raise ConversionError(
+            f"{self.path}: args.{name} is {value!r}; a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
+        )
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or False.
+
+        Raises:
+            ConversionError: it is something else.
+        """
+        value = self.get(name, default)
+        if isinstance(value, bool):
+            return value
+        raise ConversionError(f"{self.path}: args.{name} is {value!r}; True or False is needed")
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number, at most 1e30 in size.
+
+        Raises:
+            ConversionError: it is something else.
+        """
+        value = self.get(name, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number) and abs(number) <= _LARGEST_NUMBER:
+                return number
+        raise ConversionError(
+            f"{self.path}: args.{name} is {value!r}; a number is needed, of at most {_LARGEST_NUMBER:g}"
+        )
+
+    def differences(self, other: "Arguments") -> list[str]:
+        """Arguments of the network and the layout that another file has otherwise."""
+        return [
+            f"{name} {self.get(name)!r} and {other.get(name)!r}"
+            for name in STRUCTURE
+            if self.get(name) != other.get(name)
+        ]
+
+
+_MUST_BE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        """
+    squared_relu quick_geglu multi_latent_attention rotary_interleaved
+    apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
+    moe_router_enable_expert_bias moe_shared_expert_gate use_mup retro_add_retriever
+    attention_output_gate moe_apply_probs_on_input geglu
+    """.split(),  # noqa: SIM905
+        (None, False),
+    ),
+    **dict.fromkeys(
+        """
+    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
+    linear_attention_freq experimental_attention_variant moe_router_num_groups moe_router_group_topk
+    moe_input_jitter_eps activation_func_clamp_value
+    """.split(),  # noqa: SIM905
+        (None,),
+    ),
+    **dict.fromkeys(
+        """
+    mtp_num_layers moe_latent_size window_attn_skip_freq no_rope_freq glu_linear_offset
+    """.split(),  # noqa: SIM905
+        (None, 0),
+    ),
+    "moe_router_score_function": (None, "softmax"),
+    "rope_type": (None, "rope"),
+    "softmax_type": (None, "vanilla"),
+    "moe_token_drop_policy": (None, "probs", "position"),
+    "rotary_percent": (None, 1.0),
+    "position_embedding_type": (None, "learned_absolute", "rope", "none"),
+    "normalization": (None, "LayerNorm", "RMSNorm"),
+}
+"""Argument -> the values with which the network is one of ours; None: the version did not have it."""
+
+
+def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConfig:
+    """The network that these arguments describe.
+
+    Args:
+        padded_vocabulary: rows of the word embedding over all ranks.
+        tp: tensor-parallel size, of which the padding is a multiple.
 
     Raises:
-        ConversionError: names the fields and what would do.
+        ConversionError: it is a network that megalite has not; the arguments are named.
     """
-    wrong = list(_inexpressible(model))
+    wrong = [
+        f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed
+    ]
     if wrong:
-        raise ConversionError(f"Megatron-LM has no such model: {'; '.join(wrong)}")
-    for name, value, size in (
-        ("num_attention_heads", model.num_attention_heads, tp),
-        ("num_query_groups", model.query_groups, tp),
-        ("ffn_hidden_size", model.ffn_size, tp),
-        ("moe_ffn_hidden_size", model.expert_ffn_size if model.num_experts else tp, tp),
-        ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size or tp, tp),
-        ("num_layers", model.num_layers, pp),
-    ):
-        if size < 1 or value % size:
-            parallel = "tp" if name != "num_layers" else "pp"
-            fitting = [n for n in range(1, value + 1) if value % n == 0]
-            raise ConversionError(
-                f"{parallel} {size} does not divide {name} {value}; take one of {', '.join(map(str, fitting[:12]))}"
-            )
-
-
-def _inexpressible(model: ModelConfig) -> Iterator[str]:
-    if model.activation in ("geglu", "geglu_tanh"):
-        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, swiglu)"
-    if model.activation == "gelu_tanh" and not model.add_bias_linear:
-        yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
-    if model.scale_embeddings:
-        yield "scale_embeddings"
-    if model.num_experts is not None and model.add_bias_linear:
-        yield "num_experts with add_bias_linear (its experts would have biases)"
-    if model.position_embedding_type == "rope":
-        yield from _inexpressible_positions(model)
-
-
-def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
-    if model.rotary_base != int(model.rotary_base):
-        yield f"rotary_base {model.rotary_base} (a whole number)"
-    if model.rope_scaling == "linear" and model.rope_scaling_factor != int(model.rope_scaling_factor):
-        yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
-    if model.rope_scaling == "llama3":
-        for name, value in _LLAMA3.items():
-            if getattr(model, name) != value:
-                yield f"{name} {getattr(model, name)} (built in: {value})"
-
-
-def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
-    """(multiple, padded size): Megatron-LM pads to `multiple · tp`.
-
-    A model that was imported from `tp` ranks comes out with the rows it had.
-    """
-    multiple = model.make_vocab_size_divisible_by
-    if multiple % (128 * tp) == 0:
-        multiple //= tp
-    assert model.vocab_size is not None
-    return multiple, -(-model.vocab_size // (multiple * tp)) * multiple * tp
-
-
-def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
-    """What `--use-checkpoint-args` takes over, what loading compares, and the rest of the network's arguments."""
-    model = weights.model
-    multiple, padded = vocabulary_of(model, tp)
-    length = model.max_position_embeddings or weights.seq_length
-    scaling = model.rope_scaling if model.position_embedding_type == "rope" else "none"
-    window = model.sliding_window
-    values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_size,
-        "num_attention_heads": model.num_attention_heads,
-        "kv_channels": model.head_size,
-        "group_query_attention": model.query_groups != model.num_attention_heads,
-        "num_query_groups": model.query_groups,
-        "seq_length": weights.seq_length,
-        "encoder_seq_length": weights.seq_length,
-        "max_position_embeddings": max(length, weights.seq_length),
-        "position_embedding_type": model.position_embedding_type,
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "rotary_base": int(model.rotary_base),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": int(model.rope_scaling_factor)
-        if scaling == "linear"
-        else None,
-        "use_rope_scaling": scaling == "llama3",
-        "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
-        "window_size": None if window is None else (window - 1, 0),
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
-        "layernorm_epsilon": model.norm_epsilon,
-        "apply_layernorm_1p": model.norm_zero_centered,
-        "qk_layernorm": model.qk_norm,
-        "swiglu": model.activation == "swiglu",
-        "squared_relu": False,
-        "bias_gelu_fusion": model.activation == "gelu_tanh",
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "untie_embeddings_and_output_weights": not model.tie_embeddings,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
-        "apply_query_key_layer_scaling": False,
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded,
+        raise ConversionError(
+            f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}"
+        )
+    h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
+    biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear", False))
+    groups = args.whole("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
+    vocabulary, multiple = _vocabulary(args, padded_vocabulary, tp)
+    settings: dict[str, Any] = {
+        "num_layers": args.whole("num_layers"),
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": args.whole("kv_channels", h // heads),
+        "ffn_hidden_size": args.whole("ffn_hidden_size", 4 * h),
+        "vocab_size": vocabulary,
         "make_vocab_size_divisible_by": multiple,
-        "tokenizer_type": _tokenizer_type(weights.tokenizer_files),
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": None,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": tp,
-        "context_parallel_size": 1,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "ckpt_format": "torch",
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        **_expert_args(model),
+        "max_position_embeddings": args.whole("max_position_embeddings"),
+        "sliding_window": _window(args),
+        "normalization": args.get("normalization", "LayerNorm"),
+        "norm_zero_centered": args.flag("apply_layernorm_1p", False),
+        "norm_epsilon": args.number("norm_epsilon", args.number("layernorm_epsilon", 1e-5)),
+        "qk_norm": args.flag("qk_layernorm", False),
+        "activation": _activation(args, biases),
+        "add_bias_linear": biases,
+        "add_qkv_bias": args.flag("add_qkv_bias", False),
+        "tie_embeddings": not args.flag("untie_embeddings_and_output_weights", False),
+        "hidden_dropout": args.number("hidden_dropout", 0.0),
+        "attention_dropout": args.number("attention_dropout", 0.0),
+        "init_method_std": args.number("init_method_std", 0.02),
     }
-    return argparse.Namespace(**values)
+    model = ModelConfig(**settings, **_positions(args), **_experts(args, biases))
+    length = args.whole("seq_length", args.whole("max_position_embeddings"))
+    try:
+        validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
+    except ConfigError as error:
+        raise ConversionError(
+            f"{args.path}: its args are of no model that megalite could train: {error}"
+        ) from None
+    return model
 
 
-def _tokenizer_type(files: Sequence[Path]) -> str | None:
-    """The kind that the source's files are of, under Megatron-LM's name for it; None of none.
+def _window(args: Arguments) -> int | None:
+    """Theirs is (keys before the query, keys after it), -1 without limit; ours counts the query's own."""
+    window = args.get("window_size")
+    if window is None:
+        return None
+    if (
+        not isinstance(window, list | tuple)
+        or len(window) != 2
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n < 2**31 for n in window)
+    ):
+        raise ConversionError(f"{args.path}: args.window_size is {window!r}; it must be two whole numbers")
+    if window[1] not in (0, -1):
+        raise ConversionError(f"{args.path}: args.window_size is {window!r}; (left, 0) is what megalite has")
+    return None if window[0] < 0 else window[0] + 1
 
-    Its files do not go along.
-    """
-    named = named_tokenizer_files(files) if has_tokenizer(files) else {}
-    if MODEL_JSON in named:
-        return "HuggingFaceTokenizer"
-    if MODEL_SENTENCEPIECE in named:  # or so it is called
-        path = named[MODEL_SENTENCEPIECE]
-        return tell_kind(read_tokenizer_file(path), path)
-    return "GPT2BPETokenizer" if {VOCAB, MERGES} <= named.keys() else None
+
+def _activation(args: Arguments, biases: bool) -> str:
+    """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
+    if args.flag("swiglu", False):
+        return "swiglu"
+    if args.flag("openai_gelu", False):
+        return "gelu_tanh"
+    fused = args.flag("bias_gelu_fusion", True) and biases and not args.flag("onnx_safe", False)
+    return "gelu_tanh" if fused else "gelu"
 
 
-def _expert_args(model: ModelConfig) -> dict[str, Any]:
-    if model.num_experts is None:
-        return {"num_experts": None}
+def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
+    """Size and multiple, such that our padding is theirs; the padded size is the size where the true one is not known."""
+    stated = args.whole("padded_vocab_size", padded)
+    if stated != padded:
+        raise ConversionError(
+            f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows over {tp} ranks"
+        )
+    multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
+    size = None if args.get("vocab_size") is None else args.whole("vocab_size")
+    # The NullTokenizer counts its end-of-document token or not, by version.
+    if (
+        size is not None
+        and args.get("tokenizer_type") != "NullTokenizer"
+        and -(-size // multiple) * multiple == padded
+    ):
+        return size, multiple
+    return padded, multiple if padded % multiple == 0 else 1
+
+
+def _positions(args: Arguments) -> dict[str, Any]:
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if args.flag("use_rotary_position_embeddings", False):
+        kind = "rope"
+    settings: dict[str, Any] = {
+        "position_embedding_type": kind,
+        "rotary_base": args.number("rotary_base", 10000),
+    }
+    factor = args.number("rotary_seq_len_interpolation_factor", 1)
+    if kind == "rope" and args.flag("use_rope_scaling", False):
+        if factor != 1:
+            raise ConversionError(
+                f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
+                "are not something that megalite has"
+            )
+        settings |= {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": args.number("rope_scaling_factor", 8.0),
+        }
+    elif kind == "rope" and factor != 1:
+        settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
+    return settings
+
+
+def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
+    experts = args.get("num_experts")
+    if isinstance(experts, list | tuple):  # of 2023, one number for each group of layers
+        experts = None if list(experts) in ([], [1]) else experts[0] if len(experts) == 1 else experts
+    if experts is None:
+        return {}
+    if not isinstance(experts, int) or isinstance(experts, bool):
+        raise ConversionError(
+            f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed"
+        )
+    if biases:
+        raise ConversionError(
+            f"{args.path}: args.num_experts with args.add_bias_linear: megalite's experts have no biases"
+        )
+    etp = args.get("expert_tensor_parallel_size")
+    if etp not in (None, args.get("tensor_model_parallel_size", 1)):
+        raise ConversionError(
+            f"{args.path}: args.expert_tensor_parallel_size is {etp}; only that of the other layers, "
+            f"{args.get('tensor_model_parallel_size', 1)}, can be read. Save it again with that value"
+        )
+    first, every = _expert_layers(args)
+    capacity = args.number("moe_expert_capacity_factor", -1.0)
     return {
-        "num_experts": model.num_experts,
-        "moe_layer_freq": [int(model.is_moe_layer(index)) for index in range(model.num_layers)],
-        "moe_ffn_hidden_size": model.expert_ffn_size,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
-        "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": False,
-        "moe_router_topk_scaling_factor": (
-            None if model.moe_router_topk_scaling_factor == 1.0 else model.moe_router_topk_scaling_factor
+        "num_experts": experts,
+        "moe_router_topk": args.whole("moe_router_topk", 2),
+        "moe_ffn_hidden_size": args.whole("moe_ffn_hidden_size", args.whole("ffn_hidden_size")),
+        "moe_shared_expert_intermediate_size": (
+            args.whole("moe_shared_expert_intermediate_size")
+            if args.get("moe_shared_expert_intermediate_size")
+            else None
         ),
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "seq_aux_loss" if model.moe_aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": model.moe_z_loss_coeff or None,
-        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
-        "moe_token_drop_policy": model.moe_token_drop_policy,
+        "moe_first_dense_layers": first,
+        "moe_layer_freq": every,
+        "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False),
+        "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
+        "moe_expert_capacity_factor": None if capacity < 0 else capacity,
+        "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),
+        "moe_aux_loss_coeff": _coefficient(args, "moe_aux_loss_coeff"),
+        "moe_z_loss_coeff": _coefficient(args, "moe_z_loss_coeff"),
     }
+
+
+def _coefficient(args: Arguments, name: str) -> float:
+    """Of one loss; where there are several they are not ours."""
+    return 0.0 if isinstance(args.get(name), list | tuple) else args.number(name, 0.0)
+
+
+def _expert_layers(args: Arguments) -> tuple[int, int]:
+    """Dense layers at the start and every how-many-th layer after them has experts."""
+    pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
+    if isinstance(pattern, int):
+        return 0, args.whole("moe_layer_freq", 1)
+    is_list = isinstance(pattern, list | tuple) and all(item in (0, 1) for item in pattern)
+    if is_list and len(pattern) == layers and 1 in pattern:
+        first = list(pattern).index(1)
+        after = [index for index in range(first + 1, layers) if pattern[index] == 1]
+        every = after[0] - first if after else layers
+        if (
+            all((index - first) % every == 0 for index in after)
+            and len(after) == (layers - 1 - first) // every
+        ):
+            return first, every
+    raise ConversionError(
+        f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers at the start and then experts in "
+        "every n-th"
+    )

@@ -1,18 +1,117 @@
-"""Which slice of which of our tensors a Megatron-LM rank holds, under which name.
+"""Which slice of which of our tensors a Megatron-LM rank holds, under which name in which version.
 
 The rows of qkv are grouped by key/value head there as here. A gate is the first half of each rank's rows of fc1, which
 is why the whole fc1 is not the ranks' rows one after the other. The vocabulary is padded to a multiple of the
 tensor-parallel size, so the rows of its padding may differ in number.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.pieces import Piece, View, whole
+from megalite.conversion.weights import ConversionError, Piece, View, first_rows
 from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
+
+_RENAMED = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^(module\.)+", ""),
+        # Before megatron.core: nested dicts, here with their keys joined.
+        (r"^language_model\.(encoder|transformer|embedding|output_layer)\.", r"\1."),
+        (r"^language_model\.(word_embeddings|position_embeddings)\.", r"embedding.\1."),
+        (r"^(encoder|transformer)\.", "decoder."),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.dense_h_to_4h\.", ".linear_fc1."),
+        (r"\.dense_4h_to_h\.", ".linear_fc2."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.final_norm\.", ".final_layernorm."),
+        # Transformer Engine's layers that have the norm before them inside.
+        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        # Its grouped experts.
+        (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
+    )
+)
+_DEEPEST = 16
+"""Dicts in each other; the oldest versions had 4."""
+_IGNORED = re.compile(r"(\._extra_state\d*(/.*)?|(^|\.)rotary_pos_emb\.inv_freq)$")
+_FUSED = (
+    (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
+    (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1"),
+)
+
+
+def common_name(name: str) -> str | None:
+    """The name in megatron.core's local layers; None for what is no weight (fp8 state, RoPE's frequencies)."""
+    if _IGNORED.search(name):
+        return None
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def fused_name(name: str, *, has_experts: bool) -> str:
+    """The name in Transformer Engine's layers, where a norm belongs to the linear layer after it.
+
+    The norm before experts has no linear layer after it.
+    """
+    for pattern, replacement in _FUSED[:1] if has_experts else _FUSED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+class Named(dict[str, torch.Tensor]):
+    """Tensors by common name.
+
+    Attributes:
+        old_qkv: names of those that are stored as `query_key_value`, whose rows had other orders at first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old_qkv: set[str] = set()
+
+
+def tensors_of(content: Mapping[Any, Any]) -> Named:
+    """The tensors of a `model` entry, nested or not, by common name.
+
+    Raises:
+        ConversionError: a name is there twice, or dicts that no model needs: in more than one place, or 16 deep.
+    """
+    found = Named()
+    _collect(content, "", found, {id(content)}, 1)
+    return found
+
+
+def _collect(content: Mapping[Any, Any], prefix: str, found: Named, seen: set[int], depth: int) -> None:
+    if depth > _DEEPEST:
+        raise ConversionError(f"its model has dicts more than {_DEEPEST} deep in each other")
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            if id(value) in seen:
+                raise ConversionError(f"its model has one dict in more than one place, or in itself: {name}")
+            seen.add(id(value))
+            _collect(value, f"{name}.", found, seen, depth + 1)
+        elif isinstance(value, torch.Tensor):
+            common = common_name(name)
+            if common is None:
+                continue
+            if common in found:
+                raise ConversionError(
+                    f"{common} is there twice, under the names of two versions of Megatron-LM or two models"
+                )
+            found[common] = value
+            if ".query_key_value." in name:
+                found.old_qkv.add(common)
+
 
 WORD = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -38,27 +137,6 @@ class Stage:
     has_head: bool
 
 
-@dataclass(frozen=True)
-class VocabularyPiece(Piece):
-    """Rows [first, first + shape[0]) of the padded vocabulary; ours may have fewer of them, or more."""
-
-    first: int = 0
-
-    def put(self, theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Copy the rows that ours has."""
-        place = ours[self.first : self.first + self.shape[0]]
-        place.copy_(theirs[: place.shape[0]])
-
-    def take(self, ours: torch.Tensor) -> torch.Tensor:
-        """Their rows; zeros below ours."""
-        rows = ours[self.first : self.first + self.shape[0]]
-        if rows.shape[0] == self.shape[0]:
-            return rows
-        taken = ours.new_zeros(self.shape)
-        taken[: rows.shape[0]] = rows
-        return taken
-
-
 def stage_pieces(
     model: ModelConfig,
     stage: Stage,
@@ -76,7 +154,7 @@ def stage_pieces(
     if stage.has_embedding:
         for shape in embedding_shapes(model):
             yield (
-                _vocabulary(WORD, shape, shard, vocabulary)
+                vocabulary_piece(WORD, shape.name, vocabulary, model.hidden_size, shard)
                 if shape.shard_dim == 0
                 else Piece("embedding.position_embeddings.weight", shape.name, shape.shape)
             )
@@ -91,13 +169,13 @@ def stage_pieces(
     if stage.has_head:
         for shape in head_shapes(model):
             if shape.shard_dim == 0:
-                yield _vocabulary(HEAD, shape, shard, vocabulary)
+                yield vocabulary_piece(HEAD, shape.name, vocabulary, model.hidden_size, shard)
             else:
                 kind = shape.name.rpartition(".")[2]
                 yield Piece(f"decoder.final_layernorm.{kind}", shape.name, shape.shape)
         if model.tie_embeddings and not stage.has_embedding:
             word = embedding_shapes(model)[0]
-            yield _vocabulary(HEAD, word, shard, vocabulary)
+            yield vocabulary_piece(HEAD, word.name, vocabulary, model.hidden_size, shard)
 
 
 def _both(there: str, here: str) -> dict[str, str]:
@@ -135,9 +213,10 @@ def _narrow(dim: int, first: int, size: int) -> View:
     return lambda tensor: tensor.narrow(dim, first, size)
 
 
-def _vocabulary(name: str, shape: ParameterShape, shard: Shard, vocabulary: int) -> VocabularyPiece:
+def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, shard: Shard) -> Piece:
+    """The rows of an embedding or a head on one rank."""
     rows = vocabulary // shard.tp
-    return VocabularyPiece(name, shape.name, (rows, shape.shape[1]), whole, shard.r * rows)
+    return Piece(name, ours, (rows, hidden_size), first_rows(rows, shard.r * rows))
 
 
 def _experts(
@@ -184,7 +263,7 @@ def _columns_first(down: torch.Tensor) -> torch.Tensor:
 
 
 def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
-    """qkv of checkpoints before version 2: a rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
+    """qkv of checkpoints before version 2: each rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
     ordered = _three_first if version < 1.0 else _three_last
     return replace(piece, view=_regrouped(piece.view, model.head_size, ordered))
 

@@ -1,29 +1,180 @@
-"""Megatron-LM's `torch` format, read: one file a rank, whole tensors put together from the ranks' slices."""
+"""Megatron-LM checkpoints, read: the `torch` format, whose ranks' slices make whole tensors, or `torch_dist`."""
 
+import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalite.config.data import DataConfig
-from megalite.conversion.megatron.folders import Grid, rank_files, step_folder
+from megalite.conversion.megatron.arguments import Arguments, read_model
 from megalite.conversion.megatron.layout import (
     HEAD,
     WORD,
+    Named,
     Shard,
     Stage,
-    VocabularyPiece,
     old_order,
     stage_pieces,
+    tensors_of,
+    vocabulary_piece,
 )
-from megalite.conversion.megatron.rank_file import RankFile
-from megalite.conversion.megatron.settings import read_model
-from megalite.conversion.megatron.torch_file import TorchFile
-from megalite.conversion.megatron.types import require_readable
-from megalite.conversion.pieces import Piece
-from megalite.conversion.weights import ConversionError, parameter_shapes
+from megalite.conversion.megatron.torch_file import TorchFile, require_readable
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, fill, parameter_shapes
 from megalite.models.shapes import ParameterShape
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_STEP = re.compile(r"iter_(\d{7,})$")
+_RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)$")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The files of a `torch` checkpoint by (tensor-, pipeline-, expert-parallel rank)."""
+
+    tp: int
+    pp: int
+    ep: int
+    files: dict[tuple[int, int, int], Path]
+
+
+def is_step(folder: Path) -> bool:
+    """It is the folder of one iteration: files of ranks, or one `torch_dist` checkpoint."""
+    return folder.is_dir() and (is_dist(folder) or any(folder.glob("mp_rank_*")))
+
+
+def is_dist(step: Path) -> bool:
+    """The step is in the `torch_dist` format."""
+    return (step / ".metadata").is_file()
+
+
+def step_folder(folder: Path, iteration: int | None = None) -> Path:
+    """The folder of one iteration: `folder` itself, or the one in it that the tracker file or `iteration` names.
+
+    Raises:
+        ConversionError: there is none; those that are there are named.
+    """
+    if iteration is None and is_step(folder):
+        return folder
+    if iteration is not None:
+        found = folder / f"iter_{iteration:07d}"
+        if folder.name == found.name and is_step(folder):
+            return folder
+        if not is_step(found):
+            raise ConversionError(f"{folder} has no iteration {iteration}; it has {_known(folder)}")
+        return found
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise ConversionError(
+            f"{folder} is no Megatron-LM checkpoint: it has neither {TRACKER} nor mp_rank_* folders; it has {_known(folder)}"
+        )
+    text = tracker.read_text(errors="replace")[:100].strip()
+    if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
+        raise ConversionError(
+            f"{tracker} holds {text!r}; it must be a number or {RELEASE}. {folder} has {_known(folder)}"
+        )
+    found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not is_step(found):
+        raise ConversionError(
+            f"{tracker} names {found.name}, which is not there; {folder} has {_known(folder)}"
+        )
+    return found
+
+
+def _known(folder: Path) -> str:
+    """The iterations in a folder, for a message."""
+    names = sorted(path.name for path in folder.glob("*") if path.name == RELEASE or _STEP.match(path.name))
+    return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "") if names else "no iteration"
+
+
+def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
+    """The model files of a `torch` step; every rank of the grid must have one.
+
+    `mp_rank_TT_NNN` is a pipeline rank, or with one pipeline stage an expert-parallel rank: only the arguments tell.
+
+    Args:
+        expert_parallel: the size that they tell.
+
+    Raises:
+        ConversionError: there are none, or one is missing; it is named.
+    """
+    found: dict[tuple[int, int, int], Path] = {}
+    for path in sorted(step.glob("mp_rank_*")):
+        match = _RANK.fullmatch(path.name)
+        if not match or not path.is_dir():
+            continue
+        others = [int(part) for part in match[2].split("_")[1:]]
+        if len(others) > 2:
+            raise ConversionError(f"{path}: the name has more ranks than tensor, pipeline and expert")
+        if len(others) == 1 and expert_parallel > 1:
+            others = [0, *others]
+        pipeline, expert = (*others, 0, 0)[:2]
+        file = next((path / name for name in MODEL_FILES if (path / name).is_file()), None)
+        if file is None:
+            raise ConversionError(f"{path / MODEL_FILES[0]} is missing: the folder has no file of weights")
+        found[int(match[1]), pipeline, expert] = file
+    if not found:
+        raise ConversionError(f"{step} has no mp_rank_*/{MODEL_FILES[0]}")
+    tp, pp, ep = (max(place[axis] for place in found) + 1 for axis in range(3))
+    for tensor in range(tp):
+        for pipeline in range(pp):
+            for expert in range(ep):
+                if (tensor, pipeline, expert) not in found:
+                    name = rank_folder(tensor, pipeline, expert, pp=pp, ep=ep)
+                    raise ConversionError(
+                        f"{step / name / MODEL_FILES[0]} is missing; the other files are of tensor {tp} x pipeline {pp} x "
+                        f"expert {ep} ranks"
+                    )
+    return Grid(tp, pp, ep, found)
+
+
+def rank_folder(tensor: int, pipeline: int, expert: int = 0, *, pp: int, ep: int = 1) -> str:
+    """The folder's name for a rank: the pipeline and the expert rank are in it where there are several."""
+    name = f"mp_rank_{tensor:02d}"
+    name += f"_{pipeline:03d}" if pp > 1 else ""
+    return name + (f"_{expert:03d}" if ep > 1 else "")
+
+
+class RankFile:
+    """What is known of one file without its elements: arguments, version and the chunks' tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = TorchFile(path)
+        content, self.file.content = self.file.content, None  # the optimizer's part of it may go
+        if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
+            raise ConversionError(f"{path} has no args, which say what the model is")
+        self.args = Arguments(vars(content["args"]), path)
+        self.version = content.get("checkpoint_version", 0)
+        if not isinstance(self.version, int | float) or not 0 <= self.version < 4:
+            raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; 0 to 3.0 are known")
+        self.chunks = [_tensors(path, chunk) for chunk in _chunks(path, content)]
+
+
+def _chunks(path: Path, content: Mapping[Any, Any]) -> list[Any]:
+    """The `model`, or `model0`, `model1`, ... of a virtual pipeline."""
+    if "model" in content:
+        return [content["model"]]
+    count = sum(f"model{index}" in content for index in range(len(content)))
+    if not count or any(f"model{index}" not in content for index in range(count)):
+        raise ConversionError(f"{path} has neither model nor model0, model1, ...")
+    return [content[f"model{index}"] for index in range(count)]
+
+
+def _tensors(path: Path, chunk: Any) -> Named:
+    if not isinstance(chunk, Mapping):
+        raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
+    try:
+        return tensors_of(chunk)
+    except ConversionError as error:
+        raise ConversionError(f"{path}: {error}") from None
+
 
 WORD_OURS = "embedding.word.weight"
 Place = tuple[int, int, int]
@@ -54,6 +205,7 @@ class MegatronWeights:
     format = "megatron"
     tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
     tokenizer_hints = DataConfig()
+    generation: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
         self.path = step_folder(folder, iteration)
@@ -87,7 +239,7 @@ class MegatronWeights:
             self._compare(source, copy)
         output = torch.zeros(self._shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
-            source.piece.put(source.file.read(source.tensor), output)
+            fill(source.piece.view(output), partial(source.file.read, source.tensor))
         return output
 
     def _check_divisible(self, first: RankFile) -> None:
@@ -108,17 +260,23 @@ class MegatronWeights:
 
     def _compare(self, source: _Source, copy: _Source) -> None:
         """The same elements in two files; the padding of the vocabulary does not matter."""
-        one, other = (each.file.read(each.tensor) for each in (source, copy))
-        if isinstance(source.piece, VocabularyPiece):
+        count = source.tensor.numel()
+        if source.piece.theirs in (WORD, HEAD):
             assert self.model.vocab_size is not None
-            rows = max(0, self.model.vocab_size - source.piece.first)
-            one, other = one[:rows], other[:rows]
-        # As bytes too, because NaN is not equal to itself.
-        if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-            raise ConversionError(
-                f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} should be the "
-                "same and differ: one of the files is of another time or run"
-            )
+            whole = torch.empty(self.model.vocab_size, self.model.hidden_size, device="meta")
+            count = source.piece.view(whole).numel()
+        step = BLOCK // source.tensor.element_size()
+        for start in range(0, count, step):
+            length = min(step, count - start)
+            one, other = (each.file.read(each.tensor, start, length) for each in (source, copy))
+            # As bytes too, because NaN is not equal to itself.
+            if not torch.equal(one, other) and not torch.equal(
+                one.view(torch.uint8), other.view(torch.uint8)
+            ):
+                raise ConversionError(
+                    f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} should be "
+                    "the same and differ: one of the files is of another time or run"
+                )
 
     def _index(self, files: Mapping[Place, RankFile]) -> None:
         """For each tensor of ours the pieces of it, and their copies; every tensor of every file must be one."""
@@ -161,9 +319,7 @@ class MegatronWeights:
             old = file.version < 2.0 and piece.theirs in held.old_qkv
             yield old_order(piece, self.model, file.version) if old else piece
         if self.model.tie_embeddings and HEAD in held and stage.has_embedding:
-            rows = self._vocabulary // shard.tp
-            shape = (rows, self.model.hidden_size)
-            yield VocabularyPiece(HEAD, WORD_OURS, shape, first=shard.r * rows)
+            yield vocabulary_piece(HEAD, WORD_OURS, self._vocabulary, self.model.hidden_size, shard)
 
 
 def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:

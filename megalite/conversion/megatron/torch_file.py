@@ -1,23 +1,135 @@
-"""A file of `torch.save`, opened without running anything in it and read a tensor at a time."""
+"""Files of `torch.save`, read and written a tensor at a time; nothing in them is run.
 
+torch.load does not compare checksums and reads whole storages; torch.save needs all tensors in memory. Here a file is
+opened under a FakeTensorMode (`weights_only=True`, listed classes), and elements are read and written where they lie.
+"""
+
+import argparse
+import io
+import os
 import re
 import struct
 import warnings
 import zipfile
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalite.conversion.megatron.safe_globals import ALLOWED
-from megalite.conversion.megatron.span import open_span
-from megalite.conversion.weights import ConversionError
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES
+from megalite.conversion.output import stored_blocks
+from megalite.conversion.weights import BLOCK, ConversionError
 
-BLOCK = 1 << 24
-"""Bytes checked or written at a time."""
+
+class Inert:
+    """What stands for an object that a checkpoint holds and a conversion has no use for: it keeps and does nothing."""
+
+    def __new__(cls, *_args: object) -> "Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *_args: object) -> None:
+        pass
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+
+_NUMPY = ("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType") + tuple(
+    f"numpy.{package}.multiarray.{name}"
+    for package in ("core", "_core")
+    for name in ("_reconstruct", "scalar")
+)
+_PYTHON = (
+    *("types.SimpleNamespace", "pathlib.PosixPath", "pathlib.Path", "_io.BytesIO", "io.BytesIO"),
+    *("signal.Signals", "signal.SIGTERM", "signal.SIGINT", "signal.SIGUSR1", "signal.SIGUSR2"),
+    *("datetime.timedelta", "datetime.datetime"),
+)
+_ENUMS = """
+    AttnBackend AttnMaskType CudaGraphModule CudaGraphScope InferenceCudaGraphScope ModelType
+    """.split()  # noqa: SIM905
+_RECIPES = """
+    DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling
+    """.split()  # noqa: SIM905
+_MEGATRON = (
+    *(f"megatron.{place}.ModelType" for place in ("core.enums", "model.enums", "legacy.model.enums")),
+    *(f"megatron.core.transformer.enums.{name}" for name in _ENUMS),
+    *("megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe"),
+    *("megatron.core.optimizer.OptimizerConfig", "megatron.core.optimizer.optimizer_config.OptimizerConfig"),
+    *(f"megatron.core.rerun_state_machine.{name}" for name in ("RerunDiagnostic", "RerunMode", "RerunState")),
+    *("megatron.fp16.loss_scaler.DynamicLossScaler", "megatron.fp16.loss_scaler.LossScaler"),
+    *(f"transformer_engine.common.recipe.{name}" for name in (*_RECIPES, "Format", "MMParams", "QParams")),
+)
+
+ALLOWED: list[Any] = [
+    argparse.Namespace,
+    *((Inert, name) for name in (*_NUMPY, *_PYTHON, *_MEGATRON)),
+]
+"""For `torch.serialization.safe_globals`, beside what torch allows by itself (tensors, dtypes, OrderedDict).
+
+Only `argparse.Namespace` is real, a bag of attributes. The others (random states, enumerations, the loss scaler of an
+optimizer) become `Inert`: their code need not be installed, and is not run where it is.
+"""
+
+
+def open_span(path: Path, start: int = 0, length: int | None = None) -> BinaryIO:
+    """Open the bytes [start, start + length) of a file for reading; all of it by default."""
+    if length is None:
+        return path.open("rb")
+    return io.BufferedReader(_Span(path, start, length))
+
+
+class _Span(io.RawIOBase):
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._start, self._length, self._place = start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = min(len(buffer), max(0, self._length - self._place))
+        self._file.seek(self._start + self._place)
+        count = self._file.readinto(memoryview(buffer)[:wanted])
+        self._place += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Refuse a weight of whole numbers, and one in a type that has scales elsewhere (fp8 and the like).
+
+    Raises:
+        ConversionError: names the file, the tensor and its type.
+    """
+    if not dtype.is_floating_point:
+        raise ConversionError(f"{path}: {name} is of the type {dtype}, not of floating-point numbers")
+    if dtype not in DTYPE_NAMES:
+        known = ", ".join(str(kind) for kind in DTYPE_NAMES if kind.is_floating_point)
+        raise ConversionError(
+            f"{path}: {name} is of the type {dtype}: quantized, not read. Save it again as one of {known}"
+        )
+
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of a zip entry: signature, then the lengths of name and extra field, behind which the data start."""
@@ -67,37 +179,37 @@ class TorchFile:
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor in `content`: a new contiguous one on the CPU.
+    def read(self, tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a tensor in `content` from the `start`-th on: a new tensor of one dimension.
+
+        The first read of a storage compares all of it with its checksum.
 
         Raises:
             ConversionError: its bytes lie outside of the file, are damaged, or not in one piece.
         """
-        length = tensor.numel() * tensor.element_size()
-        if length == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        record, first = self.record(tensor), int(tensor.storage_offset()) * tensor.element_size()
-        if first + length > record.length:
+        size = tensor.element_size()
+        output = torch.empty(count, dtype=tensor.dtype)
+        if count == 0:
+            return output
+        record, first = self.record(tensor), int(tensor.storage_offset()) * size
+        if first + tensor.numel() * size > record.length:
             raise ConversionError(f"{self.name} is damaged: a tensor is longer than its bytes")
         if not tensor.is_contiguous():
             raise ConversionError(
                 f"{self.name} holds a tensor {list(tensor.shape)} with strides {list(tensor.stride())}; save it "
                 "again with contiguous() tensors"
             )
-        output = torch.empty(tensor.shape, dtype=tensor.dtype)
-        buffer = output.view(-1).view(torch.uint8).numpy().data
+        buffer = output.view(torch.uint8).numpy().data
         try:
             with open_span(*self._span) as stream:
-                stream.seek(record.start + first)
-                if stream.readinto(buffer) != length:  # type: ignore[attr-defined]
-                    raise ConversionError(f"{self.name} ends in the middle of a tensor")
-                if length == record.length:
-                    self._compare(record, zlib.crc32(buffer))
-                elif record.start not in self._sound:  # one of many views of a buffer: all of it once
+                if record.start not in self._sound:
                     self._compare(record, _crc(stream, record))
+                    self._sound.add(record.start)
+                stream.seek(record.start + first + start * size)
+                if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
+                    raise ConversionError(f"{self.name} ends in the middle of a tensor")
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
-        self._sound.add(record.start)
         return output
 
     def record(self, tensor: torch.Tensor) -> Record:
@@ -195,3 +307,83 @@ def refusal(name: str, fault: str) -> str:
         (line.split("message:", 1)[1] for line in lines if "message:" in line), lines[0] if lines else ""
     )
     return f"{name} cannot be read as a file of tensors and settings: {reason.strip()}"
+
+
+Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""A tensor of a shape and type that has no elements yet."""
+
+_DESCRIPTOR = b"PK\7\x08"
+"""What stands behind the bytes of an entry whose header has no checksum; it comes next."""
+_CHECKSUM_IN_ENTRY = 16
+"""Where the checksum is in an entry of the archive's directory."""
+
+
+class TorchFileWriter:
+    """A file that `torch.load` reads, made of plain content and the tensors that `fill` brings one after the other.
+
+    `torch.save` under `skip_data` leaves holes where the elements belong. The checksums of the zip archive, which it
+    cannot know, are put in at the end, so that the file is one that every unzip finds sound.
+
+    Args:
+        path: replaced if it exists.
+        content: makes what is to be saved; of tensors only those that it reserves, each with elements.
+
+    Raises:
+        OSError: here and from `fill` and `finish`: disk full, no permission, ...
+    """
+
+    def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
+        with FakeTensorMode():
+            saved = content(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        try:
+            # By its path torch would write it itself, and turn a full disk into a RuntimeError.
+            with torch.serialization.skip_data(materialize_fake_tensors=True), path.open("wb") as stream:
+                torch.save(dict(saved), stream)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        self._file: BinaryIO = path.open("r+b")
+        self._reserved = TorchFile(path)
+        self.content: Any = self._reserved.content
+        """What a reader will find; `fill` takes its tensors."""
+        self._checksums: list[tuple[Record, int]] = []
+
+    def fill(
+        self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]
+    ) -> None:
+        """Write the elements of a tensor in `content`, converted to its type block by block; if it has more, zeros.
+
+        Args:
+            name: of the tensor of ours that they come from, for messages.
+
+        Raises:
+            ConversionError: a value is too large for that type.
+        """
+        record = self._reserved.record(place)
+        self._file.seek(record.start)
+        crc = 0
+        for stored in stored_blocks(name, values, place.dtype, place.numel()):
+            data = stored.view(-1).view(torch.uint8).numpy().data
+            crc = zlib.crc32(data, crc)
+            self._file.write(data)
+            advance(len(data))
+        self._checksums.append((record, crc))
+
+    def finish(self) -> None:
+        """Write the checksums and bring everything to the disk."""
+        for record, crc in self._checksums:
+            end = record.start + record.length
+            self._file.seek(end)
+            assert self._file.read(len(_DESCRIPTOR)) == _DESCRIPTOR
+            for place in (end + len(_DESCRIPTOR), record.entry + _CHECKSUM_IN_ENTRY):
+                self._file.seek(place)
+                self._file.write(struct.pack("<I", crc))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "TorchFileWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

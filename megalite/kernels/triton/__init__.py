@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the plain function that launches it; the registry alone imports these modules."""
+"""Triton kernels, each next to the plain function that launches it; the registry alone imports these modules."""

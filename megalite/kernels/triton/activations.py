@@ -147,7 +147,7 @@ class Cut(NamedTuple):
 
 @functools.cache
 def cut(n: int, itemsize: int) -> Cut:
-    """Tiles of two loads of 16 bytes a thread in 4 warps: a piece of one row, or several short rows."""
+    """Tiles of two loads of 16 bytes per thread in 4 warps: a piece of one row, or several short rows."""
     elements = 4 * 32 * 32 // itemsize
     block = min(next_power_of_2(n), elements)
     return Cut(elements // block, block, triton.cdiv(n, block), warps(elements, 32 // itemsize))
@@ -221,19 +221,18 @@ def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, An
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
-    """z·Φ(z) for z = x + bias [..., f], exactly or by the tanh approximation that GPT-2 was trained with.
+    """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; keeps x.
 
-    Any float type; computed in fp32, in fp64 for fp64, and rounded once. Keeps x; the bias's gradient comes in the
-    same pass as that of x, in the same order every run on a device.
+    The bias's gradient comes in the same pass as that of x, in the same order in every run on a device.
     """
     return _BiasGelu.apply(x, bias, TANH.value if tanh else ERF.value)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202); keeps x alone."""
+    """See `layer_ops.swiglu`; keeps x alone."""
     return _Gated.apply(x, SILU.value)
 
 
 def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202); keeps x alone."""
+    """See `layer_ops.geglu`; keeps x alone."""
     return _Gated.apply(x, TANH.value if tanh else ERF.value)

@@ -154,19 +154,10 @@ def _backward(
 def cross_entropy_forward(
     logits: torch.Tensor, labels: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """What this rank's columns add to the loss of each token, and what the backward needs.
+    """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
-    A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN.
-
-    Args:
-        logits: [n, V/tp]. The columns must lie side by side; rows may be apart.
-        labels: [n] ids; those of other ranks' columns are allowed.
-        first: the id of the first column.
-
-    Returns:
-        stats: [3, n] in fp32 (fp64 for fp64): the row's maximum m, d = Σ exp(z - m), and the label's z - m, 0 if another
-            rank has it.
-        saved: the logits themselves, or a copy where their rows overlap or their columns lie apart; and m + log d.
+    A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits
+    are saved themselves, or a copy where their rows overlap or their columns are apart; m is the row's maximum.
     """
     n, v = logits.shape
     if logits.stride(1) != 1 or logits.stride(0) < v:
@@ -176,14 +167,7 @@ def cross_entropy_forward(
     if n == 0:
         return stats[0], (logits, stats[0, 0])
     _forward[n, parts](
-        logits,
-        labels.contiguous(),
-        stats,
-        first,
-        n,
-        v,
-        logits.stride(0),
-        span,
+        *(logits, labels.contiguous(), stats, first, n, v, logits.stride(0), span),
         BLOCK=block,
         LANES=max(block * logits.element_size() // 16, 1),
         WIDE=accumulator(logits.dtype),
@@ -208,30 +192,18 @@ def cross_entropy_backward(
     logsumexp: torch.Tensor | None,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """(exp(z - logsumexp) - [column + first == label])·grad, written over the logits and returned.
+    """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
-    Args:
-        saved: of the forward: [n, V/tp], and this rank's own log-sum-exp [n].
-        labels: [n].
-        first: the id of the first column.
-        logsumexp: [n], over all ranks' columns; None: there are no others.
-        grad: [n], of each token's loss. Where it is 0 (the token is ignored) the row becomes exactly 0, whatever its
-            logits are.
+    Where the gradient of a token is 0 (it is ignored) the row becomes exactly 0, whatever its logits are.
     """
     logits, own = saved
     n, v = logits.shape
     if n == 0:
         return logits
     parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
+    shift = (own if logsumexp is None else logsumexp).contiguous()
     _backward[n, parts](
-        logits,
-        labels.contiguous(),
-        (own if logsumexp is None else logsumexp).contiguous(),
-        grad.contiguous(),
-        first,
-        v,
-        logits.stride(0),
-        span,
+        *(logits, labels.contiguous(), shift, grad.contiguous(), first, v, logits.stride(0), span),
         BLOCK=block,
         WIDE=accumulator(logits.dtype),
         num_warps=warp_count,

@@ -33,9 +33,9 @@ def next_power_of_2(n: int) -> int:
 
 
 def warps(elements: int, per_thread: int = 16) -> int:
-    """Warps for a tile of so many elements, at so many a thread: a power of two from 1 to 16.
+    """Warps for a tile of so many elements, at so many per thread: a power of two from 1 to 16.
 
-    Sixteen elements of a half type are two loads of 16 bytes; more than 16 warps would leave 64 registers a thread.
+    Sixteen elements of a half type are two loads of 16 bytes; more than 16 warps would leave 64 registers per thread.
     """
     return min(max(next_power_of_2(elements // (32 * per_thread)), 1), 16)
 

@@ -203,7 +203,7 @@ def backward_kernel(
 @functools.cache
 def backward_tile(n: int, itemsize: int) -> Tile:
     """What a program holds of rows of n elements at a time; less than a row only where the row's sums come first."""
-    each = 32 // itemsize  # two loads of 16 bytes a thread and tensor
+    each = 32 // itemsize  # two loads of 16 bytes per thread and tensor
     block = next_power_of_2(n)
     if block > 16 * 32 * each:
         return Tile(1, 4 * 32 * each, 4)

@@ -1,12 +1,208 @@
-"""LayerNorm and RMSNorm over the last dimension by Triton kernels; both keep their input and a number or two a row."""
+"""LayerNorm and RMSNorm over the last dimension, of a tensor or of a residual sum, by Triton kernels.
+
+A program reads its rows once and keeps them in registers, several short ones at a time; rows too long for that are
+read twice in a loop. Statistics are fp32 (fp64 for fp64). The backward keeps its input and a number or two per row.
+"""
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from megalite.kernels.triton.launch import rows_of
+from megalite.kernels.triton.launch import accumulator, accumulator_dtype, row_tile, rows_of
 from megalite.kernels.triton.norm_backward import gradients
-from megalite.kernels.triton.norm_forward import normalise
+
+
+@triton.jit
+def _summed(
+    x: tl.tensor,
+    branch: tl.tensor,
+    bias: tl.tensor,
+    keep: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    branch_stride: tl.tensor,
+    SCALE: tl.constexpr,
+    N: tl.constexpr,
+    ACC: tl.constexpr,
+) -> tl.tensor:
+    """x + keep · (branch + bias) · SCALE at (row, column); 0 outside."""
+    here = (row < rows) & (column < N)
+    place = row.to(tl.int64)
+    z = tl.load(x + place * x_stride + column, mask=here, other=0.0).to(ACC)
+    if branch is not None:
+        part = tl.load(branch + place * branch_stride + column, mask=here, other=0.0).to(ACC)
+        if bias is not None:
+            part += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)
+        if keep is not None:
+            kept = tl.load(keep + place * N + column, mask=here, other=0)
+            part = tl.where(kept != 0, part * SCALE, 0.0)
+        z += part
+    return z
+
+
+@triton.jit
+def _scaled(
+    z: tl.tensor,
+    weight: tl.tensor,
+    norm_bias: tl.tensor,
+    column: tl.tensor,
+    OFFSET: tl.constexpr,
+    N: tl.constexpr,
+    ACC: tl.constexpr,
+) -> tl.tensor:
+    """z · (OFFSET + weight) + norm_bias."""
+    out = z * (tl.load(weight + column, mask=column < N, other=0.0).to(ACC) + OFFSET)
+    if norm_bias is not None:
+        out += tl.load(norm_bias + column, mask=column < N, other=0.0).to(ACC)
+    return out
+
+
+@triton.jit
+def forward_kernel(
+    x: tl.tensor,
+    branch: tl.tensor,
+    bias: tl.tensor,
+    keep: tl.tensor,
+    weight: tl.tensor,
+    norm_bias: tl.tensor,
+    y: tl.tensor,
+    total: tl.tensor,
+    statistics: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    branch_stride: tl.tensor,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EPS: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """y = norm(z) · (OFFSET + weight) + norm_bias for ROWS whole rows of z = x + keep · (branch + bias) · SCALE.
+
+    The norm is RMSNorm without norm_bias, and z is x without branch. `total` gets z rounded to its type, which is what
+    is normalised; statistics [1 or 2, rows] the reciprocal of the root and, of LayerNorm, the mean.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    z = _summed(x, branch, bias, keep, row[:, None], column, rows, x_stride, branch_stride, SCALE, N, ACC)
+    real = row < rows
+    here = real[:, None] & (column < N)
+    place = row.to(tl.int64)[:, None] * N + column
+    if branch is not None:
+        rounded = z.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=here)
+        z = rounded.to(ACC)
+    if norm_bias is not None:
+        mean = tl.sum(z, 1) / N
+        tl.store(statistics + rows + row, mean, mask=real)
+        z = tl.where(here, z - mean[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(z * z, 1) / N + EPS)
+    tl.store(statistics + row, inverse, mask=real)
+    out = _scaled(z * inverse[:, None], weight, norm_bias, column, OFFSET, N, ACC)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def wide_forward_kernel(
+    x: tl.tensor,
+    branch: tl.tensor,
+    bias: tl.tensor,
+    keep: tl.tensor,
+    weight: tl.tensor,
+    norm_bias: tl.tensor,
+    y: tl.tensor,
+    total: tl.tensor,
+    statistics: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    branch_stride: tl.tensor,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EPS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """`forward_kernel` for one row, BLOCK columns at a time; the second reading is of what caches still hold."""
+    row = tl.program_id(0)
+    place = row.to(tl.int64)
+    mean = tl.zeros([], ACC)
+    squares = tl.zeros([], ACC)  # of what differs from `mean`, over the columns so far
+    start = tl.zeros([], tl.int32)
+    while start < N:
+        column = start + tl.arange(0, BLOCK)
+        z = _summed(x, branch, bias, keep, row, column, rows, x_stride, branch_stride, SCALE, N, ACC)
+        if branch is not None:
+            rounded = z.to(total.dtype.element_ty)
+            tl.store(total + place * N + column, rounded, mask=column < N)
+            z = rounded.to(ACC)
+        if norm_bias is not None:  # the moments of two sets of columns give those of both
+            count = tl.minimum(BLOCK, N - start).to(ACC)
+            apart = tl.sum(z, 0) / count - mean
+            z = tl.where(column < N, z - (mean + apart), 0.0)
+            share = count / (start.to(ACC) + count)
+            squares += apart * apart * start.to(ACC) * share
+            mean += apart * share
+        squares += tl.sum(z * z, 0)
+        start += BLOCK
+    if norm_bias is not None:
+        tl.store(statistics + rows + row, mean)
+    inverse = tl.rsqrt(squares / N + EPS)
+    tl.store(statistics + row, inverse)
+    if branch is not None:
+        tl.debug_barrier()  # the thread that reads an element of the sum need not be the one that wrote it
+    start = tl.zeros([], tl.int32)
+    while start < N:
+        column = start + tl.arange(0, BLOCK)
+        if branch is not None:
+            z = tl.load(total + place * N + column, mask=column < N, other=0.0).to(ACC)
+        else:
+            z = tl.load(x + place * x_stride + column, mask=column < N, other=0.0).to(ACC)
+        out = _scaled((z - mean) * inverse, weight, norm_bias, column, OFFSET, N, ACC)
+        tl.store(y + place * N + column, out.to(y.dtype.element_ty), mask=column < N)
+        start += BLOCK
+
+
+def normalise(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    scale: float,
+    weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y [rows, n], z [rows, n], statistics [1 or 2, rows]), as `forward_kernel` says; z is x itself without `branch`.
+
+    Args:
+        x, branch: [rows, n] with dense rows.
+        keep: [rows, n], dense.
+    """
+    rows, n = x.shape
+    y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    total = None if branch is None else torch.empty_like(y)
+    kinds = 1 if norm_bias is None else 2
+    statistics = torch.empty((kinds, rows), dtype=accumulator_dtype(x.dtype), device=x.device)
+    if rows:
+        tile = row_tile(n)  # the wide kernel takes over where its block is less than n
+        stride = 0 if branch is None else branch.stride(0)
+        tensors = (x, branch, bias, keep, weight, norm_bias, y, total, statistics, rows, x.stride(0), stride)
+        constants = {"SCALE": scale, "OFFSET": offset, "EPS": eps, "N": n, "BLOCK": tile.block}
+        constants["ACC"] = accumulator(x.dtype)
+        if tile.block < n:
+            wide_forward_kernel[(rows,)](*tensors, **constants, num_warps=tile.warps)
+        else:
+            grid = (triton.cdiv(rows, tile.rows),)
+            forward_kernel[grid](*tensors, **constants, ROWS=tile.rows, num_warps=tile.warps)
+    return y, x if total is None else total, statistics
 
 
 class _Norm(torch.autograd.Function):
@@ -33,9 +229,9 @@ class _Norm(torch.autograd.Function):
 def rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
 ) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight for x [..., n], or · (1 + weight) where `zero_centered`, in one pass.
+    """See `layer_ops.rms_norm`: computed in fp32, in fp64 for fp64, in one pass.
 
-    Any float type; computed in fp32, in fp64 for fp64. The gradients are the same to the bit in every run on a device.
+    The gradients are the same to the bit in every run on a device.
     """
     return _Norm.apply(x, weight, None, eps, float(zero_centered))
 
@@ -43,8 +239,69 @@ def rmsnorm(
 def layernorm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias for x [..., n], or · (1 + weight) where `zero_centered`, in one pass.
-
-    Types and gradients as of `rmsnorm`.
-    """
+    """See `layer_ops.layer_norm`; types and gradients as of `rmsnorm`."""
     return _Norm.apply(x, weight, bias, eps, float(zero_centered))
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branch: torch.Tensor,
+        bias: torch.Tensor | None,
+        keep: torch.Tensor | None,
+        scale: float,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = None if keep is None else keep.contiguous()
+        y, total, statistics = normalise(
+            rows_of(residual), rows_of(branch), bias, kept, scale, weight, norm_bias, eps, offset
+        )
+        total = total.view(residual.shape)
+        ctx.save_for_backward(total, weight, kept, statistics)
+        ctx.scale, ctx.offset, ctx.branch = scale, offset, branch.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return y.view(residual.shape), total
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None) -> tuple[Any, ...]:
+        total, weight, keep, statistics = ctx.saved_tensors
+        dy = torch.zeros_like(total) if dy is None else dy
+        another = None if keep is None and ctx.branch == total.dtype else ctx.branch
+        dz, dbranch, sums = gradients(
+            *(rows_of(dy), None if dtotal is None else rows_of(dtotal), rows_of(total), weight, keep),
+            *(ctx.scale, statistics, ctx.offset),
+            branch=another,
+            bias=ctx.bias is not None,
+        )
+        dresidual = dz.view(total.shape)
+        dbranch = dresidual if dbranch is None else dbranch.view(total.shape)
+        dnorm_bias = sums[1].to(weight.dtype) if statistics.shape[0] == 2 else None
+        dbias = None if ctx.bias is None else sums[-1].to(ctx.bias)
+        return dbranch, dbias, None, None, dresidual, sums[0].to(weight.dtype), dnorm_bias, None, None
+
+
+def add_norm(
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    p: float,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `layer_ops.add_norm`: x is rounded to the residual's type before it is normalised.
+
+    The backward keeps x, `keep` and a number or two per row, and takes the gradients of both outputs in one pass; they are
+    the same to the bit in every run on a device.
+    """
+    scale = 1.0 if keep is None else 1.0 / (1.0 - p)
+    return _AddNorm.apply(branch, bias, keep, scale, residual, weight, norm_bias, eps, float(zero_centered))

@@ -30,7 +30,7 @@ def rope_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """Turn ROWS heads by their positions' angles, back where BACK; a row is (position, sequence, head)."""
+    """Rotate ROWS heads by their positions' angles, back where BACK; a row is (position, sequence, head)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     here = (row < rows)[:, None] & (column < HALF)
@@ -53,12 +53,12 @@ def rope_kernel(
 
 @functools.cache
 def rope_tile(half: int, itemsize: int) -> Tile:
-    """Heads for one program: a load of 16 bytes a thread, half and tensor in 4 warps."""
+    """Heads for one program: a load of 16 bytes per thread, half and tensor in 4 warps."""
     block = next_power_of_2(half)
     return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     length, batch, heads, size = x.shape
@@ -85,22 +85,16 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, back=False)
+        return _rotate(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turn(dy, *ctx.saved_tensors, back=True), None, None
+        return _rotate(dy, *ctx.saved_tensors, back=True), None, None
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x_i, x_{i+d/2}) of x [s, b, heads, d] by their angles.
+    """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
 
-    Any float type; computed in fp32, in fp64 for fp64. x may be a slice of the fused projection: its strides are free
-    but for the last.
-
-    Args:
-        x: queries or keys.
-        cos, sin: [s, 1, 1, d/2], or [s, b, 1, d/2] where the sequences of a microbatch have positions of their own;
-            without gradient.
+    x may be a slice of the fused projection: its strides are free but for the last. The tables get no gradient.
     """
     return _Rope.apply(x, cos, sin)

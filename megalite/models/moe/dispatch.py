@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megalite.models.moe.router import Routing
+from megalite.topology.conjugate import conjugate
 from megalite.topology.group import Group
 
 
@@ -74,8 +75,15 @@ def send_to_experts(x: torch.Tensor, route: Route, *, topk: int, ep: Group, expe
     all-to-all over ep.
     """
     rows = _TakeTokens.apply(x, route.pairs, topk)
-    rows = rows if ep.size == 1 else _AllToAll.apply(rows, route.received, route.sent, ep)
-    rows = rows if expert_tp.size == 1 else _GatherRows.apply(rows, route.gathered, expert_tp)
+    if ep.size > 1:
+        rows = _all_to_all(rows, route.received, route.sent, ep)
+    if expert_tp.size > 1:  # gradients of one row are summed over ranks
+        parts = route.gathered
+        rows = conjugate(
+            rows,
+            lambda x: _gathered(x, parts, expert_tp),
+            lambda grad: _reduce_scattered(grad, parts, expert_tp),
+        )
     return rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, False)
 
 
@@ -91,8 +99,15 @@ def return_to_tokens(
     over expert_tp.
     """
     rows = rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, True)
-    rows = rows if expert_tp.size == 1 else _ReduceScatterRows.apply(rows, route.gathered, expert_tp)
-    rows = rows if ep.size == 1 else _AllToAll.apply(rows, route.sent, route.received, ep)
+    if expert_tp.size > 1:
+        parts = route.gathered
+        rows = conjugate(
+            rows,
+            lambda x: _reduce_scattered(x, parts, expert_tp),
+            lambda grad: _gathered(grad, parts, expert_tp),
+        )
+    if ep.size > 1:
+        rows = _all_to_all(rows, route.sent, route.received, ep)
     return _Combine.apply(rows, weights, route.pairs)
 
 
@@ -153,53 +168,21 @@ class _Reorder(torch.autograd.Function):
         return _reordered(grad, order, not ctx.back), None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of a group; the gradient takes the same way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: Group
-    ) -> torch.Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchanged(rows, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    """All ranks' rows in rank order, `parts[r]` of them from rank r; gradients of one row are summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
-        ctx.parts, ctx.group = parts, group
-        return _gathered(rows, parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scattered(grad, ctx.parts, ctx.group), None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    """Each rank gets the sum over ranks of its `parts[r]` rows; the inverse pair of `_GatherRows`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
-        ctx.parts, ctx.group = parts, group
-        return _reduce_scattered(rows, parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.parts, ctx.group), None, None
-
-
 def _reordered(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
     if not back:
         return rows[order]
     output = torch.empty_like(rows)
     output[order] = rows
     return output
+
+
+def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+    """Rows to the ranks of a group; the gradient takes the same way back."""
+    return conjugate(
+        rows,
+        lambda x: _exchanged(x, received, sent, group),
+        lambda grad: _exchanged(grad, sent, received, group),
+    )
 
 
 def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:

@@ -1,10 +1,17 @@
-"""What one pipeline rank can be told to do: the atoms of every schedule."""
+"""The atoms of every schedule: what one pipeline rank can do, and the error of a schedule that cannot run."""
 
 import re
 from enum import StrEnum
 from typing import NamedTuple
 
-from megalite.pipeline.ir.errors import ScheduleError
+from megalite.config.errors import ConfigError
+
+
+class ScheduleError(ConfigError):
+    """A schedule that cannot run: incomplete, out of order, wrongly wired, or deadlocked.
+
+    The first line of the message names the rank, the position and the action.
+    """
 
 
 class Kind(StrEnum):

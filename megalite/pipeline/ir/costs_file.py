@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.errors import ConfigError
+from megalite.config.reading import read_text
 from megalite.config.values import nearest
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.simulate import Costs, Link
@@ -158,7 +159,7 @@ def read_costs(path: Path) -> CostTable:
         ConfigError: it cannot be read, is not JSON, or holds what `parse_costs` refuses.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}; give a JSON file with --costs") from None

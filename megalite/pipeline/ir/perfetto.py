@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.dependencies import dependencies
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Schedule, dependencies
 from megalite.pipeline.ir.simulate import Event, Timeline
 
 CATEGORIES: Mapping[Kind, str] = {

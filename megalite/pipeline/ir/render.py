@@ -6,9 +6,9 @@ from math import floor
 from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.lower import unit_slots
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
 from megalite.pipeline.ir.simulate import Timeline
-from megalite.pipeline.ir.unit_time import unit_slots
 
 _IDLE = "."
 _CUT = "…"

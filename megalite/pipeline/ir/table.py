@@ -10,10 +10,8 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind
-from megalite.pipeline.ir.dependencies import NEEDS, SEND_OF, Need, other_end_of
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.schedule import ActionLists, Schedule
+from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
+from megalite.pipeline.ir.schedule import NEEDS, SEND_OF, ActionLists, Need, Schedule, other_end_of
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -6,9 +6,8 @@ import numpy as np
 
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import RECVS, SENDS
+from megalite.pipeline.ir.actions import RECVS, SENDS, ScheduleError
 from megalite.pipeline.ir.deadlock import prove_no_deadlock
-from megalite.pipeline.ir.errors import ScheduleError
 from megalite.pipeline.ir.memory import Peak, Sizes, activation_peaks, exceeds, sufficient, table_peaks
 from megalite.pipeline.ir.render import render_lists
 from megalite.pipeline.ir.schedule import Program, Schedule

@@ -6,8 +6,7 @@ from itertools import compress
 import numpy as np
 
 from megalite.pipeline.ir.actions import RECVS, SENDS, Action, Kind
-from megalite.pipeline.ir.dependencies import NEEDS, other_end
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import NEEDS, Program, Schedule, other_end
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
 
 

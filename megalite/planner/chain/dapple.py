@@ -7,11 +7,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.planner.chain.costs import all_reduce_seconds, hop_seconds, memory_bytes, shares
-from megalite.planner.chain.judging import Problem
-from megalite.planner.chain.placement import Counts, placements, taken_from
-from megalite.planner.chain.plan import Stage, Stages
-from megalite.planner.chain.profile import Array
+from megalite.planner.chain.inputs import Array
+from megalite.planner.chain.judge import Problem
+from megalite.planner.chain.plan import (
+    Counts,
+    Stage,
+    Stages,
+    all_reduce_seconds,
+    hop_seconds,
+    memory_bytes,
+    placements,
+    shares,
+    taken_from,
+)
 
 
 class Found(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
-from megalite.planner.chain.profile import ChainProfile, Layer, read_profile
+from megalite.planner.chain.inputs import ChainProfile, Layer, read_profile
 
 
 class _Totals(NamedTuple):

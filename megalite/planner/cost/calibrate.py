@@ -18,14 +18,13 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.values import nearest
-from megalite.planner.cost.collectives import data_stride, members_in_node
+from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import data_stride, members_in_node
 from megalite.planner.cost.stage import StageKind, stage_cost, stage_kind
 from megalite.planner.cost.step import predict
 from megalite.planner.cost.workload import Workload, stacked, workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.pipeline import plan_stages
+from megalite.planner.hardware import Cluster, SoftwareStack
 
 Array = npt.NDArray[np.float64]
 

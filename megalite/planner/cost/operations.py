@@ -10,12 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megalite.planner.cost.collectives import collective_seconds
-from megalite.planner.cost.gemm import gemm_seconds
-from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.rates import Parts, collective_seconds, gemm_seconds
 from megalite.planner.cost.workload import Number, Workload
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
+from megalite.planner.hardware import Cluster, SoftwareStack
 
 
 @dataclass(frozen=True, eq=False)

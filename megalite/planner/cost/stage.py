@@ -1,13 +1,16 @@
 """Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megalite.config.run import RunConfig
-from megalite.pipeline.ir.simulate import Costs
-from megalite.planner.activations import recompute_units
+from megalite.partition.activations import recompute_units
+from megalite.partition.pipeline import has_recompute_actions
+from megalite.partition.stages import StagePlan
+from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner.cost.operations import (
     Piece,
     Pricing,
@@ -20,11 +23,9 @@ from megalite.planner.cost.operations import (
     norm,
     residual,
 )
-from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.workload import Number, Workload, workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.stages import StagePlan
+from megalite.planner.hardware import Cluster, SoftwareStack
 
 
 class StageKind(NamedTuple):
@@ -202,11 +203,15 @@ def stage_costs(
     return [found[stage_kind(config, plan)] for plan in stages]
 
 
-def simulator_costs(costs: list[StageCost], *, ahead: bool = False) -> Costs:
-    """For `pipeline.ir.simulate`, without links; `ahead`: an R runs the whole forward again."""
+def simulator_costs(
+    costs: list[StageCost], config: RunConfig, links: Mapping[tuple[int, int], Link] | None = None
+) -> Costs:
+    """For `pipeline.ir.simulate`. With recompute_ahead (or a schedule file with R) an R runs the whole forward again."""
+    ahead = has_recompute_actions(config)
     return Costs(
         forward=tuple(float(cost.forward) for cost in costs),
         backward=tuple(float(cost.backward) for cost in costs),
         weight_grad=tuple(float(cost.weight_gradient) for cost in costs),
         recompute=tuple(float(cost.forward if ahead else cost.recompute) for cost in costs),
+        links=links or {},
     )

@@ -5,30 +5,164 @@ data parallelism, the optimizer and constants come on top.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.describe import replace
 from megalite.config.run import RunConfig
+from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import flops_per_token
-from megalite.pipeline.ir.generators.interleaved import smallest_group
-from megalite.pipeline.ir.schedule import Program
-from megalite.pipeline.ir.sharing import shared_makespan
-from megalite.pipeline.ir.simulate import Event, Link, Timeline, simulate
-from megalite.planner.cost.collectives import collective_seconds, pipeline_stride, sharing_ranks
-from megalite.planner.cost.links import links_of
-from megalite.planner.cost.replicas import Exchange, exposed_exchange, optimizer_seconds, stage_exchange
+from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.buckets import element_bytes, local_size
+from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
+from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.stages import StagePlan, shapes_of_rank
+from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
+from megalite.planner.clock import Clock, Run
+from megalite.planner.communication import gradient_volumes, group_sizes
+from megalite.planner.cost.rates import (
+    collective_seconds,
+    data_stride,
+    links_of,
+    pipeline_stride,
+    sharing_ranks,
+)
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
 from megalite.planner.cost.workload import workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.memory import RankMemory, activation_peaks, rank_memory
-from megalite.planner.pipeline import lowered, plan_stages, schedule_of
-from megalite.planner.stages import StagePlan
+from megalite.planner.hardware import Cluster, SoftwareStack
 
-SIMULATED_ACTIONS = 6_000
-"""Steps with more forwards and backwards are simulated with fewer microbatches and extended."""
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Seconds of one stage's exchanges in a step, on one rank."""
+
+    reduce: float
+    """Gradients: sums, and what stands for them."""
+    gather: float
+    """Parameters."""
+    pieces: int
+    """Collectives that the gradients come in: all but the last can run under the backward."""
+
+
+def stage_exchange(
+    config: RunConfig,
+    plan: StagePlan,
+    stages: tuple[StagePlan, ...],
+    num_microbatches: int,
+    cluster: Cluster,
+    stack: SoftwareStack,
+) -> Exchange:
+    """The exchanges that `planner.data_parallel.gradient_volumes` lists, one after the other."""
+    element = ELEMENT_BYTES[config.training.precision]
+    narrow = element / wire_width(config) if stack.half_gradients else 1.0
+    sizes, work = group_sizes(config), workload_of(config)
+    stride = float(data_stride(work))
+    hop = float(pipeline_stride(work))
+    # The ends of a pipeline that lies inside a node are in one node, however far apart.
+    ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
+    strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
+    fully = config.parallel.dp_strategy == "fully-sharded"
+    reduce = gather = 0.0
+    pieces = 0
+    totals: dict[tuple[str, str, int], int] = {}
+    for key in gradient_volumes(config, plan, stages, num_microbatches):
+        totals[key] = totals.get(key, 0) + 1
+    for (group, operation, volume), count in totals.items():
+        each = float(collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
+        if operation == "all-gather" and (fully or group in ("dp-cp", "expert-dp")):
+            gather += count * each
+        else:
+            reduce += count * each * narrow
+            pieces += count
+    return Exchange(reduce=reduce, gather=gather, pieces=max(1, pieces))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposed:
+    """Seconds that one pipeline rank's step is longer by than its computation, and where it ends."""
+
+    end: float
+    """From the start of the step until the rank has all its gradients."""
+    gather: float
+    """Parameters that are gathered and not hidden."""
+
+
+def exposed_exchange(
+    config: RunConfig,
+    exchanges: Sequence[Exchange],
+    plans: Sequence[StagePlan],
+    events: Sequence[Event],
+    shift: float,
+    scale: float,
+    first_forward: float,
+    num_microbatches: int,
+    stack: SoftwareStack,
+) -> Exposed:
+    """When a rank has its gradients: with overlap each stage's exchange starts under its last backward.
+
+    A stage's gradients are complete with its last B or W; piece by piece they are sent while it runs, one stage after
+    another. Ranks that finish before the last one have the rest of the cool-down too. Where each microbatch's gradients
+    are sent, the last one's are so; those before it have all the computation there is to hide under.
+
+    Args:
+        events: of the rank, in the last part of a step.
+        shift: what the step is longer than that part.
+        scale: microbatches of the step over those of that part.
+        first_forward: seconds under which parameters can be gathered ahead.
+    """
+    p = config.parallel
+    end = max((event.end for event in events), default=0.0) + shift
+    reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
+    overlapped = stack.overlap_gradients and p.overlap_grad_reduce
+    hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
+    fully = p.dp_strategy == "fully-sharded"
+    late = 0.0 if fully else max(0.0, gather - hidden_gather)
+    if not overlapped:
+        return Exposed(end=end + reduce + (gather if fully else 0.0), gather=late)
+    if not (fully or config.data_parallel.shard_gradients):
+        return Exposed(end=max(end, _last_arrival(exchanges, plans, events, shift, 1)), gather=late)
+    cover = scale * sum(event.end - event.start for event in events)
+    beyond = max(0.0, reduce + (gather if fully else 0.0) - cover)
+    arrival = _last_arrival(exchanges, plans, events, shift, num_microbatches)
+    return Exposed(end=max(end + beyond, arrival), gather=late)
+
+
+def _last_arrival(
+    exchanges: Sequence[Exchange],
+    plans: Sequence[StagePlan],
+    events: Sequence[Event],
+    shift: float,
+    parts: int,
+) -> float:
+    """When the gradients are there that are sent under each stage's last backward: one of so many parts of all."""
+    last = {}
+    for event in events:
+        if event.action.kind in (Kind.B, Kind.W):
+            last[event.action.stage] = event
+    now = 0.0
+    for plan, exchange in sorted(zip(plans, exchanges), key=lambda pair: last[pair[0].stage].start):
+        event, first, reduce = last[plan.stage], 1.0 / exchange.pieces, exchange.reduce / parts
+        now = max(now, event.start + shift + (event.end - event.start) * first) + reduce
+        now = max(now, event.end + shift + reduce * first)
+    return now
+
+
+def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster) -> float:
+    """States read and written, gradients read for norm and update and set to zero, parameters written."""
+    p = config.parallel
+    assert p.dp is not None, "validate() resolves dp"
+    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    width = max(4, ELEMENT_BYTES[config.training.precision])
+    sharded = p.dp_strategy in ("distributed-optimizer", "sharded-parameter-server", "fully-sharded")
+    total = 0.0
+    for shape in shapes_of_rank(config, list(plans)):
+        replicas = expert if shape.expert else dense
+        each = element_bytes(config, shape, replicas)
+        updated = 1.0 / replicas if sharded else 1.0
+        bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
+        total += bytes_each * local_size(shape, config)
+    return total / (cluster.accelerator.memory_bandwidth * cluster.efficiency.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +190,6 @@ class Prediction:
     """Of the step, or of one with fewer microbatches if it was extended."""
 
 
-Links = Mapping[tuple[int, int], Link]
-"""(source, destination) pipeline rank -> link; one that is missing is free."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A simulated step, and what it was extended by."""
-
-    timeline: Timeline
-    scale: float
-    """Microbatches of the step over those simulated."""
-    shift: float
-    """Seconds that the step is longer by."""
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return self.timeline.makespan + self.shift
-
-
 def predict(
     config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True
 ) -> Prediction:
@@ -92,9 +206,9 @@ def predict(
     stages = plan_stages(config)
     costs = stage_costs(config, stages, cluster, stack)
     links = links_of(config, cluster, stack)
-    programs = _programs(config, len(stages), count)
-    run = _timed(programs, costs, count, links)
-    free = _timed(programs, costs, count, {}) if links else run
+    clock, timing = Clock(config, len(stages), count), simulator_costs(costs, config, links)
+    run = clock.run(timing)
+    free = clock.run(dataclasses.replace(timing, links={})) if links else run
     events: list[list[Event]] = [[] for _ in range(config.parallel.pp)]
     for event in run.timeline.events:
         events[event.rank].append(event)
@@ -132,7 +246,10 @@ def predict(
     taken = run.seconds
     crowd = float(sharing_ranks(pipeline_stride(workload_of(config)), p.pp, cluster))
     if crowd > 1.0:
-        taken = _shared(programs, costs, count, links, crowd)
+        taken = max(
+            clock.extended(run.window, lambda program: shared_makespan(program.schedule, timing, crowd)),
+            run.scale * sum(run.timeline.busy) / p.pp,
+        )
         parts["given"] = taken - run.seconds
     step = taken + gradients + max(gathers) + sum(after.values())
     tokens = count * p.dp * config.training.micro_batch_size * config.training.seq_length
@@ -143,7 +260,7 @@ def predict(
         tokens_per_second=tokens / step,
         mfu=flops_per_token(model, length, "palm") * tokens / achievable,
         mfu_causal=flops_per_token(model, length, "megatron") * tokens / achievable,
-        bubble=_idle(run, taken) if crowd > 1.0 else 1.0 - sum(inside.values()) / run.seconds,
+        bubble=_idle(run, taken) if crowd > 1.0 else run.bubble,
         parts=parts,
         exposed={**inner_exposed, **exposed},
         memory=_memory(config, stages, count) if with_memory else (),
@@ -152,23 +269,10 @@ def predict(
     )
 
 
-def _shared(
-    programs: list[Program], costs: list[StageCost], num_microbatches: int, links: Links, crowd: float
-) -> float:
-    """Seconds of the whole step where ranks that wait leave their cores to others."""
-    ahead = bool(programs[0].schedule.recomputed)
-    timing = dataclasses.replace(simulator_costs(costs, ahead=ahead), links=links)
-    taken, *shorter = (shared_makespan(program.schedule, timing, crowd) for program in programs)
-    if not shorter:
-        return taken
-    count, before = (program.schedule.num_microbatches for program in programs)
-    return taken + (taken - shorter[0]) / (count - before) * (num_microbatches - count)
-
-
 def _idle(run: Run, taken: float) -> float:
     """Share of `taken` seconds in which cores that ranks share have nothing to do."""
     busy = run.timeline.busy
-    return 1.0 - run.scale * sum(busy) / len(busy) / taken
+    return max(0.0, 1.0 - run.scale * sum(busy) / len(busy) / taken)
 
 
 def _memory(config: RunConfig, stages: tuple[StagePlan, ...], count: int) -> tuple[RankMemory, ...]:
@@ -177,53 +281,6 @@ def _memory(config: RunConfig, stages: tuple[StagePlan, ...], count: int) -> tup
         rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
         for rank, peak in enumerate(peaks)
     )
-
-
-def pipeline_run(config: RunConfig, costs: list[StageCost], num_microbatches: int, links: Links) -> Run:
-    """The config's schedule on the clock.
-
-    A step of very many microbatches is extended from two shorter ones, a period apart: past the ramp-up a schedule
-    repeats itself. Schedules that are built or read are simulated whole.
-    """
-    return _timed(_programs(config, len(costs), num_microbatches), costs, num_microbatches, links)
-
-
-def _programs(config: RunConfig, num_stages: int, num_microbatches: int) -> list[Program]:
-    """What is to be simulated: the step, or the two shorter ones, the longer of them first."""
-    p, counts = config.parallel, [num_microbatches]
-    if p.schedule_name not in ("auto", "file"):
-        period = _period(config, num_microbatches)
-        count = _fewer(num_microbatches, 2 * num_stages, period)
-        if count < num_microbatches:
-            counts = [count, count - period]
-        if p.schedule_name == "interleaved":
-            config = replace(config, microbatch_group_size_per_virtual_pipeline_stage=period)
-    return [lowered(config, schedule_of(config, each)) for each in counts]
-
-
-def _timed(programs: list[Program], costs: list[StageCost], num_microbatches: int, links: Links) -> Run:
-    ahead = bool(programs[0].schedule.recomputed)
-    timing = dataclasses.replace(simulator_costs(costs, ahead=ahead), links=links)
-    timeline, *shorter = (simulate(program, timing) for program in programs)
-    if not shorter:
-        return Run(timeline, 1.0, 0.0)
-    count, before = (program.schedule.num_microbatches for program in programs)
-    each = (timeline.makespan - shorter[0].makespan) / (count - before)
-    return Run(timeline, num_microbatches / count, each * (num_microbatches - count))
-
-
-def _period(config: RunConfig, num_microbatches: int) -> int:
-    p = config.parallel
-    if p.schedule_name != "interleaved":
-        return p.pp
-    given = p.microbatch_group_size_per_virtual_pipeline_stage
-    return given or smallest_group(p.pp, num_microbatches)
-
-
-def _fewer(num_microbatches: int, actions_each: int, period: int) -> int:
-    """The number to simulate: less by whole periods, at least three of them."""
-    excess = num_microbatches - max(3 * period, SIMULATED_ACTIONS // actions_each)
-    return num_microbatches - max(0, excess) // period * period
 
 
 def _busiest(

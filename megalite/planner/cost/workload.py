@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.run import RunConfig
-from megalite.planner.activations import ELEMENT_BYTES
+from megalite.partition.activations import ELEMENT_BYTES
 
 Number = Any
 """A float, or a numpy array of them over layouts."""

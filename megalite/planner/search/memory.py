@@ -18,19 +18,18 @@ import numpy.typing as npt
 
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
-from megalite.planner.activations import (
+from megalite.partition.activations import (
+    deferred_bytes,
     layer_activation_bytes,
     recompute_workspace_bytes,
     stage_activation_bytes,
 )
+from megalite.partition.buckets import element_bytes, local_size, moment_widths
+from megalite.partition.memory import whole_bytes
+from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES
 from megalite.planner.search.space import Shares
-from megalite.planner.sharing import local_size
-from megalite.planner.sizes import deferred_bytes
-from megalite.planner.stages import StagePlan
-from megalite.planner.states import element_bytes, moment_widths
-from megalite.planner.whole import whole_bytes
 
 
 def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:

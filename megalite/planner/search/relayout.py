@@ -17,14 +17,10 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.search.asking import fixed_settings, request_for
-from megalite.planner.search.misses import describe
-from megalite.planner.search.request import SEARCHED, Request
-from megalite.planner.search.search import Candidate, find, not_default
+from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.planner.search.request import SEARCHED, Request, fixed_settings, not_default, request_for
+from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import enumerate_space
-from megalite.planner.search.survey import survey
 
 LAYOUT = (
     *(*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout"),

@@ -4,29 +4,246 @@ What is refined runs its own action lists through the simulator and is sized ran
 what to look at. The cut into stages is made again by predicted seconds instead of FLOPs, and kept where that is faster.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
-from megalite.config.describe import settings, values_of
+from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.rules.pipeline import stage_layers
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
+from megalite.partition.memory import RankMemory
+from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.pipeline.ir.partition import partition_layers
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.cost.workload import workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.memory import RankMemory
-from megalite.planner.pipeline import placement_of, plan_stages
-from megalite.planner.search.misses import nothing_fits, nothing_legal
-from megalite.planner.search.request import Request
-from megalite.planner.search.space import Layout
-from megalite.planner.search.survey import Survey, survey
+from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.planner.search.features import Counter
+from megalite.planner.search.memory import Sizer, fullest
+from megalite.planner.search.request import CHOICES, Request, not_default
+from megalite.planner.search.space import Layout, Pipeline, Shares, Space, enumerate_space
+from megalite.planner.search.time import Clock, Prices
+
+Floats = npt.NDArray[np.float64]
+_AT_ONCE = 20_000
+"""Estimates that are put in order before the next ones are."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Per block, bytes of the fullest rank and seconds of a step: [pipelines, shares]."""
+
+    request: Request
+    space: Space
+    memory: tuple[Floats, ...]
+    seconds: tuple[Floats, ...]
+    """Infinite where it does not fit."""
+
+    @property
+    def fitting(self) -> int:
+        """Layouts within the memory limit."""
+        return int(sum(np.isfinite(each).sum() for each in self.seconds))
+
+    def at(self, index: int) -> Layout:
+        """The layout with that number, over all blocks."""
+        block = int(np.searchsorted(self._ends, index, side="right"))
+        inside = index - (int(self._ends[block - 1]) if block else 0)
+        pipeline, share = divmod(inside, len(self.space.blocks[block].shares))
+        return self.space.blocks[block].layout(pipeline, share)
+
+    @property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([len(block) for block in self.space.blocks])
+
+    def fastest(self) -> Iterator[tuple[Layout, float]]:
+        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch."""
+        seconds = np.concatenate([each.reshape(-1) for each in self.seconds])
+        left = np.flatnonzero(np.isfinite(seconds))
+        while len(left):
+            count = min(_AT_ONCE, len(left))
+            bound = np.partition(seconds[left], count - 1)[count - 1]
+            now, left = left[seconds[left] <= bound], left[seconds[left] > bound]
+            # To six digits: further ones are not meant.
+            digits = np.round(np.log(seconds[now]), 6)
+            order = np.lexsort((self._column("micro_batch_size", now), self._column("cp", now), digits))
+            for index in now[order].tolist():
+                yield self.at(index), float(seconds[index])
+
+    def _column(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """A share's number for each layout."""
+        block = np.searchsorted(self._ends, indices, side="right")
+        counts = np.array([len(each.shares) for each in self.space.blocks])
+        starts = np.array([each.rows.start for each in self.space.blocks])
+        first = np.concatenate(([0], self._ends))[block]
+        column: npt.NDArray[np.int64] = getattr(self.space.shares, name)
+        return column[starts[block] + (indices - first) % counts[block]]
+
+    def leanest(self) -> tuple[Layout, float]:
+        """The layout that needs least memory, whether it fits or not, and its bytes."""
+        memory = np.concatenate([each.reshape(-1) for each in self.memory])
+        index = int(np.argmin(memory))
+        return self.at(index), float(memory[index])
+
+    def frontier(self) -> list[tuple[float, float]]:
+        """(bytes, seconds): of each amount of memory the fastest layout, as long as more memory gives more speed."""
+        memory = np.concatenate([each.reshape(-1) for each in self.memory])
+        seconds = np.concatenate([each.reshape(-1) for each in self.seconds])
+        fits = np.isfinite(seconds)
+        memory, seconds = memory[fits], seconds[fits]
+        order = np.lexsort((seconds, memory))
+        best = np.minimum.accumulate(seconds[order])
+        better = np.concatenate(([True], best[1:] < best[:-1] * (1.0 - 1e-6)))[: len(best)]
+        return list(zip(memory[order][better].tolist(), best[better].tolist(), strict=True))
+
+
+def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
+    """Sizes and times the whole space.
+
+    Raises:
+        ConfigError: the accelerator does not have the precision.
+    """
+    space = enumerate_space(request)
+    counter = Counter(request.config)
+    sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
+    memory, seconds = [], []
+    for pp in sorted({block.pipelines[0].pp for block in space.blocks}):
+        blocks = [block for block in space.blocks if block.pipelines[0].pp == pp]
+        shares = Shares.joined([block.shares for block in blocks])
+        coefficients = sizer.coefficients(shares, pp)
+        prices = clock.prices(shares, pp)
+        first = 0
+        for block in blocks:
+            mine = slice(first, first + len(block.shares))
+            first = mine.stop
+            held = fullest([counter(each) for each in block.pipelines], coefficients[:, mine])
+            memory.append(held)
+            seconds.append(
+                _times(clock, counter, block.pipelines, prices.take(mine), held <= request.memory_limit)
+            )
+    return Survey(request, space, tuple(memory), tuple(seconds))
+
+
+def _times(
+    clock: Clock,
+    counter: Counter,
+    pipelines: tuple[Pipeline, ...],
+    prices: Prices,
+    fits: npt.NDArray[np.bool_],
+) -> Floats:
+    """Seconds of what fits."""
+    found = np.full(fits.shape, np.inf)
+    rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
+    if len(rows):
+        some = [pipelines[row] for row in rows.tolist()]
+        cuts = [counter.cut(each) for each in some]
+        found[np.ix_(rows, columns)] = clock.seconds(some, cuts, prices.take(columns))
+    found[~fits] = np.inf
+    return found
+
+
+_MORE = 5
+"""Doublings of the ranks that are tried."""
+_NAMED = 12
+
+
+def nothing_legal(request: Request) -> ConfigError:
+    """No layout obeys all rules: the first constraint without which some do, and what it could be."""
+    for name in request.fixed:
+        space = enumerate_space(_without(request, name))
+        if len(space):
+            possible = _values(space, name)
+            shown = ", ".join(map(_word, possible[:_NAMED])) + (", ..." if len(possible) > _NAMED else "")
+            others = [_fixed(request, other) for other in request.fixed if other != name]
+            beside = f" with {' and '.join(others)}" if others else ""
+            return ConfigError(
+                f"no layout of {request.world_size} ranks can have {_fixed(request, name)}{beside}; use {name} {shown}"
+            )
+    batch = request.config.training.global_batch_size
+    given = ", ".join(_fixed(request, name) for name in request.fixed)
+    if given:
+        return ConfigError(
+            f"no layout of {request.world_size} ranks can have {given}, nor with any one of these free; remove some"
+        )
+    return ConfigError(
+        f"no layout is legal on {request.world_size} ranks with global_batch_size {batch}: use a batch that is a multiple of "
+        f"more of the ranks' divisors, such as {request.world_size}, or another --gpus"
+    )
+
+
+def nothing_fits(found: Survey, cluster: Cluster, stack: SoftwareStack) -> ConfigError:
+    """All that is legal needs more memory than there is: the least of it, and what would make it fit."""
+    request = found.request
+    layout, least = found.leanest()
+    limit = request.memory_limit
+    text = (
+        f"none of {len(found.space)} layouts fits into {format_bytes(limit)} a rank on {request.world_size} ranks; the least "
+        f"takes {format_bytes(least)}: {describe(layout)}. It fits "
+    )
+    ways = [f"with --max-memory {int(np.ceil(least / 1e9))}GB on devices that have it"]
+    for name in request.fixed:
+        other = survey(_without(request, name), cluster, stack)
+        if other.fitting:
+            fitting, _ = next(other.fastest())
+            ways.append(f"without {_fixed(request, name)}, e.g. {describe(fitting)}")
+            break
+    world = request.world_size
+    for _ in range(_MORE):
+        world *= 2
+        other = survey(replace(request, world_size=world), cluster, stack)
+        if other.fitting:
+            fitting, _ = next(other.fastest())
+            ways.append(f"with --gpus {world}, e.g. {describe(fitting)}")
+            break
+    return ConfigError(text + ", or ".join(ways))
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a line: `tp 8, pp 4 (1f1b), dp 2, ...`; sizes of 1 are left out."""
+    pipeline = layout.pipeline
+    chunks = f" x {pipeline.vpp}" if pipeline.vpp > 1 else ""
+    words = [
+        f"tp {layout.tp}" + (" with sequence parallel" if layout.sequence_parallel else ""),
+        f"pp {pipeline.pp}{chunks}" + (f" ({pipeline.schedule})" if pipeline.pp > 1 else ""),
+        f"cp {layout.cp}" if layout.cp > 1 else "",
+        f"ep {layout.ep}" if layout.ep > 1 else "",
+        f"dp {layout.dp}" + (f" ({layout.strategy})" if layout.dp * layout.cp > 1 else ""),
+        f"micro batch {layout.micro_batch_size}",
+        f"recompute {layout.recompute}",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _without(request: Request, name: str) -> Request:
+    return replace(request, fixed={other: kept for other, kept in request.fixed.items() if other != name})
+
+
+def _fixed(request: Request, name: str) -> str:
+    return f"{name} {' or '.join(map(_word, request.fixed[name]))}"
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _values(space: Space, name: str) -> list[Any]:
+    """What a setting is somewhere in the space."""
+    of_pipeline = {"pp": "pp", "vpp": "vpp", "pipeline_schedule": "schedule"}
+    if name in of_pipeline:
+        return sorted(
+            {getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines}
+        )
+    of_share = {"recompute_granularity": "recompute", "dp_strategy": "strategy"}
+    found = np.unique(getattr(space.shares, of_share.get(name, name))).tolist()
+    return [CHOICES[name][value] for value in found] if name in CHOICES else found
+
 
 SPARE = 2
 """Layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong."""
@@ -110,11 +327,6 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
         base["recompute_modules"] = settings()["recompute_modules"].default
     config = with_settings(request.config, **base)
     return validate(config, request.world_size, not_default(config))
-
-
-def not_default(config: RunConfig) -> frozenset[str]:
-    """Settings that a file has to give: their values are not the default."""
-    return frozenset(name for name, value in values_of(config).items() if value != settings()[name].default)
 
 
 def _predicted(

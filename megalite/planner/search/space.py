@@ -5,14 +5,14 @@ does is split and stored: tp, cp, ep, dp, micro batch size, recompute, strategy,
 with every share of its block, so that what depends on one of them is computed once for all partners. `Block` holds the
 layouts with the same pp and number of microbatches.
 
-Left out are twins: with pp 1 the halves of a backward gain nothing (zb-h1 and zb-h2 run as 1f1b does), and where no
-parameter has a replica all strategies do the same.
+Left out are twins: with pp 1 no schedule of one chunk is faster than another, with one microbatch gpipe is 1f1b
+and looped-bfs is interleaved, and where no parameter has a replica all strategies do the same.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,14 @@ from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES, Request
 
 Integers = npt.NDArray[np.int64]
-ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")
+"""On one rank they take the same time; the first of them hold least."""
 LOOPED = ("interleaved", "looped-bfs")
 VEE = ("zb-v", "dualpipe-v")
+
+
+_IN_ONE = {"gpipe": "1f1b", "looped-bfs": "interleaved"}
+"""Schedule -> the one that it equals if there is one microbatch."""
 
 
 class Pipeline(NamedTuple):
@@ -165,7 +170,8 @@ def enumerate_space(request: Request) -> Space:
             pipelines = tuple(
                 Pipeline(schedule, pp, vpp, count)
                 for schedule, vpp in chunks
-                if schedule != "dualpipe-v" or count >= 2 * pp
+                if (schedule != "dualpipe-v" or count >= 2 * pp)
+                and not (count == 1 and (_IN_ONE.get(schedule), vpp) in chunks)
             )
             if pipelines:
                 mine = shares.take(counts == count)
@@ -189,7 +195,11 @@ def _chunks(request: Request, pp: int) -> Iterator[tuple[str, int]]:
     cut, layers = stage_layers(request.config), request.config.model.num_layers
     p = request.config.parallel
     for schedule in sorted(request.of("pipeline_schedule"), key=SCHEDULES.index):
-        if pp == 1 and schedule in ("zb-h1", "zb-h2") and request.allows("pipeline_schedule", "1f1b"):
+        if (
+            pp == 1
+            and schedule in ONE_CHUNK
+            and any(map(partial(request.allows, "pipeline_schedule"), ONE_CHUNK[: ONE_CHUNK.index(schedule)]))
+        ):
             continue
         if p.microbatch_group_size_per_virtual_pipeline_stage is not None and schedule != "interleaved":
             continue

@@ -13,20 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.run import RunConfig
-from megalite.planner.activations import ELEMENT_BYTES
-from megalite.planner.cost.collectives import (
+from megalite.partition.activations import ELEMENT_BYTES
+from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import (
     collective_seconds,
     data_stride,
     message_seconds,
     pipeline_stride,
     sharing_ranks,
 )
-from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.cost.workload import Workload, with_layouts, workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
-from megalite.planner.search.cut import Cut
+from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.planner.search.features import Cut
 from megalite.planner.search.memory import Sizer
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES
 from megalite.planner.search.space import Pipeline, Shares

@@ -1,6 +1,7 @@
 """Tiny models of transformers, one for every family and feature that can be read, and their folders."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import Weights, parameter_shapes
-from megalite.generation.generate import generate
 from megalite.generation.sample import Sampling
 from megalite.models.gpt import GPTStage
+from tests.generation.models import new_tokens
 from tests.models.stages import B, S, build, named
 from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model
 
@@ -85,7 +86,7 @@ def our_logits(stage: GPTStage) -> torch.Tensor:
 
 
 def our_text(stage: GPTStage, prompt: list[int], length: int) -> list[int]:
-    return list(generate(stage, prompt, Sampling(max_new_tokens=length, temperature=0.0), eod=None))
+    return new_tokens(stage, prompt, Sampling(max_new_tokens=length, temperature=0.0))
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -120,6 +121,7 @@ class InMemory:
 
     format = "megalite"
     tokenizer_hints = DataConfig()
+    generation: Mapping[str, Any] = {}
 
     def __init__(
         self, path: Path, model: ModelConfig, seq_length: int, tensors: dict[str, torch.Tensor]

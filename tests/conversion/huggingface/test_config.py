@@ -10,8 +10,8 @@ from megalite.config.describe import replace
 from megalite.config.flags import parse_arguments
 from megalite.config.model import TRAINING_FIELDS
 from megalite.config.validate import validate
+from megalite.conversion.huggingface.config_json import ModelFile, resolved
 from megalite.conversion.huggingface.families import FAMILIES, choose_family, differences
-from megalite.conversion.huggingface.model_config import ModelFile, resolved
 from megalite.conversion.weights import ConversionError
 from tests.models.stages import LLAMA, varied
 
@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-        "a RoPE of its own for 'full_attention'",
+        "a separate RoPE for 'full_attention'",
     ),
     (
         "llama",

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.huggingface.read import HuggingFaceWeights
-from megalite.conversion.huggingface.write import write_huggingface
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.native import NativeWeights
 from megalite.conversion.weights import parameter_shapes
 from tests.conversion.huggingface.models import error, our_stage, our_text
 from tests.conversion.huggingface.test_write import stock
-from tests.conversion.trained import train
+from tests.conversion.samples import train
 from tests.models.test_families import all_float64
 from tests.support.tiny import LLAMA
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalite.conversion.huggingface.read import HuggingFaceWeights
+from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.weights import ConversionError
 from tests.conversion.huggingface.models import (
     CASES,

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.read import HuggingFaceWeights
-from megalite.conversion.huggingface.write import write_huggingface
-from megalite.conversion.weights import ConversionError, parameter_shapes
-from megalite.conversion.wrapped import LastRead, WithTokenizer
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
+from megalite.conversion.weights import ConversionError, LastRead, WithTokenizer, parameter_shapes
 from tests.conversion.huggingface.models import (
     CASES,
     InMemory,

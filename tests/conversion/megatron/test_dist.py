@@ -1,5 +1,6 @@
 """Reading Megatron-LM's `torch_dist` format, out of files with torch's own classes."""
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from megalite.conversion.megatron.dist import MegatronDistWeights
-from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder, dist_builder
-from tests.conversion.megatron.compare import assert_same
+from tests.conversion.megatron.builder import assert_same
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -56,6 +57,10 @@ def test_what_is_missing(tmp_path: Path) -> None:
     (step / "__0_0.distcp").unlink()
     (step / "__1_0.distcp").unlink()
     with pytest.raises(ConversionError, match=r"distcp .* cannot be read: .*No such file"):
+        found.read("final_norm.weight")
+    os.mkfifo(step / "__0_0.distcp")  # to open it would wait for ever
+    os.mkfifo(step / "__1_0.distcp")
+    with pytest.raises(ConversionError, match="is a pipe, folder or device, not a file"):
         found.read("final_norm.weight")
     (step / "common.pt").unlink()
     with pytest.raises(ConversionError, match=r"common.pt is missing"):

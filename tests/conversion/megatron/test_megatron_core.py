@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.megatron.open import open_megatron
 from megalite.conversion.megatron.write import write_megatron
+from megalite.conversion.open import open_megatron
 from megalite.conversion.verify import our_logits
-from tests.conversion.megatron.compare import assert_same
+from tests.conversion.megatron.builder import assert_same
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, ignore
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.megatron.open import open_megatron
 from megalite.conversion.megatron.read import MegatronWeights
+from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder
-from tests.conversion.megatron.compare import assert_same
+from tests.conversion.megatron.builder import assert_same
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
 
 MODELS: dict[str, dict[str, Any]] = {

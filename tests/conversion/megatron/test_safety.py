@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import time
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -14,13 +15,12 @@ import pytest
 import torch
 
 from megalite.conversion.megatron import torch_file
-from megalite.conversion.megatron.open import open_megatron
-from megalite.conversion.megatron.pickled import Made, Name, PickleError, describe
-from megalite.conversion.megatron.safe_globals import Inert
-from megalite.conversion.megatron.torch_file import TorchFile
+from megalite.conversion.megatron.dist import Made, Name, PickleError, describe, read_metadata
+from megalite.conversion.megatron.torch_file import Inert, TorchFile
+from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder, dist_builder
-from tests.conversion.megatron.compare import assert_same
+from tests.conversion.megatron.builder import assert_same
 from tests.conversion.samples import LLAMA, MadeUp
 
 
@@ -229,7 +229,7 @@ def test_tensors_of_a_gpu(tmp_path: Path) -> None:
             data = source.read(name).replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
             target.writestr(name.replace("cpu/", "cuda/"), data)
     file = TorchFile(moved)
-    assert torch.equal(file.read(file.content["w"]), tensor)
+    assert torch.equal(file.read(file.content["w"], 0, 6), tensor)
 
 
 def test_describe() -> None:
@@ -248,3 +248,35 @@ def test_describe() -> None:
     for bad in (b"", b"\x80", b"junk", b".", b"]q\x00(K\x01", b"0.", b"h\x05.", b"(K\x01t", b"R."):
         with pytest.raises(PickleError):
             describe(bad, ())
+
+
+DEEP = 500_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"(" * DEEP + b"t" * DEEP, "is not what this version of torch writes"),
+        (b"]" * DEEP + b"a" * (DEEP - 1), "is not what this version of torch writes"),
+        (b"}" + b"(" * DEEP + b"t" * DEEP + b"Ns", "tuple as a key"),  # hashing it would end the process
+    ],
+)
+def test_deep_metadata_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x04" + content + b".")
+    start = time.process_time()
+    with pytest.raises(ConversionError, match=says):
+        read_metadata(path)
+    assert time.process_time() - start < 10.0
+
+
+def test_metadata_of_endless_text_is_refused(tmp_path: Path) -> None:
+    """A tuple of two references to a tuple of two references to ...: 2^60 items, if anything were to show them."""
+    twice = b"(K\x01K\x01t" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
+    size = b"ctorch\nSize\n" + twice + b"\x85R"
+    stored = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n)\x81}U\x04size" + size + b"sb"
+    top = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}U\x13state_dict_metadata}U\x01a" + stored
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x02" + top + b"ssU\x0cstorage_data}sb.")
+    with pytest.raises(ConversionError, match="a tuple stands where a int belongs"):
+        read_metadata(path)

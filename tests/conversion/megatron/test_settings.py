@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.megatron.open import open_megatron
+from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder
 from tests.conversion.samples import GPT, LLAMA, MadeUp

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.megatron.open import open_megatron
 from megalite.conversion.megatron.write import write_megatron, written_bytes
+from megalite.conversion.open import open_megatron
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import ConversionError
-from tests.conversion.megatron.builder import fuse, padded, stage
-from tests.conversion.megatron.compare import assert_same
+from tests.conversion.megatron.builder import assert_same, fuse, padded, stage
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, contents, ignore
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megalite.config.data_parallel import DataParallelConfig
-from megalite.data_parallel.background import Background
-from megalite.data_parallel.buckets import Bucket, BucketKind
-from megalite.data_parallel.compression.build import build_codec
-from megalite.data_parallel.compression.codec import Codec
-from megalite.data_parallel.states import Placement
-from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.config.parallel import DataParallelConfig
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import BucketKind, Placement
+from megalite.data_parallel.more.codec import Codec
+from megalite.data_parallel.more.compressed_all_reduce import build_codec
+from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext
@@ -35,10 +34,10 @@ CODECS = ("uint8", "topk", "powersgd")
 
 def odd_bucket(ranks: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Bucket:
     """A bucket of the tensors."""
-    make = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     kind = BucketKind(decay=True, split_over_tp=True, partial_over_tp=False, tied=False, expert=False)
-    parameters = [make.make(name, shape, std=1.0) for name, shape in shapes.items()]
-    return Bucket(kind, parameters, align=64 * ranks, grad_dtype=torch.float32)
+    parameters = [factory.parameter(name, shape, std=1.0) for name, shape in shapes.items()]
+    return Bucket(kind, parameters, replicas=ranks, grad_dtype=torch.float32)
 
 
 def random_values(step: int, rank: int, size: int) -> torch.Tensor:

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.background import Background
-from megalite.data_parallel.buckets import Bucket, BucketKind
-from megalite.data_parallel.compression.onebit import OneBit
-from megalite.data_parallel.compression.signs import Signs
-from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import BucketKind
+from megalite.data_parallel.more.onebit import OneBit, Signs
+from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.data_parallel.onebit_oracles import Layout, Means
@@ -20,10 +19,10 @@ Rows = list[torch.Tensor]
 
 
 def codec_of(context: RankContext, ranks: int, scale: str, dtype: torch.dtype) -> tuple[OneBit, WireCounter]:
-    make = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
-    parameters = [make.make(name, shape, std=1.0) for name, shape in SHAPES.items()]
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
+    parameters = [factory.parameter(name, shape, std=1.0) for name, shape in SHAPES.items()]
     bucket = Bucket(
-        BucketKind(True, False, False, False, False), parameters, align=64 * ranks, grad_dtype=dtype
+        BucketKind(True, False, False, False, False), parameters, replicas=ranks, grad_dtype=dtype
     )
     group = Group.solo("dp") if ranks == 1 else context.topology(dp=ranks).dp
     counter = WireCounter()

@@ -8,13 +8,11 @@ from types import ModuleType
 
 import pytest
 
-from megalite.kernels import self_check
-from megalite.kernels.apex import detect
-from megalite.kernels.apex.detect import EXTENSIONS
-from megalite.kernels.probes import why_not_apex
+from megalite.kernels import probes, self_check
+from megalite.kernels.probes import EXTENSIONS, why_not_apex
 
 RECORDED = Path(__file__).parent / "recorded"
-ADAPTERS = ("norms", "adam", "lamb", "l2norm", "weight_grad", "rope", "softmax", "cross_entropy")
+ADAPTERS = ("layers", "multi_tensor")
 """Modules that import an extension."""
 
 Adapter = Callable[[str], ModuleType]
@@ -24,7 +22,7 @@ def forget() -> None:
     """As in a process that has not looked for apex."""
     for name in ("apex", *EXTENSIONS, *(f"megalite.kernels.apex.{adapter}" for adapter in ADAPTERS)):
         sys.modules.pop(name, None)
-    for probe in (detect.apex_extensions, detect.why_not_extension, why_not_apex, self_check._why_wrong):
+    for probe in (probes.apex_extensions, probes.why_not_extension, why_not_apex, self_check._why_wrong):
         probe.cache_clear()
     importlib.invalidate_caches()
 

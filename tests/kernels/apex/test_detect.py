@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.kernels.apex import detect
+from megalite.kernels import probes
 from tests.kernels.apex.conftest import RECORDED
 
 RUNS = 'raise AssertionError("imported")\n'
@@ -25,61 +25,61 @@ def site(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_none(site: Path) -> None:
-    assert detect.apex_extensions() == (None, "apex is not installed")
-    assert detect.why_not_extension("amp_C") == "apex is not installed"
+    assert probes.apex_extensions() == (None, "apex is not installed")
+    assert probes.why_not_extension("amp_C") == "apex is not installed"
 
 
 @pytest.mark.parametrize("files", [("apex/__init__.py", "apex/auth.py"), ("apex.py",), ("apex/models.py",)])
 def test_the_one_of_pypi(site: Path, files: tuple[str, ...]) -> None:
     """A package, a module, and a folder without __init__; an extension's name beside it helps nothing."""
     write(site, *files, "amp_C.py")
-    found, reason = detect.apex_extensions()
+    found, reason = probes.apex_extensions()
     assert found is None
     assert reason.startswith(f"the apex at {site}/apex") and "is not NVIDIA's" in reason
-    assert detect.why_not_extension("amp_C") == reason
+    assert probes.why_not_extension("amp_C") == reason
     assert "apex" not in sys.modules and "amp_C" not in sys.modules
 
 
-@pytest.mark.parametrize("missing", detect._FILES)
+@pytest.mark.parametrize("missing", probes._FILES)
 def test_half_of_nvidias_is_not_nvidias(site: Path, missing: str) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in detect._FILES if file != missing))
-    assert detect.apex_extensions()[0] is None
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES if file != missing))
+    assert probes.apex_extensions()[0] is None
 
 
 def test_nvidias_without_extensions(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in detect._FILES))
-    assert detect.apex_extensions() == (frozenset(), "")
-    assert detect.why_not_extension("amp_C") == "apex is installed without its extension amp_C"
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
+    assert probes.apex_extensions() == (frozenset(), "")
+    assert probes.why_not_extension("amp_C") == "apex is installed without its extension amp_C"
     assert "apex" not in sys.modules
 
 
 def test_nvidias_with_some(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in detect._FILES))
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
     write(site, "amp_C.py", "xentropy_cuda.py", text="")
-    assert detect.apex_extensions()[0] == {"amp_C", "xentropy_cuda"}
-    assert detect.why_not_extension("amp_C") is None
-    missing = detect.why_not_extension("fused_layer_norm_cuda")
+    assert probes.apex_extensions()[0] == {"amp_C", "xentropy_cuda"}
+    assert probes.why_not_extension("amp_C") is None
+    missing = probes.why_not_extension("fused_layer_norm_cuda")
     assert missing == "apex is installed without its extension fused_layer_norm_cuda"
     assert "amp_C" in sys.modules and "xentropy_cuda" not in sys.modules and "apex" not in sys.modules
 
 
 @pytest.mark.parametrize("kind", ["ImportError", "OSError", "RuntimeError"])
 def test_built_for_another_torch(site: Path, kind: str) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in detect._FILES))
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
     write(site, "amp_C.py", text=f'raise {kind}("undefined symbol: _ZN3c10\\nand more")\n')
-    assert detect.why_not_extension("amp_C") == (
+    assert probes.why_not_extension("amp_C") == (
         "apex's extension amp_C cannot be loaded (undefined symbol: _ZN3c10); build apex again for this torch"
     )
 
 
 def test_it_is_looked_for_once(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in detect._FILES))
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
     tries = f"pathlib.Path({str(site / 'tries')!r})"
     write(site, "amp_C.py", text=f'import pathlib\n{tries}.mkdir()\nraise ImportError("no")\n')
-    first = detect.why_not_extension("amp_C")
+    first = probes.why_not_extension("amp_C")
     assert first is not None and "(no)" in first
-    assert detect.why_not_extension("amp_C") == first  # a second import would find the folder made
+    assert probes.why_not_extension("amp_C") == first  # a second import would find the folder made
 
 
 def test_the_stand_ins_are_all_extensions() -> None:
-    assert {path.stem for path in RECORDED.glob("*.py")} == set(detect.EXTENSIONS)
+    assert {path.stem for path in RECORDED.glob("*.py")} == set(probes.EXTENSIONS)

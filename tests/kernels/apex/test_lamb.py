@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megalite.kernels import self_check
-from megalite.kernels.implementations import IMPLEMENTATIONS, Use
-from megalite.kernels.registry import why_not
+from megalite.kernels.registry import IMPLEMENTATIONS, Use, why_not
 from tests.kernels.apex.conftest import Adapter
 from tests.kernels.lamb_formula import NAMES, TERMS, exact, off, piece, run
 
@@ -15,7 +14,7 @@ CHUNK = 1 << 16
 
 
 def kernel(adapter: Adapter) -> tuple[Any, Any]:
-    module = adapter("lamb")
+    module = adapter("multi_tensor")
     return module.lamb_moments, module.lamb_step
 
 
@@ -74,7 +73,7 @@ def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
 
 def test_where_its_arguments_lie(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads the norm that it clips by, the kernel the decay: one is on the CPU whatever the device is."""
-    module = adapter("lamb")
+    module = adapter("multi_tensor")
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module.amp_C, "multi_tensor_lamb_stage1_cuda", lambda *given: calls.append(given))
     tensors = [torch.empty(8, device="meta") for _ in range(4)]
@@ -98,7 +97,7 @@ def test_where_its_arguments_lie(adapter: Adapter, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_stand_in_refuses_what_apex_does(adapter: Adapter, wrong: dict[int, Any], reason: str) -> None:
-    amp_C = adapter("lamb").amp_C
+    amp_C = adapter("multi_tensor").amp_C
     flag, lists = torch.zeros(1, dtype=torch.int32), [[torch.zeros(4)] for _ in range(5)]
     call = [CHUNK, flag, lists, torch.zeros(1), 0, 0.9, 0.999, 1e-6, torch.zeros(1), 1.0]
     amp_C.multi_tensor_lamb_stage1_cuda(*call)
@@ -110,7 +109,7 @@ def test_the_stand_in_refuses_what_apex_does(adapter: Adapter, wrong: dict[int, 
 
 def test_the_stand_in_clips_as_apex_does(adapter: Adapter) -> None:
     """The trap itself: a norm above the largest one."""
-    amp_C = adapter("lamb").amp_C
+    amp_C = adapter("multi_tensor").amp_C
     flag = torch.zeros(1, dtype=torch.int32)
     for norm, wanted in ((8.0, 0.025), (1.0, 0.1)):
         lists = [[torch.ones(1)], *([torch.zeros(1)] for _ in range(4))]
@@ -158,7 +157,7 @@ def without_norm(real: Any) -> Any:
 def test_another_apex_is_refused(
     installed: Adapter, name: str, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    amp_C = installed("lamb").amp_C
+    amp_C = installed("multi_tensor").amp_C
     assert why_not("lamb", "apex", FP32) is None
     self_check._why_wrong.cache_clear()
     monkeypatch.setattr(amp_C, name, spoil(getattr(amp_C, name)))
@@ -178,4 +177,4 @@ def test_only_dense_fp32(installed: Adapter) -> None:
     for wrong in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
         tensors = [torch.zeros(4), wrong, torch.zeros(4), torch.zeros(4)]
         with pytest.raises(AssertionError):
-            installed("lamb").lamb_moments(*tensors, **TERMS, step=1, norms=True)
+            installed("multi_tensor").lamb_moments(*tensors, **TERMS, step=1, norms=True)

@@ -5,12 +5,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
-from megalite.kernels.triton.adam import adam
-from megalite.kernels.triton.add_norm import add_norm
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.triton.l2norm import l2norm
-from megalite.kernels.triton.lamb import lamb_moments, lamb_step
-from megalite.kernels.triton.norms import layernorm, rmsnorm
+from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
+from megalite.kernels.triton.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
 from megalite.kernels.triton.rope import rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

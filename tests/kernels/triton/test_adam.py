@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.kernels.triton.adam import BLOCK, adam
+from megalite.kernels.triton.optimizer_ops import BLOCK, adam
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from megalite.kernels.triton.add_norm import add_norm
-from megalite.kernels.triton.norms import layernorm, rmsnorm
+from megalite.kernels import layer_ops
+from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
 from tests.kernels.triton.exact import DTYPES, assert_near, compare, distance, norm, numbers, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -15,14 +15,14 @@ EPS, P = 1e-3, 0.25
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def ours(zero_centered: bool = False) -> Callable[..., Pair]:
+def ours(zero_centered: bool = False, kernel: Callable[..., Pair] = add_norm) -> Callable[..., Pair]:
     def function(
         branch: torch.Tensor,
         bias: torch.Tensor | None,
         keep: torch.Tensor | None,
         *rest: torch.Tensor | None,
     ) -> Pair:
-        return add_norm(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
+        return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
 
     return function
 
@@ -67,10 +67,13 @@ def arguments(
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("keep", [True, False], ids=["dropout", ""])
 @pytest.mark.parametrize("norm_bias", [True, False], ids=["layer", "rms"])
-def test_every_form(bias: bool, keep: bool, norm_bias: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("kernel", [add_norm, layer_ops.add_norm], ids=["triton", "torch"])
+def test_every_form(
+    bias: bool, keep: bool, norm_bias: bool, kernel: Callable[..., Pair], device: torch.device
+) -> None:
     inputs = arguments((3, 2, 7), device, bias=bias, keep=keep, norm_bias=norm_bias)
-    compare(ours(), exact, inputs)
-    compare(ours(zero_centered=True), partial(exact, offset=1.0), inputs)
+    compare(ours(kernel=kernel), exact, inputs)
+    compare(ours(zero_centered=True, kernel=kernel), partial(exact, offset=1.0), inputs)
 
 
 @pytest.mark.parametrize("norm_bias", [True, False], ids=["layer", "rms"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.compute import OPERATIONS
-from megalite.kernels.implementations import IMPLEMENTATIONS
+from megalite.kernels.registry import IMPLEMENTATIONS
 from megalite.parity.trajectory import Runner
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology

@@ -1,9 +1,21 @@
-"""The norm kernel against float64."""
+"""The norm of gradients by Triton and by torch against float64."""
+
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from megalite.kernels.triton.l2norm import BLOCK, l2norm
+from megalite.kernels import optimizer_ops as by_torch
+from megalite.kernels.triton import optimizer_ops as by_triton
+
+Norm = Callable[[list[torch.Tensor]], torch.Tensor]
+BLOCK, PIECE = by_triton.NORM_BLOCK, by_torch.PIECES["cpu"]
+
+
+@pytest.fixture(params=[by_triton, by_torch], ids=["triton", "torch"])
+def l2norm(request: pytest.FixtureRequest) -> Norm:
+    return request.param.l2norm
 
 
 def random(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -11,13 +23,25 @@ def random(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> 
 
 
 def expected(*tensors: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x.double().flatten() for x in tensors]).norm()
+    """Summed without rounding: torch's own sum of many squares would be the less exact of the two."""
+    squares = torch.cat([x.double().flatten() for x in tensors]).square()
+    return torch.tensor(math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=tensors[0].device)
 
 
 @pytest.mark.parametrize(
-    "sizes", [[1], [BLOCK], [BLOCK + 1], [10 * BLOCK - 3], [7, 0, 2 * BLOCK, 5000], [0, 0]], ids=str
+    "sizes",
+    [
+        [1],
+        [BLOCK],
+        [BLOCK + 1],
+        [10 * BLOCK - 3],
+        [7, 0, 2 * BLOCK, 5000],
+        [0, 0],
+        [PIECE - 1, PIECE, 3 * PIECE + 7],
+    ],
+    ids=str,
 )
-def test_sizes(sizes: list[int], device: torch.device) -> None:
+def test_sizes(sizes: list[int], l2norm: Norm, device: torch.device) -> None:
     """More blocks than programs, a last block in part, none at all."""
     tensors = [random(n, device) for n in sizes]
     found = l2norm(tensors)
@@ -26,19 +50,19 @@ def test_sizes(sizes: list[int], device: torch.device) -> None:
     torch.testing.assert_close(found, expected(*tensors), rtol=1e-14, atol=0.0)
 
 
-def test_types_together(device: torch.device) -> None:
+def test_types_together(l2norm: Norm, device: torch.device) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     tensors = [random(300 + i, device, dtype) for i, dtype in enumerate(dtypes)]
     torch.testing.assert_close(l2norm(tensors), expected(*tensors), rtol=1e-14, atol=0.0)
 
 
-def test_numbers_whose_squares_fp32_cannot_hold(device: torch.device) -> None:
+def test_numbers_whose_squares_fp32_cannot_hold(l2norm: Norm, device: torch.device) -> None:
     large, small = random(50, device) * 1e30, random(50, device) * 1e-30
     torch.testing.assert_close(l2norm([large]), expected(large), rtol=1e-14, atol=0.0)
     torch.testing.assert_close(l2norm([small]), expected(small), rtol=1e-14, atol=0.0)
 
 
-def test_many_small_beside_a_large(device: torch.device) -> None:
+def test_many_small_beside_a_large(l2norm: Norm, device: torch.device) -> None:
     """In fp32 nothing of the small ones would be seen."""
     x = torch.full((3 * BLOCK,), 1e-5, device=device)
     x[0] = 1.0
@@ -46,20 +70,30 @@ def test_many_small_beside_a_large(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_shows(value: float, device: torch.device) -> None:
+def test_what_is_no_number_shows(value: float, l2norm: Norm, device: torch.device) -> None:
     x = random(BLOCK + 9, device)
     x[-1] = value
     torch.testing.assert_close(l2norm([x]), expected(x), equal_nan=True)
 
 
-def test_a_piece_of_a_buffer(device: torch.device) -> None:
+def test_a_piece_of_a_buffer(l2norm: Norm, device: torch.device) -> None:
     buffer = random(3000, device)
     torch.testing.assert_close(l2norm([buffer[17:2000]]), expected(buffer[17:2000]), rtol=1e-14, atol=0.0)
 
 
-def test_twice_the_same_bits(device: torch.device) -> None:
+def test_twice_the_same_bits(l2norm: Norm, device: torch.device) -> None:
     tensors = [random(n, device) for n in (9 * BLOCK + 11, 301)]
     assert torch.equal(l2norm(tensors), l2norm(tensors))
+
+
+@pytest.mark.parametrize("shards", [2, 3, 7, 64])
+def test_where_it_is_cut_does_not_show_in_fp32(shards: int, l2norm: Norm, device: torch.device) -> None:
+    """Elements of many sizes, cut as shards of a data-parallel group are and added up over its ranks."""
+    grad = random(64 * 1000, device) * torch.logspace(-6, 2, 64 * 1000, device=device)
+    total = l2norm([grad]).square()
+    parts = torch.stack([l2norm([part]).square() for part in grad.chunk(shards)]).sum()
+    torch.testing.assert_close(parts, total, rtol=1e-14, atol=0.0)
+    assert torch.equal(parts.sqrt().float(), total.sqrt().float())
 
 
 @pytest.mark.gpu
@@ -71,4 +105,4 @@ def test_more_than_two_to_the_31_elements() -> None:
     torch.full(
         (4096,), float("nan"), dtype=torch.float64, device="cuda"
     )  # freed: what partial sums are written over
-    assert float(l2norm([x])) == 4.0
+    assert float(by_triton.l2norm([x])) == 4.0

@@ -1,25 +1,41 @@
-"""The LAMB kernels against the formula in float64."""
+"""LAMB by Triton and by torch against the formula in float64."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from megalite.kernels.triton.lamb import BLOCK, lamb_moments, lamb_step
+from megalite.kernels import optimizer_ops as by_torch
+from megalite.kernels.triton.optimizer_ops import BLOCK, lamb_moments, lamb_step
 from tests.kernels.lamb_formula import TERMS, exact, off, piece, run
 
 KERNEL = lamb_moments, lamb_step
+BOTH = pytest.mark.parametrize(
+    "kernel", [KERNEL, (by_torch.lamb_moments, by_torch.lamb_step)], ids=["triton", "torch"]
+)
 
 
 @pytest.mark.parametrize("n", [1, 1000, 2 * BLOCK, 5 * BLOCK + 3])
 @pytest.mark.parametrize("step", [1, 10**6])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@BOTH
 @pytest.mark.usefixtures("poisoned")
-def test_one_step(n: int, step: int, weight_decay: float, device: torch.device) -> None:
+def test_one_step(kernel: Any, n: int, step: int, weight_decay: float, device: torch.device) -> None:
     terms = {**TERMS, "weight_decay": weight_decay, "step": step, "rate": 0.3}
     tensors = piece(n, device=device)
     wanted = exact(tensors, **terms)
-    found = off(run(KERNEL, tensors, **terms), wanted)
+    found = off(run(kernel, tensors, **terms), wanted)
     assert found["grad"] == 0.0
     assert max(found.values()) < 5e-7, found
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000])
+def test_torchs_in_float64(step: int) -> None:
+    """It is the reference of the others."""
+    terms, tensors = {**TERMS, "step": step, "rate": 0.3}, piece(1500, dtype=torch.float64)
+    wanted = exact(tensors, **terms)
+    found = off(run((by_torch.lamb_moments, by_torch.lamb_step), tensors, **terms), wanted)
+    assert max(found.values()) < 1e-14, found
 
 
 def test_ten_steps(device: torch.device) -> None:
@@ -49,7 +65,9 @@ def test_moments_settle_where_the_gradient_stays(device: torch.device) -> None:
     assert torch.equal(tensors[3], grad.square())
 
 
-def test_norms_only_where_they_are_wanted(device: torch.device) -> None:
+@BOTH
+def test_norms_only_where_they_are_wanted(kernel: Any, device: torch.device) -> None:
+    lamb_moments, _ = kernel
     tensors, same = piece(BLOCK + 40, device=device), piece(BLOCK + 40, device=device)
     assert lamb_moments(*tensors, **TERMS, step=3, norms=False) == ()
     norms = [lamb_moments(*same, **TERMS, step=3, norms=True)]

@@ -5,9 +5,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from megalite.pipeline.ir.actions import COMPUTE, RECVS, Action, Kind
-from megalite.pipeline.ir.dependencies import channel
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Program, Schedule, channel
 
 
 def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program:

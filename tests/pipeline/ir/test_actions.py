@@ -2,8 +2,7 @@
 
 import pytest
 
-from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind
-from megalite.pipeline.ir.errors import ScheduleError
+from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind, ScheduleError
 
 
 def test_text_form_of_each_kind() -> None:

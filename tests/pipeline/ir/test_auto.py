@@ -8,16 +8,19 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.auto import build_auto
-from megalite.pipeline.ir.auto_problem import Problem
-from megalite.pipeline.ir.auto_search import Objective
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
-from megalite.pipeline.ir.list_scheduler import Rules, list_schedule
+from megalite.pipeline.ir.generators.auto import build_auto
+from megalite.pipeline.ir.generators.auto_search import Objective
+from megalite.pipeline.ir.generators.list_scheduler import Problem, Rules, list_schedule
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
+from megalite.pipeline.ir.generators.one_chunk import (
+    gpipe,
+    loop_placement,
+    one_f_one_b,
+    v_placement,
+    zb_h1,
+    zb_h2,
+)
+from megalite.pipeline.ir.generators.registry import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule
@@ -74,7 +77,7 @@ class Case:
 
     def named(self) -> list[Schedule]:
         schedules = list(_named(self.placement, self.microbatches))
-        return [recompute_ahead(schedule) for schedule in schedules] if self.ahead else schedules
+        return [with_recompute_ahead(schedule) for schedule in schedules] if self.ahead else schedules
 
 
 def _named(placement: tuple[int, ...], m: int) -> Iterator[Schedule]:

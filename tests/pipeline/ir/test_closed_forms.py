@@ -12,11 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs, smallest_group
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, smallest_group, zb_v
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import build_schedule
-from megalite.pipeline.ir.generators.vee import zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule, live_units, peak_activations

@@ -7,15 +7,29 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.halves import merge_halves
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs, smallest_group
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, default_schedule
-from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.generators.many_chunks import (
+    dualpipe_v,
+    interleaved,
+    looped_bfs,
+    smallest_group,
+    zb_v,
+)
+from megalite.pipeline.ir.generators.one_chunk import (
+    gpipe,
+    loop_placement,
+    merge_halves,
+    one_f_one_b,
+    v_placement,
+    zb_h1,
+    zb_h2,
+)
+from megalite.pipeline.ir.generators.registry import (
+    SCHEDULES,
+    build_schedule,
+    default_schedule,
+    forward_only,
+    with_recompute_ahead,
+)
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
@@ -143,7 +157,7 @@ def test_build_schedule_by_name() -> None:
     assert built("zb-h2", 1) == zb_h2(2, 5)
     assert built("zb-v", 2) == zb_v(2, 5)
     assert built("dualpipe-v", 2) == dualpipe_v(2, 5)
-    assert built("zb-h1", 1, recompute_ahead=True) == recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
+    assert built("zb-h1", 1, recompute_ahead=True) == with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
     assert {
         built(name, 1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2).name for name in SCHEDULES
     } == set(SCHEDULES)

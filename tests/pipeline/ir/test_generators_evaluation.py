@@ -5,8 +5,8 @@ import random
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate

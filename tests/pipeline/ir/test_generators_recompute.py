@@ -7,13 +7,9 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, zb_v
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule
@@ -41,7 +37,7 @@ def makespan(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) ->
 
 def test_orders_written_out() -> None:
     def rows(schedule: Schedule) -> list[str]:
-        return [" ".join(map(str, row)) for row in recompute_ahead(schedule).actions]
+        return [" ".join(map(str, row)) for row in with_recompute_ahead(schedule).actions]
 
     assert rows(one_f_one_b(2, 3)) == [
         "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2",
@@ -66,7 +62,7 @@ def test_orders_written_out() -> None:
 )
 def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> None:
     """Nothing but R is added, and no two graphs are ever alive on a rank."""
-    ahead = recompute_ahead(schedule)
+    ahead = with_recompute_ahead(schedule)
     for row, before in zip(ahead.actions, schedule.actions, strict=True):
         assert tuple(action for action in row if action.kind is not Kind.R) == before
         for earlier, action in pairwise(row):
@@ -89,7 +85,7 @@ def test_known_savings(ranks: int, microbatches: int, saved: float) -> None:
     if ranks < 64:
         assert makespan(schedule) == inside
         assert makespan(with_r_everywhere(schedule)) == ahead
-    assert makespan(recompute_ahead(schedule)) == ahead - 2
+    assert makespan(with_recompute_ahead(schedule)) == ahead - 2
 
 
 def test_1f1b_formula() -> None:
@@ -99,11 +95,11 @@ def test_1f1b_formula() -> None:
                 wanted = microbatches * (2 * forward + backward) + (ranks - 1) * (forward + backward)
                 schedule = one_f_one_b(ranks, microbatches)
                 assert makespan(with_r_everywhere(schedule), forward, backward) == wanted
-                assert makespan(recompute_ahead(schedule), forward, backward) == wanted - 2 * forward
+                assert makespan(with_recompute_ahead(schedule), forward, backward) == wanted - 2 * forward
 
 
 def test_it_takes_training_schedules_once() -> None:
     with pytest.raises(ConfigError, match=r"forward_only has no backward.*give a training schedule"):
-        recompute_ahead(forward_only(loop_placement(2, 1), 3))
+        with_recompute_ahead(forward_only(loop_placement(2, 1), 3))
     with pytest.raises(ConfigError, match=r"gpipe recomputes already.*without any R"):
-        recompute_ahead(recompute_ahead(gpipe(2, 3)))
+        with_recompute_ahead(with_recompute_ahead(gpipe(2, 3)))

@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import COMPUTE, RECVS, SENDS, Action, Kind
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.vee import zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1
+from megalite.pipeline.ir.actions import COMPUTE, RECVS, SENDS, Action, Kind, ScheduleError
+from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, zb_v
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1
+from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
@@ -30,7 +25,7 @@ SAMPLES = [
     interleaved(2, 3, 7, 5),
     zb_h1(4, 6),
     zb_v(3, 5),
-    recompute_ahead(zb_v(2, 4)),
+    with_recompute_ahead(zb_v(2, 4)),
 ]
 
 

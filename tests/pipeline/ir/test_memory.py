@@ -3,9 +3,8 @@
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b
+from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Peak, Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.partition import partition_layers
 
 

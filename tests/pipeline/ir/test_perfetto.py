@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.dependencies import dependencies
 from megalite.pipeline.ir.generators.registry import build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces, trace_of
+from megalite.pipeline.ir.schedule import dependencies
 from megalite.pipeline.ir.simulate import Costs, Event, Timeline, simulate
 
 Trace = dict[str, Any]

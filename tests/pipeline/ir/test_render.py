@@ -3,10 +3,9 @@
 import re
 
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, one_f_one_b
+from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.schedule import Schedule

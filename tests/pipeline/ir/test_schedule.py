@@ -2,15 +2,10 @@
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.vee import zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1
+from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
+from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, zb_v
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, one_f_one_b, zb_h1
+from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import LiveUnits, Schedule, live_units, peak_activations
 from megalite.pipeline.ir.validate import validate
@@ -25,7 +20,7 @@ from megalite.pipeline.ir.validate import validate
         forward_only(loop_placement(2, 2), 5),
         one_f_one_b(1, 1),
         zb_v(3, 4),
-        recompute_ahead(zb_h1(3, 4)),
+        with_recompute_ahead(zb_h1(3, 4)),
     ],
 )
 def test_csv_round_trip(schedule: Schedule) -> None:

@@ -2,13 +2,11 @@
 
 import pytest
 
-from megalite.pipeline.ir.generators.interleaved import interleaved
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1
+from megalite.pipeline.ir.generators.many_chunks import interleaved
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.pipeline.ir.sharing import shared_makespan
-from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.pipeline.ir.simulate import Costs, shared_makespan, simulate
 
 SCHEDULES = {
     "1f1b": one_f_one_b(4, 8),

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
+from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, Link, simulate

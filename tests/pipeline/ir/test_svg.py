@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.generators.registry import build_schedule, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
@@ -92,7 +91,7 @@ def test_every_class_has_a_fill_of_its_own() -> None:
 
 
 def test_recomputation_is_drawn() -> None:
-    schedule = recompute_ahead(build_schedule("1f1b", num_ranks=3, num_chunks=1, num_microbatches=4))
+    schedule = with_recompute_ahead(build_schedule("1f1b", num_ranks=3, num_chunks=1, num_microbatches=4))
     text = picture([panel(on_clock(schedule))])
     assert "R forward again" in texts(ET.fromstring(text))
     assert any(box.attrib["class"] == "R0" for box in boxes(ET.fromstring(text)).values())

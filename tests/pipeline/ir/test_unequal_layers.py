@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import pytest
 
-import megalite.pipeline.ir.unequal_layers as unequal_layers
+import megalite.pipeline.ir.partition as unequal_layers
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators.placements import loop_placement
+from megalite.pipeline.ir.generators.one_chunk import loop_placement
 from megalite.pipeline.ir.partition import partition_layers
 from tests.pipeline.ir.test_partition import cuts
 

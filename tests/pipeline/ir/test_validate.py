@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind
-from megalite.pipeline.ir.errors import ScheduleError
-from megalite.pipeline.ir.generators.forward_only import forward_only
-from megalite.pipeline.ir.generators.interleaved import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead
-from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind, ScheduleError
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
+from megalite.pipeline.ir.generators.one_chunk import (
+    gpipe,
+    loop_placement,
+    one_f_one_b,
+    v_placement,
+    zb_h1,
+    zb_h2,
+)
+from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program, Schedule, peak_activations
@@ -59,9 +61,9 @@ SMALL = [
     zb_v(2, 3),
     zb_v(3, 2),
     dualpipe_v(2, 4),
-    recompute_ahead(one_f_one_b(2, 3)),
-    recompute_ahead(interleaved(2, 2, 2)),
-    recompute_ahead(zb_v(2, 2)),
+    with_recompute_ahead(one_f_one_b(2, 3)),
+    with_recompute_ahead(interleaved(2, 2, 2)),
+    with_recompute_ahead(zb_v(2, 2)),
 ]
 MUTANTS = 10_500
 

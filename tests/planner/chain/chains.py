@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
-from megalite.planner.chain.cluster import ChainCluster
-from megalite.planner.chain.judging import Judge, Judged
-from megalite.planner.chain.placement import Counts
-from megalite.planner.chain.plan import Stage, Stages
-from megalite.planner.chain.profile import ChainProfile, Layer
+from megalite.planner.chain.inputs import ChainCluster, ChainProfile, Layer
+from megalite.planner.chain.judge import Judge, Judged
+from megalite.planner.chain.plan import Counts, Stage, Stages
 
 
 def chain(

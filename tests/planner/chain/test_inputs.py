@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.chain.cluster import read_cluster
-from megalite.planner.chain.profile import parse_profile, read_profile
+from megalite.planner.chain.inputs import parse_profile, read_cluster, read_profile
 from megalite.planner.chain.twins import TWINS, find_profile, global_batch, twin
 from tests.e2e.programs import REPOSITORY
 

@@ -4,10 +4,9 @@ from itertools import combinations, product
 
 import pytest
 
-from megalite.planner.chain.cluster import ChainCluster
-from megalite.planner.chain.pipedream import pipedream_plan
+from megalite.planner.chain.baselines import pipedream_plan
+from megalite.planner.chain.inputs import ChainCluster, ChainProfile
 from megalite.planner.chain.plan import Stages
-from megalite.planner.chain.profile import ChainProfile
 from tests.planner.chain.chains import chain, cluster, random_chain
 
 

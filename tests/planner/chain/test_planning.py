@@ -4,11 +4,11 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.planner.chain import planning
-from megalite.planner.chain.cluster import ChainCluster, read_cluster
+from megalite.planner.chain.baselines import data_parallel
 from megalite.planner.chain.dapple import Found
-from megalite.planner.chain.judging import Judge, Problem
+from megalite.planner.chain.inputs import ChainCluster, read_cluster
+from megalite.planner.chain.judge import Judge, Problem
 from megalite.planner.chain.planning import BASELINES, DATA_PARALLEL, PIPEDREAM, STRAIGHT, plan_chain
-from megalite.planner.chain.seeds import data_parallel
 from megalite.planner.chain.twins import global_batch, twin
 from tests.planner.chain.chains import brute_force, chain, cluster, random_chain
 

@@ -5,14 +5,21 @@ from itertools import combinations
 
 import pytest
 
-from megalite.planner.chain.cluster import ChainCluster
-from megalite.planner.chain.costs import plan_costs
+from megalite.planner.chain.baselines import cut, data_parallel, even_stages, straight
 from megalite.planner.chain.dapple import Search, _Node
-from megalite.planner.chain.judging import Judge, Judged, Problem
-from megalite.planner.chain.placement import append_first, fresh_first, placements, scatter_first, taken_from
-from megalite.planner.chain.plan import Stage, Stages
-from megalite.planner.chain.refine import refine
-from megalite.planner.chain.seeds import cut, data_parallel, even_stages, straight
+from megalite.planner.chain.inputs import ChainCluster
+from megalite.planner.chain.judge import Judge, Judged, Problem
+from megalite.planner.chain.plan import (
+    Stage,
+    Stages,
+    append_first,
+    fresh_first,
+    placements,
+    plan_costs,
+    scatter_first,
+    taken_from,
+)
+from megalite.planner.chain.planning import refine
 from tests.planner.chain.chains import chain, cluster, random_chain
 
 

@@ -7,17 +7,18 @@ import pytest
 from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, Link, simulate
-from megalite.planner.chain.costs import (
+from megalite.planner.chain.judge import Judge, Problem, run, timeline
+from megalite.planner.chain.plan import (
+    ChainPlan,
     PlanCosts,
+    Stage,
     all_reduce_seconds,
+    device_ids,
     hop_seconds,
     memory_bytes,
     plan_costs,
     shares,
 )
-from megalite.planner.chain.judging import Judge, Problem
-from megalite.planner.chain.plan import ChainPlan, Stage, device_ids
-from megalite.planner.chain.simulate import run, timeline
 from tests.planner.chain.chains import all_stages, chain, cluster, random_chain
 
 

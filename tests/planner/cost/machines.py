@@ -6,8 +6,7 @@ from typing import Any
 from megalite.config import describe
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.hardware.cluster import Cluster, load_cluster
-from megalite.planner.hardware.stack import SoftwareStack, load_stack
+from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
 
 BASE = load_cluster("dgx-a100")
 STACK = load_stack("fused")

@@ -8,7 +8,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.planner.cost.calibrate import Measured, fit
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.stack import load_stack
+from megalite.planner.hardware import load_stack
 from tests.planner.cost.machines import BASE, cluster_with, config_of
 
 UNFUSED = load_stack("unfused")

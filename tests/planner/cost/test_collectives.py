@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalite.planner.cost.collectives import collective_seconds, link_rate, members_in_node, message_seconds
+from megalite.planner.cost.rates import collective_seconds, link_rate, members_in_node, message_seconds
 from tests.planner.cost.machines import cluster_with
 
 CLUSTER = cluster_with(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megalite.planner.cost.gemm import CORNER, RAMP, gemm_seconds
-from megalite.planner.hardware.cluster import Cluster
+from megalite.planner.cost.rates import CORNER, RAMP, gemm_seconds
+from megalite.planner.hardware import Cluster
 from tests.planner.cost.machines import ENDLESS, cluster_with
 
 PEAK = 1e12

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing, attention_core, attention_projections, dense_mlp, head
-from megalite.planner.cost.parts import Parts
+from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
 from megalite.planner.cost.workload import Workload, stacked, with_layouts, workload_of
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack, load_stack
-from megalite.planner.pipeline import plan_stages
+from megalite.planner.hardware import Cluster, SoftwareStack, load_stack
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
 
 UNFUSED = load_stack("unfused")

@@ -8,12 +8,12 @@ import pytest
 from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token
+from megalite.partition.pipeline import lowered, plan_stages, schedule_of
 from megalite.pipeline.ir.simulate import simulate
-from megalite.planner.cost import step
-from megalite.planner.cost.links import crosses_node, links_of
+from megalite.planner import clock
+from megalite.planner.cost.rates import crosses_node, links_of
 from megalite.planner.cost.stage import simulator_costs, stage_costs
 from megalite.planner.cost.step import predict
-from megalite.planner.pipeline import lowered, plan_stages, schedule_of
 from tests.planner.cost.machines import BASE, STACK, cluster_with, config_of, free_communication, without_host
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name
     config, cluster = _config(name), free_communication()
     found = predict(config, cluster, without_host())
     stages = plan_stages(config)
-    costs = simulator_costs(stage_costs(config, stages, cluster, without_host()))
+    costs = simulator_costs(stage_costs(config, stages, cluster, without_host()), config)
     timeline = simulate(lowered(config, schedule_of(config, microbatch_counts(config)[-1])), costs)
     assert found.step_seconds == pytest.approx(timeline.makespan + found.parts["optimizer"], rel=1e-9)
     assert found.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-9)
@@ -81,10 +81,10 @@ def test_better_figures_are_never_slower(name: str, figure: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "zero-3"])
 def test_an_extended_step_is_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**LAYOUTS[name], "global_batch_size": LAYOUTS[name]["dp"] * 48}
+    settings = {**LAYOUTS[name], "global_batch_size": LAYOUTS[name]["dp"] * 96}
     config = config_of(settings.get("pp", 1) * settings["dp"], **settings)
     whole = predict(config, BASE, STACK, with_memory=False)
-    monkeypatch.setattr(step, "SIMULATED_ACTIONS", 1)
+    monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
     extended = predict(config, BASE, STACK, with_memory=False)
     assert len(extended.timeline.events) < len(whole.timeline.events) / 2
     assert extended.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
@@ -155,7 +155,7 @@ def test_a_large_run_has_no_need_of_more_than_a_few_microbatches() -> None:
     )  # fmt: skip
     found = predict(config, BASE, STACK)
     assert microbatch_counts(config)[-1] == 768
-    assert len(found.timeline.events) <= step.SIMULATED_ACTIONS + 64
+    assert len(found.timeline.events) <= clock.SIMULATED_ACTIONS + 64
     assert 0.25 < found.mfu < 0.7
 
 

@@ -8,9 +8,16 @@ import pytest
 import yaml
 
 from megalite.config.errors import ConfigError
-from megalite.planner.hardware.cluster import Efficiency, cluster_names, load_cluster, save_cluster
-from megalite.planner.hardware.reading import plain
-from megalite.planner.hardware.stack import load_stack, save_stack, stack_names
+from megalite.config.records import plain
+from megalite.planner.hardware import (
+    Efficiency,
+    cluster_names,
+    load_cluster,
+    load_stack,
+    save_cluster,
+    save_stack,
+    stack_names,
+)
 
 
 def test_the_promised_files_are_there() -> None:

@@ -1,6 +1,7 @@
 """The report of a plan: data, text, page, files."""
 
 import shlex
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,11 +13,16 @@ from megalite.config.errors import ConfigError
 from megalite.config.files import read_level
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
-from megalite.planner.report.data import PARTS, count_in_words, duration_in_words, plan_data
-from megalite.planner.report.files import launch_lines, write_files
-from megalite.planner.report.html import html_page
-from megalite.planner.report.text import format_plan
-from megalite.planner.report.timeline import drawn_timeline
+from megalite.planner.page import drawn_timeline, html_page
+from megalite.planner.report import (
+    PARTS,
+    count_in_words,
+    duration_in_words,
+    format_plan,
+    launch_lines,
+    plan_data,
+    write_files,
+)
 from megalite.planner.search.search import Plan, find
 from tests.planner.search.asking import asked
 
@@ -145,6 +151,13 @@ def test_a_length_and_data_of_its_own_stay(tmp_path: Path) -> None:
     path, _ = write_files(plan, tmp_path / "plan.yaml", 300e9)
     assert yaml.safe_load(path.read_text())["train_iters"] == 7
     assert all("--data-path" not in line for line in launch_lines(plan, path))
+
+
+def test_launch_lines_keep_odd_paths_whole(plan: Plan) -> None:
+    for one in (plan, replace(plan, request=replace(plan.request, world_size=4))):
+        direct, sbatch = (shlex.split(line) for line in launch_lines(one, Path("it's my plan.yaml")))
+        assert "it's my plan.yaml" in direct
+        assert "it's my plan.yaml" in shlex.split(sbatch[-1])
 
 
 def test_launch_lines_start_all_ranks(plan: Plan) -> None:

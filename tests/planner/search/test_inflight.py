@@ -6,7 +6,7 @@ import pytest
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program
-from megalite.planner.search.inflight import in_flight, steady
+from megalite.planner.search.features import in_flight, steady
 from megalite.planner.search.space import LOOPED, ONE_CHUNK, Pipeline
 
 WEIGHTS = [(1.0, 0.0), (1.0, 0.6), (0.1, 1.0)]

@@ -5,12 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from megalite.planner.memory import activation_peaks, rank_memory
-from megalite.planner.pipeline import plan_stages, schedule_of
+from megalite.partition.memory import activation_peaks, rank_memory
+from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.planner.search.features import Counter
-from megalite.planner.search.search import config_of
+from megalite.planner.search.search import config_of, survey
 from megalite.planner.search.space import Layout
-from megalite.planner.search.survey import survey
 from tests.planner.search.asking import EXPERTS, TINY, Asked, asked
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2"

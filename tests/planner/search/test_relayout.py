@@ -9,11 +9,10 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import cluster_of_device, load_cluster
-from megalite.planner.hardware.stack import load_stack
+from megalite.planner.hardware import cluster_of_device, load_cluster, load_stack
 from megalite.planner.search import relayout as under_test
-from megalite.planner.search.asking import fixed_settings, request_for
 from megalite.planner.search.relayout import ALMOST, LAYOUT, Former, Relayout, relayout
+from megalite.planner.search.request import fixed_settings, request_for
 from megalite.planner.search.search import find
 from tests.support.tiny import TINY
 

@@ -6,12 +6,10 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import Cluster
-from megalite.planner.hardware.stack import SoftwareStack
+from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search import search
 from megalite.planner.search.request import Request
-from megalite.planner.search.search import Plan, config_of, find
-from megalite.planner.search.survey import Survey, survey
+from megalite.planner.search.search import Plan, Survey, config_of, find, survey
 from tests.planner.search.asking import TINY, asked
 
 GPT = "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32"

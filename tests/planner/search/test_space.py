@@ -9,10 +9,10 @@ import pytest
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.validate import validate
-from megalite.pipeline.ir.generators.registry import SCHEDULES, placement_for
-from megalite.planner.pipeline import schedule_of
-from megalite.planner.search.request import Request, parse_constraint
-from megalite.planner.search.search import config_of, not_default
+from megalite.partition.pipeline import schedule_of
+from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
+from megalite.planner.search.request import Request, not_default, parse_constraint
+from megalite.planner.search.search import config_of
 from megalite.planner.search.space import Layout, divisors, enumerate_space
 from tests.planner.search.asking import EXPERTS, TINY, asked
 
@@ -57,8 +57,10 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
         if rest or batch % (dp * micro):
             continue
         for name, sequence in itertools.product(STRATEGIES, (False, True)):
-            if pp == 1 and schedule in ("zb-h1", "zb-h2"):
+            if pp == 1 and schedule != "1f1b":
                 continue
+            if batch == dp * micro and schedule in ("gpipe", "looped-bfs"):
+                continue  # 1f1b or interleaved in one microbatch
             alone = dp * cp == 1 and tp * cp * dp <= tp * ep
             if alone and name != "all-reduce":
                 continue
@@ -135,6 +137,26 @@ def test_a_cut_by_hand_decides_the_number_of_stages() -> None:
         (2, 2),
         (4, 1),
     }
+
+
+def test_one_rank_and_one_microbatch_have_no_twins() -> None:
+    def schedules(flags: str) -> set[str]:
+        space = enumerate_space(asked(f"{TINY} --gpus 2 {flags}").request)
+        return {each.pipeline.schedule for each in space.layouts()}
+
+    assert schedules("--fix pp=1") == {"1f1b"}
+    assert schedules("--fix pp=1 --fix schedule=gpipe,zb-h2") == {"zb-h2"}
+    assert schedules("--fix pp=1 --fix schedule=gpipe") == {"gpipe"}
+    one = "--fix pp=2 --fix tp=1 --fix mbs=8"  # all of the batch
+    assert schedules(f"{one} --fix schedule=1f1b,gpipe,interleaved,looped-bfs") == {"1f1b", "interleaved"}
+    assert schedules(f"{one} --fix schedule=gpipe,looped-bfs") == {"gpipe", "looped-bfs"}
+    for more, less in (("gpipe", "1f1b"), ("looped-bfs", "interleaved")):
+        chunks = 1 if less == "1f1b" else 3
+        same = [
+            build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=1).actions
+            for name in (more, less)
+        ]
+        assert same[0] == same[1]
 
 
 def test_words_of_constraints() -> None:

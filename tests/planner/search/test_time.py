@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware.cluster import load_cluster, save_cluster
-from megalite.planner.search.search import config_of
+from megalite.planner.hardware import load_cluster, save_cluster
+from megalite.planner.search.search import Survey, config_of, survey
 from megalite.planner.search.space import Layout
-from megalite.planner.search.survey import Survey, survey
 from tests.planner.search.asking import Asked, asked
 
 GPT = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 32 --global-batch-size 64 --max-memory 10TB"

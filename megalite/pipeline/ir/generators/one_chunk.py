@@ -1,11 +1,56 @@
 """Schedules of one stage a rank with whole backwards: GPipe and 1F1B."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.placements import check_sizes, loop_placement
 from megalite.pipeline.ir.schedule import Schedule
+
+
+def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Stage s on rank s mod p: each rank hands its output to the next, and the last one to the first."""
+    check_sizes("loop placement", num_ranks, num_chunks)
+    return tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Two stages a rank, down and up again: stage s on rank s if s < p, else on rank 2p - 1 - s.
+
+    The turn on the last rank is a hand-over without a message, and rank 0 has both the first and the last stage.
+    """
+    check_sizes("V placement", num_ranks)
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def check_sizes(what: str, num_ranks: int, num_chunks: int = 1, num_microbatches: int = 1) -> None:
+    """Raises a ConfigError if a size is below 1."""
+    for size, value in (
+        ("pp", num_ranks),
+        ("vpp", num_chunks),
+        ("the number of microbatches", num_microbatches),
+    ):
+        if value < 1:
+            raise ConfigError(f"{what}: {size} is {value}; it must be 1 or more")
+
+
+def merge_halves(row: Iterable[Action], placement: Sequence[int]) -> tuple[Action, ...]:
+    """The list with each adjacent I(s,i), W(s,i) as one B(s,i), if no other rank waits for that I.
+
+    On stage 0 nobody reads the gradient, at the turn of a V the same rank does, after the W in any case: there a B
+    ends when the W would have, and spares the bookkeeping between the halves. Elsewhere a B would send its gradient
+    later by W.
+    """
+    merged: list[Action] = []
+    for action in row:
+        kind, stage, microbatch = action
+        half = Action(Kind.I, stage, microbatch)
+        awaited = stage > 0 and placement[stage - 1] != placement[stage]
+        if kind is Kind.W and merged and merged[-1] == half and not awaited:
+            merged[-1] = Action(Kind.B, stage, microbatch)
+        else:
+            merged.append(action)
+    return tuple(merged)
+
 
 WARM_UPS = ("pa", "pb")
 
@@ -70,3 +115,71 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
         placement=loop_placement(num_ranks, 1),
         actions=tuple(tuple(row(rank)) for rank in range(num_ranks)),
     )
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B in whose place of each backward rank r runs an I, and the W of r microbatches before.
+
+    For m >= p and W <= I, F the bubble is (p-1)(F+I-W): with F = I = W a third of 1F1B's. Rank r holds p-r microbatches'
+    activations, as in 1F1B, and what the W of r microbatches need.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+    return _split("zb-h1", num_ranks, num_microbatches, depth=1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H2: 2(p-r)-1 forwards ahead, each W put off by 2r microbatches: no rank idles between its first and last action.
+
+    If F, I and W take the same time and m >= 2p-1, rank r works without a pause, but starts r F after rank 0 and ends
+    as much later: the makespan is m(F+I+W) + (p-1)F, the same as ZB-H1's, unless the next step may start on each rank as
+    soon as that rank is done. What it buys in a synchronous step is slack for messages. Rank r holds 2(p-r)-1
+    microbatches' activations and what the W of 2r microbatches need.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+    return _split("zb-h2", num_ranks, num_microbatches, depth=2)
+
+
+def _split(name: str, num_ranks: int, num_microbatches: int, *, depth: int) -> Schedule:
+    """The order of both, `depth` 1 and 2: depth(p-r) - (depth-1) forwards ahead, W behind I by depth times r."""
+    check_sizes(f"schedule {name}", num_ranks, 1, num_microbatches)
+
+    def row(rank: int) -> Iterable[Action]:
+        ahead = min(num_microbatches, depth * (num_ranks - rank) - (depth - 1))
+        behind = depth * rank
+        yield from (Action(Kind.F, rank, i) for i in range(ahead))
+        for i in range(num_microbatches):
+            yield Action(Kind.I, rank, i)
+            if i >= behind:
+                yield Action(Kind.W, rank, i - behind)
+            if ahead + i < num_microbatches:
+                yield Action(Kind.F, rank, ahead + i)
+        yield from (
+            Action(Kind.W, rank, i) for i in range(max(num_microbatches - behind, 0), num_microbatches)
+        )
+
+    placement = loop_placement(num_ranks, 1)
+    return Schedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        num_microbatches=num_microbatches,
+        placement=placement,
+        actions=tuple(merge_halves(row(rank), placement) for rank in range(num_ranks)),
+    )
+
+
+def check_several_chunks(name: str, num_chunks: int) -> None:
+    """ConfigError unless there are at least two chunks per rank."""
+    if num_chunks == 1:
+        alternative = "1f1b" if name == "interleaved" else "gpipe"
+        raise ConfigError(
+            f"schedule {name} needs several chunks a rank but vpp is 1: set vpp to 2, or use {alternative}"
+        )

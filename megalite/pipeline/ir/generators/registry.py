@@ -1,19 +1,140 @@
 """Every schedule by its name."""
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators.interleaved import check_several_chunks, interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.generators.placements import loop_placement, v_placement
-from megalite.pipeline.ir.generators.recompute import recompute_ahead as with_recompute_ahead
-from megalite.pipeline.ir.generators.vee import dualpipe_v, zb_v
-from megalite.pipeline.ir.generators.zero_bubble import zb_h1, zb_h2
+from megalite.config.registry import Registry
+from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
+from megalite.pipeline.ir.generators.one_chunk import (
+    check_several_chunks,
+    check_sizes,
+    loop_placement,
+    v_placement,
+)
 from megalite.pipeline.ir.schedule import Schedule
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+def with_recompute_ahead(schedule: Schedule) -> Schedule:
+    """The schedule with an R right before each B and I, except where the pair's F is the action right before.
+
+    R needs nothing from another rank, so it runs while the backward's gradient is on its way: on the path along which
+    gradients travel up the ranks a backward costs B instead of R + B. For 1F1B that makes the bubble (p-1)(F+B) instead
+    of (p-1)(F+R+B). Between R and its backward one microbatch's activations of one stage are alive, for longer than if
+    the backward recomputed; else only stage inputs are. A pair whose backward follows its forward at once, as on the
+    last rank of 1F1B, keeps its graph and recomputes nothing, with the same peak: that takes another 2F from 1F1B's
+    bubble where R = F <= B.
+
+    Raises:
+        ConfigError: the schedule is forward-only, or recomputes already.
+    """
+    if schedule.forward_only or schedule.recomputed:
+        reason = "has no backward" if schedule.forward_only else "recomputes already"
+        raise ConfigError(
+            f"schedule {schedule.name} {reason}, so it cannot recompute ahead: give a training schedule without any R"
+        )
+    rows = []
+    for row in schedule.actions:
+        out: list[Action] = []
+        for action in row:
+            forward = Action(Kind.F, action.stage, action.microbatch)
+            if action.kind in GRADIENTS and (not out or out[-1] != forward):
+                out.append(Action(Kind.R, action.stage, action.microbatch))
+            out.append(action)
+        rows.append(tuple(out))
+    return Schedule(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        placement=schedule.placement,
+        actions=tuple(rows),
+    )
+
+
+def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Evaluation: forwards alone, with nothing kept. Any placement and any number of microbatches.
+
+    On a loop of several chunks groups of p microbatches go through all chunks in turn, the last group taking the
+    remainder as well. For m >= p there is no bubble but the ramp, (p-1)F/v, and no message waits p slots or more for
+    its consumer.
+
+    On any other placement microbatch i enters v slots after microbatch i-1, v being the most stages on a rank, and
+    stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank takes, modulo
+    v. That is a legal run, so no rank waits for ever, and no message waits v slots or more. A rank with v stages is
+    never idle in between. On a V d(s) = s: the makespan is (2m + 2p-2) stage forwards, the least possible, since the
+    last rank's 2m stand between p-1 on the way down and p-1 on the way up.
+
+    Raises:
+        ConfigError: no stage, or no microbatch.
+    """
+    if not placement:
+        raise ConfigError("schedule forward_only: the placement lists no stage; give one rank a stage")
+    num_ranks = max(placement) + 1
+    check_sizes("schedule forward_only", num_ranks, 1, num_microbatches)
+    looped = tuple(placement) == loop_placement(num_ranks, max(len(placement) // num_ranks, 1))
+    cells = _by_groups if looped else _periodic
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for stage, i in cells(placement, num_microbatches):
+        rows[placement[stage]].append(Action(Kind.F, stage, i))
+    return Schedule(
+        name="forward_only",
+        num_ranks=num_ranks,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=tuple(placement),
+        actions=tuple(map(tuple, rows)),
+        forward_only=True,
+    )
+
+
+def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """(stage, microbatch) in an order whose restriction to a rank is that rank's order, on a loop."""
+    num_ranks = max(placement) + 1
+    num_groups = max(1, num_microbatches // num_ranks)
+    bounds = [index * num_ranks for index in range(num_groups)] + [num_microbatches]
+    return [
+        (stage, i)
+        for first, stop in pairwise(bounds)
+        for stage in range(len(placement))
+        for i in range(first, stop)
+    ]
+
+
+def _periodic(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """The same on any placement."""
+    period = max(placement.count(rank) for rank in placement)
+    taken: dict[int, set[int]] = defaultdict(set)
+    delays: list[int] = []
+    for rank in placement:
+        slot = delays[-1] + 1 if delays else 0
+        while slot % period in taken[rank]:
+            slot += 1
+        taken[rank].add(slot % period)
+        delays.append(slot)
+    cells = [(stage, i) for stage in range(len(placement)) for i in range(num_microbatches)]
+    return sorted(cells, key=lambda cell: period * cell[1] + delays[cell[0]])
+
+
+_HERE = "megalite.pipeline.ir.generators"
+GENERATORS: Registry[Callable[..., Schedule]] = Registry(
+    "pipeline_schedule",
+    {
+        "gpipe": f"{_HERE}.one_chunk:gpipe",
+        "1f1b": f"{_HERE}.one_chunk:one_f_one_b",
+        "interleaved": f"{_HERE}.many_chunks:interleaved",
+        "looped-bfs": f"{_HERE}.many_chunks:looped_bfs",
+        "zb-h1": f"{_HERE}.one_chunk:zb_h1",
+        "zb-h2": f"{_HERE}.one_chunk:zb_h2",
+        "zb-v": f"{_HERE}.many_chunks:zb_v",
+        "dualpipe-v": f"{_HERE}.many_chunks:dualpipe_v",
+    },
+)
+SCHEDULES = GENERATORS.names
 """`pipeline_schedule` can be any of these."""
 
-_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
-_VEE = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+_VEE = ("zb-v", "dualpipe-v")
 _WITH_CHUNKS = {
     "gpipe": "looped-bfs (vpp 2 or more)",
     "1f1b": "interleaved (vpp 2 or more)",
@@ -63,13 +184,13 @@ def build_schedule(
         )
     placement_for(name, num_ranks, num_chunks)
     if name == "interleaved":
-        schedule = interleaved(num_ranks, num_chunks, num_microbatches, group)
+        schedule = GENERATORS.get(name)(num_ranks, num_chunks, num_microbatches, group)
     elif name == "looped-bfs":
-        schedule = looped_bfs(num_ranks, num_chunks, num_microbatches)
+        schedule = GENERATORS.get(name)(num_ranks, num_chunks, num_microbatches)
     elif name == "1f1b":
-        schedule = one_f_one_b(num_ranks, num_microbatches, warm_up)
+        schedule = GENERATORS.get(name)(num_ranks, num_microbatches, warm_up)
     else:
-        schedule = (_ONE_CHUNK | _VEE)[name](num_ranks, num_microbatches)
+        schedule = GENERATORS.get(name)(num_ranks, num_microbatches)
     return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
 
@@ -81,7 +202,7 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
-    if name in _ONE_CHUNK and num_chunks > 1:
+    if name in _WITH_CHUNKS and num_chunks > 1:
         raise ConfigError(
             f"schedule {name} takes one stage a rank but vpp is {num_chunks}: use vpp 1, or schedule "
             f"{_WITH_CHUNKS[name]}"

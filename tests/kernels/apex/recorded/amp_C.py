@@ -1,5 +1,5 @@
 """Stands for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu,
-multi_tensor_lamb_stage_1.cu and multi_tensor_l2norm_kernel.cu."""
+multi_tensor_lamb_stage_1.cu."""
 
 from typing import Any
 
@@ -93,17 +93,3 @@ def multi_tensor_lamb_stage1_cuda(*arguments: Any) -> None:
         m.copy_(m * float(beta1) + float(one - beta1) * grad)
         v.copy_(v * float(beta2) + float(one - beta2) * grad * grad)
         update.copy_((m / first) / ((v / second).sqrt() + float(eps)) + float(decays[place]) * p)
-
-
-def multi_tensor_l2norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    bound(arguments, "itlb")
-    chunk, noop, lists, per_tensor = arguments
-    run = _launched(chunk, noop, lists, 1)
-    squares = []
-    for place, x in enumerate(lists[0]):
-        of_type(lists[0][0], *FLOATS)
-        of_type(x, lists[0][0].dtype)
-        require(x.numel() < 2**31, "offsets run over")
-        squares.append(x[: run[place] * chunk].float().square().sum())
-    norms = torch.stack(squares).sqrt() if per_tensor else torch.empty(0)
-    return torch.stack(squares).sum().sqrt().view(1), norms

@@ -1,0 +1,117 @@
+"""Indices, samples, opening and verifying of one large token file, beside plain copies and reads of its tokens."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.megatron_dataset import MegatronDataset
+from megalite.preprocess.verify import verify
+
+SEQ_LENGTH = 2048
+VOCABULARY = 50_257
+ORDER: dict[str, Any] = {"seq_length": SEQ_LENGTH, "seed": 1234, "name": "train"}
+_BLOCK = 1 << 16
+
+
+def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
+    """A file of random ids in documents of exponentially distributed lengths."""
+    random = np.random.default_rng(0)
+    mean = tokens / documents
+    lengths = 1 + random.exponential(mean - 1, documents).astype(np.int64)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for first in range(0, documents, _BLOCK):
+            block = lengths[first : first + _BLOCK]
+            writer.add_documents(random.integers(0, VOCABULARY, int(block.sum()), dtype=np.uint16), block.tolist())
+
+
+def index_row(prefix: Path, order: str) -> dict[str, Any]:
+    """Seconds from an open file to the first sample, in a process of its own, and the memory that it adds at its peak."""
+    return dict(json.loads(common.run_python("-m", "benchmarks.data.read", str(prefix), order)))
+
+
+def _index(prefix: Path, order: str) -> dict[str, Any]:
+    indexed = IndexedDataset(prefix)
+    settings: dict[str, Any] = {"documents": range(len(indexed)), **ORDER}
+    before = _forget_peak()
+    start = time.perf_counter()
+    if order == "megatron":
+        samples = indexed.num_tokens // SEQ_LENGTH
+        MegatronDataset(indexed, num_samples=samples, **settings).sample(0)
+    else:
+        GPTDataset(indexed, **settings).sample(0)
+    return {"seconds": time.perf_counter() - start, "memory MB": (_peak() - before) / 1e6}
+
+
+def _forget_peak() -> int:
+    """Bytes that this process holds; from here on `_peak` counts. (ru_maxrss would be the parent's until exceeded.)"""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    """Bytes that this process has held at most."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def samples_row(prefix: Path, samples: int) -> dict[str, float]:
+    """Samples a second in shuffled order, with every id compared with the vocabulary, and of copying as many tokens from
+    as many random places."""
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(indexed, documents=range(len(indexed)), vocab_size=VOCABULARY, **ORDER)
+    dataset.sample(0)  # the index
+    starts = np.random.default_rng(1).integers(0, indexed.num_tokens - SEQ_LENGTH - 1, samples).tolist()
+    tokens = indexed.tokens
+
+    def copy() -> None:
+        for first in starts:
+            tokens[first : first + SEQ_LENGTH + 1].astype(np.int64)
+
+    common.seconds_of(copy)  # brings the file into memory
+    ours = common.seconds_of(lambda: [dataset.sample(k) for k in range(samples)])
+    bare = common.seconds_of(copy)
+    return {
+        "samples/s": samples / ours,
+        "tokens/s": samples * SEQ_LENGTH / ours,
+        "bare copies/s": samples / bare,
+        "of bare": bare / ours,
+    }
+
+
+def open_row(prefix: Path) -> dict[str, float]:
+    """Opening (the index whole, the tokens not at all), verifying every token, and reading both files and no more."""
+    size = sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
+    index = Path(f"{prefix}.idx").stat().st_size
+
+    def read() -> None:
+        buffer = bytearray(1 << 20)
+        for suffix in (".bin", ".idx"):
+            with Path(f"{prefix}{suffix}").open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def check() -> None:
+        found = verify(str(prefix), vocab_size=VOCABULARY)
+        assert found.fault is None, found
+
+    reading, opening = common.seconds_of(read), common.seconds_of(lambda: IndexedDataset(prefix))
+    verifying = common.seconds_of(check)
+    return {
+        "open seconds": opening,
+        "open GB/s of index": index / opening / 1e9,
+        "verify GB/s": size / verifying / 1e9,
+        "read GB/s": size / reading / 1e9,
+        "verify of read": reading / verifying,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_index(Path(sys.argv[1]), sys.argv[2])))

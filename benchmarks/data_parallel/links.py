@@ -1,0 +1,112 @@
+"""Ranks in network namespaces of their own, joined by links of a given rate: a slow network on one machine.
+
+Each rank has a namespace with one interface, `eth0`, a veth whose other end is a port of a bridge in a namespace of its
+own. A token bucket (tbf) at both ends of each link limits both directions. What a rank sends and receives is read from
+the interface's counters inside its namespace. Latency and loss cannot be added without the kernel's netem.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import common
+
+_SWITCH = "mgl-switch"
+_SUBNET = "10.77.0"
+
+
+def unavailable() -> str | None:
+    """Why there can be no such links here; None if there can."""
+    if os.geteuid() != 0:
+        return "it needs root, to make network namespaces"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"there is no {program} here (package iproute2)"
+    try:
+        _run("ip", "netns", "add", "mgl-probe")
+        _run("ip", "netns", "exec", "mgl-probe", "tc", *_tbf("lo", 100.0))
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", "mgl-probe"], check=False, capture_output=True)
+    return None
+
+
+class ShapedLinks:
+    """The namespaces of `ranks` ranks; a context manager that removes them again."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> "ShapedLinks":
+        self._remove()
+        _run("ip", "netns", "add", _SWITCH)
+        _inside(_SWITCH, "ip", "link", "add", "br0", "type", "bridge")
+        _inside(_SWITCH, "ip", "link", "set", "br0", "up")
+        for rank in range(self.ranks):
+            name = _name(rank)
+            _run("ip", "netns", "add", name)
+            _run(
+                *("ip", "link", "add", "eth0", "netns", name, "type", "veth"), *("peer", "name", f"port{rank}", "netns", _SWITCH)
+            )
+            _inside(_SWITCH, "ip", "link", "set", f"port{rank}", "master", "br0", "up")
+            _inside(name, "ip", "addr", "add", f"{address(rank)}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                _inside(name, "ip", "link", "set", interface, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in (*map(_name, range(self.ranks)), _SWITCH):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def set_rate(self, megabits: float | None) -> None:
+        """Limit each link, in each direction; None lifts the limit."""
+        for rank in range(self.ranks):
+            for namespace, device in ((_name(rank), "eth0"), (_SWITCH, f"port{rank}")):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _inside(namespace, "tc", "qdisc", "del", "dev", device, "root")
+                if megabits is not None:
+                    _inside(namespace, "tc", *_tbf(device, megabits))
+
+    def start(self, rank: int, argv: Sequence[str]) -> "subprocess.Popen[str]":
+        """A process in a rank's namespace, with the environment that torchrun would give it."""
+        number, network = (str(rank), {"MASTER_ADDR": address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"})
+        environment = common.environment(RANK=number, LOCAL_RANK=number, WORLD_SIZE=str(self.ranks), **network)
+        return subprocess.Popen(["ip", "netns", "exec", _name(rank), *argv], env=environment, text=True)
+
+
+def sent_and_received(interface: str = "eth0") -> tuple[int, int]:
+    """Bytes that this process's namespace has sent and received over an interface so far, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise ValueError(f"there is no interface {interface} here")
+
+
+def address(rank: int) -> str:
+    return f"{_SUBNET}.{rank + 1}"
+
+
+def _name(rank: int) -> str:
+    return f"mgl-rank{rank}"
+
+
+def _tbf(device: str, megabits: float) -> tuple[str, ...]:
+    rate = ("rate", f"{megabits:g}mbit", "burst", "128kb", "latency", "100ms")
+    return ("qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
+def _inside(namespace: str, *command: str) -> None:
+    _run("ip", "netns", "exec", namespace, *command)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

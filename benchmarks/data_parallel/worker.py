@@ -1,0 +1,242 @@
+"""One rank of data_parallel.run: trains one case after the other in one job and writes a JSON line for each step.
+
+    python -m benchmarks.data_parallel.worker JOB.json RESULTS      (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun gives them)
+
+A case is a name, the settings of a run, a number of steps, and the system: ours or one of torch's (see
+peers.py). Times are of whole steps; bytes are the interface's own counters.
+"""
+
+import gc
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import common
+from benchmarks.data_parallel.links import sent_and_received
+from benchmarks.peers import plain_gpt
+from benchmarks.peers.pytorch import without_reduction
+from benchmarks.steps.replica import Run
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.topology.group import Work
+from megalite.topology.topology import ProcessGroups
+from megalite.training.evaluation import Evaluator
+from megalite.training.non_finite import NonFiniteError
+from megalite.training.replica import Replica
+
+SIZE = plain_gpt.Size()
+SETTINGS = common.settings(  # the same run for megalite
+    f"num_layers={SIZE.layers} hidden_size={SIZE.hidden} num_attention_heads={SIZE.heads} vocab_size={SIZE.vocab} "
+    f"seq_length={SIZE.seq} micro_batch_size={SIZE.micro} global_batch_size={SIZE.batch} mock_data=true lr=1e-4 train_iters=1000"
+)
+
+Built = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _ddp() -> Built:
+    model = DistributedDataParallel(plain_gpt.GPT())
+    return model, _adamw(model)
+
+
+def _ddp_with(state: Any, hook: Callable[..., Any]) -> Built:
+    model, optimizer = _ddp()
+    model.register_comm_hook(state, hook)  # type: ignore[operator]
+    return model, optimizer
+
+
+def _powersgd() -> Built:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return _ddp_with(state, powerSGD_hook.powerSGD_hook)
+
+
+def _zero() -> Built:
+    model = DistributedDataParallel(plain_gpt.GPT())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    return model, optimizer
+
+
+def _fsdp2() -> Built:
+    model = plain_gpt.GPT()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, _adamw(model)
+
+
+PEERS: dict[str, Callable[[], Built]] = {
+    "torch DDP": _ddp,
+    "torch DDP, fp16 hook": lambda: _ddp_with(None, default_hooks.fp16_compress_hook),
+    "torch DDP, PowerSGD hook": _powersgd,
+    "torch ZeroRedundancyOptimizer": _zero,
+    "torch FSDP2": _fsdp2,
+}
+
+
+def train_peer(case: dict[str, Any], recorder: Any) -> None:
+    """A case of one of `PEERS`."""
+    torch.manual_seed(0)
+    model, optimizer = PEERS[case["system"]]()
+    counts = SIZE.batch // SIZE.micro // dist.get_world_size()
+    recorder.begin(case)
+    for step in range(1, case["steps"] + 1):
+        for index in range(counts):
+            tokens = torch.randint(0, SIZE.vocab, (SIZE.micro, SIZE.seq + 1))
+            with without_reduction(model, last=index == counts - 1):
+                (model(tokens[:, :-1], tokens[:, 1:]) / counts).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step(step=step, phase="gradients")
+    recorder.write(done=True, memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+class Recorder:
+    """Writes what each step of a case took and sent, on this rank."""
+
+    def __init__(self, path: Path, interface: str) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._interface = interface
+        self._case: dict[str, Any] = {}
+
+    def begin(self, case: dict[str, Any]) -> None:
+        self._case = {"case": case["name"], "rank": dist.get_rank()}
+        dist.barrier()
+        self._sent, self._received = sent_and_received(self._interface)
+        self._clock = time.perf_counter()
+
+    def step(self, **facts: Any) -> None:
+        now = time.perf_counter()
+        sent, received = sent_and_received(self._interface)
+        moved = {"sent": sent - self._sent, "received": received - self._received}
+        self.write(seconds=now - self._clock, **moved, **facts)
+        self._sent, self._received = sent_and_received(self._interface)
+        self._clock = time.perf_counter()
+
+    def write(self, **facts: Any) -> None:
+        self._file.write(json.dumps({**self._case, **facts}) + "\n")
+        self._file.flush()
+
+
+def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) -> None:
+    """A case of megalite: the training loop's own parts, without its log."""
+    config = validate(replace(RunConfig(), **case["settings"]), dist.get_world_size())
+    run = Run(config, rank=dist.get_rank(), device=torch.device("cpu"), made=groups)
+    replica, size = run.replica, run.batch_size
+    notes: list[str] = []
+    diverged: int | None = None
+    watch = ReductionWatch(replica.strategy) if case.get("trace") else None
+    recorder.begin(case)
+    for _ in range(case["steps"]):
+        try:
+            result = run.train(run.read(size), size)
+        except NonFiniteError:  # on every rank alike
+            diverged = run.progress.step + 1
+            break
+        recorder.step(step=run.progress.step, loss=result.loss, phase=result.phase, wire=result.wire_bytes)
+        if case.get("forget_errors"):
+            forget_errors(replica)
+        notes += [*replica.strategy.notes, *replica.optimizer.notes]
+        replica.strategy.notes.clear()
+        replica.optimizer.notes.clear()
+    facts = {"notes": notes, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    facts |= {"state_bytes": state_bytes(replica), "diverged": diverged}
+    if case.get("validate") and diverged is None:
+        facts["validation_loss"] = Evaluator(replica, run.stepper, run.data.valid).loss()
+    run.close()
+    if watch is not None:
+        facts["reductions"] = watch.steps
+    recorder.write(done=True, **facts)
+
+
+def forget_errors(replica: Replica) -> None:
+    """Compression without error feedback: what rounding has left out is lost."""
+    for state in replica.strategy.states():
+        if "error" in state.name:
+            state.values.zero_()
+
+
+class ReductionWatch:
+    """Notes when reductions of buckets run and how long the step waits for them."""
+
+    def __init__(self, strategy: DataParallelStrategy) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._runs: list[list[float]] = []
+        self._reduce, self._finish = strategy._reduce, strategy.finish_grad_sync
+        strategy._reduce = self.reduce  # type: ignore[method-assign]
+        strategy.finish_grad_sync = self.finish  # type: ignore[method-assign]
+
+    def reduce(self, bucket: Bucket) -> Work:
+        """The strategy's own, timed from its start to the moment at which its last byte has come."""
+        run = [time.perf_counter(), math.nan]
+        self._runs.append(run)
+        work = self._reduce(bucket)
+        under_way = getattr(work, "work", work)  # gloo's reduce-scatter ends with a sum of our own
+        future = under_way.future if hasattr(under_way, "future") else under_way.get_future()
+
+        def done(_: Any) -> None:
+            run[1] = time.perf_counter()
+
+        future.add_done_callback(done)
+        return work
+
+    def finish(self) -> None:
+        """The strategy's own, timed: what is not hidden behind the backward."""
+        start = time.perf_counter()
+        self._finish()
+        self.steps.append({"runs": self._runs, "exposed": [start, time.perf_counter()]})
+        self._runs = []
+
+
+def state_bytes(replica: Replica) -> int:
+    """What parameters, gradients and states of optimizer and strategy take on this rank."""
+    tensors = []
+    for shard in replica.strategy.shards:
+        tensors += [shard.bucket.data, shard.bucket.grad, shard.main_param.data]
+        tensors += replica.optimizer.state(shard.main_param).values()
+    tensors += [state.values for state in replica.strategy.states()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups: ProcessGroups = {}
+    path = Path(sys.argv[2]) / f"rank{dist.get_rank()}.jsonl"
+    recorder = Recorder(path, os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    for case in job["cases"]:
+        if case.get("system", "megalite") == "megalite":
+            train_ours(case, groups, recorder)
+        else:
+            assert case["system"] in PEERS
+            train_peer(case, recorder)
+        gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A process of gpu.run: imports, waits for its tasks on stdin, and prints a line a row. Not to be started by hand.
+
+The row of a task that raises says what it raised. If the device is broken after that, the process ends, and gpu.run gives
+what is left to another. A step that runs out of memory is tried once more with half the microbatch and twice as many.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.legs import BEGIN, END, MARK, OUT_OF_MEMORY, Row, Task, failure, reason_of
+
+PARTS = dict.fromkeys(("machine", "ceilings"), "benchmarks.gpu.ceilings")
+PARTS |= dict.fromkeys(("step", "peer"), "benchmarks.gpu.step")
+PARTS["kernels"] = "benchmarks.gpu.kernels"  # part -> the module whose `rows(task)` does it
+
+
+def send(message: Row | str) -> None:
+    print(f"{MARK}{json.dumps(message)}", flush=True)
+
+
+def broken() -> bool:
+    """The device answers no more, as after an illegal access."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.ones(1, device="cuda").item()
+    except Exception:
+        return True
+    return False
+
+
+def attempt(worker: Callable[[Task], Iterator[Row]], task: Task) -> str | None:
+    """Send a task's rows. Returns why it ended early, which is sent too, or None."""
+    try:
+        for row in worker(task):
+            send(row)
+    except Exception as error:
+        traceback.print_exc()
+        reason = reason_of(error)
+        send(failure(task, reason))
+        return reason
+    return None
+
+
+def main() -> None:
+    workers = {part: importlib.import_module(PARTS[part]).rows for part in sys.argv[1:]}
+    line = sys.stdin.readline()
+    tasks: list[dict[str, Any]] = json.loads(line) if line else []
+    for task in tasks:
+        send(BEGIN)
+        reason = attempt(workers[task["part"]], task)
+        release()
+        if reason == OUT_OF_MEMORY and task.get("microbatch", 1) > 1:
+            twice = [2 * count for count in task["accumulations"]]
+            half = {**task, "microbatch": task["microbatch"] // 2, "accumulations": twice}
+            attempt(workers[task["part"]], half)
+            release()
+        send(END)
+        if reason is not None and broken():
+            os._exit(0)
+
+
+def release() -> None:
+    """Free what the last task left in memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # broken() says so next
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Part 2: each operation by each backend: time, share of the measured copy rate, error against fp64, the same twice.
+
+A task is a case at a shape; `kernel_tasks` lists them, `rows` does one.
+"""
+
+import importlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.flat import CASES, operation_of
+from benchmarks.gpu.legs import Row, Task, reason_of
+from benchmarks.gpu.operations import Operation, Shape, Tensors
+from megalite.config.compute import BACKENDS, OPERATIONS
+from megalite.kernels.registry import IMPLEMENTATIONS, Rule, Use, read_preferences, shipped_preferences, why_not
+
+T = 16384
+SHAPES: Mapping[str, tuple[Shape, ...]] = {
+    # The first of each is of GPT 1.3B; 1024 is a size at which launches count.
+    "norms": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192), Shape(4096, 1024)),
+    "mlp": (Shape(T, 8192), Shape(T, 16384), Shape(T, 32768), Shape(4096, 4096)),
+    "rope": (Shape(T, 128), Shape(T, 64)),
+    "cross_entropy": (Shape(T, 50304), Shape(T, 131072)),
+    "softmax": (Shape(128, 2048),),
+    "weight_grad": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192)),
+    "flat": (Shape(1, 1 << 28), Shape(1, 1 << 24), Shape(1, 1 << 20)),
+}
+SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interpreter takes milliseconds a program
+    "norms": (Shape(6, 40),),
+    "mlp": (Shape(6, 24),),
+    "rope": (Shape(8, 512),),
+    "cross_entropy": (Shape(6, 50),),
+    "softmax": (Shape(2, 20),),
+    "weight_grad": (Shape(6, 8),),
+    "flat": (Shape(1, 1500),),
+}
+KINDS = {  # operation -> which shapes; others have shapes of their own
+    **dict.fromkeys(("rmsnorm", "layernorm", "add_norm"), "norms"),
+    **dict.fromkeys(("bias_gelu", "swiglu", "geglu"), "mlp"),
+    **dict.fromkeys(("adam", "lamb", "l2norm"), "flat"),
+    "matmul": "weight_grad",
+}
+COMPILED = "compile"
+CHUNK = 1 << 26  # elements of an input that are compared in fp64 at a time
+PRECISE, WORSE = 0.125, 2.0
+"""An error may be this share of the type's precision and so many times torch's own."""
+
+
+def kernel_tasks(*, device: str, dry: bool) -> list[dict[str, Any]]:
+    """All cases at the first shape of each, then at the second, and so on: when time runs out, all have had one."""
+    shapes = {case: _shapes(case, dry) for case in CASES}
+    found = []
+    for depth in range(max(map(len, shapes.values()))):
+        for case, of in shapes.items():
+            if depth < len(of) and not (depth > 0 and "," in case):
+                task = {"part": "kernels", "case": case, **vars(of[depth]), "device": device, "dry": dry}
+                found.append({**task, "compiled": depth == 0 and not dry})
+    return found
+
+
+def without_case() -> list[Row]:
+    """Operations of the registry that this benchmark does not know, as rows that say so."""
+    known = {operation_of(case) for case in CASES}
+    row = {"part": "kernels", "failed": "this benchmark has no case for it"}
+    return [{**row, "operation": name} for name in OPERATIONS if name not in known]
+
+
+def rows(task: Task) -> Iterator[Row]:
+    """A row a backend and pass; of a backend that gives no numbers one with the reason."""
+    clock = Clock(torch.device(task["device"]), repeats=1 if task["dry"] else 50)
+    with clock.own_stream():
+        yield from _rows(task, clock)
+
+
+def _rows(task: Task, clock: Clock) -> Iterator[Row]:
+    case, device = CASES[task["case"]], torch.device(task["device"])
+    # A compiled backward may not give its inputs' memory away: it is timed again and again on the same graph.
+    setattr(importlib.import_module("torch._functorch.config"), "donated_buffer", False)  # noqa: B010  (typed so)
+    torch.manual_seed(sum(ord(letter) << (at % 16) for at, letter in enumerate(task["case"])) + task["size"])
+    shape = Shape(task["rows"], task["size"])
+    tensors = case.make(shape, case.dtype, device)
+    common = {"part": "kernels", "case": task["case"], "operation": operation_of(task["case"]), **vars(shape)}
+    common["dtype"] = str(case.dtype).removeprefix("torch.")
+    common["preferred"] = preferred(common["operation"], case.dtype, shape.size, device)
+    for backend, kernel in _kernels(task, case, shape).items():
+        if isinstance(kernel, str):
+            yield {**common, "backend": backend, "failed": kernel}
+            continue
+        try:
+            yield from _measure(case, shape, tensors, backend, kernel, clock, common)
+        except Exception as error:
+            yield {**common, "backend": backend, "failed": reason_of(error)}
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # raises if the device is lost: then this process is
+                torch.cuda.empty_cache()
+
+
+def preferred(operation: str, dtype: torch.dtype, size: int, device: torch.device) -> str:
+    """The backend that a run takes today."""
+    use = Use(device.type, dtype, size)
+    order, _ = shipped_preferences().order(operation, use, device)
+    has = IMPLEMENTATIONS[operation]
+    return next((name for name in order if name in has and why_not(operation, name, use) is None), "torch")
+
+
+def _measure(
+    case: Operation, shape: Shape, tensors: Tensors, backend: str, kernel: Any, clock: Clock, common: Row
+) -> Iterator[Row]:
+    found, again = case.outputs(kernel, tensors), case.outputs(kernel, tensors)
+    same = all(torch.equal(found[name], again[name]) for name in found)
+    del again
+    off = errors(case, tensors, found)
+    del found
+    accuracy = {"error": off.relative, "error_steps": off.steps, "max_error": off.largest}
+    accuracy |= {"worst_output": off.worst, "bitwise": same}
+    least = case.bytes(shape, torch.finfo(case.dtype).bits // 8)
+    for step, moved in zip(case.passes(kernel, tensors), least, strict=True):
+        timing = clock.time(step.work, step.prepare)
+        rate = moved / min(timing.ms, timing.graph_ms or timing.ms) / 1e6
+        flops = {"tflops": case.flops(shape) / timing.ms / 1e9} if case.flops is not None else {}
+        of_pass = {"backend": backend, "pass": step.name, **timing.row(), "bytes": moved, "gb_s": rate, **flops}
+        yield {**common, **of_pass, **accuracy}
+
+
+class Errors(NamedTuple):
+    """Of a kernel's outputs against fp64."""
+
+    relative: float  # of the worst output ‖Δ‖ / ‖exact‖
+    steps: float  # that in units of the output type's precision; by this the worst is found
+    largest: float  # of all outputs max|Δ| / max|exact|
+    worst: str
+
+
+def errors(case: Operation, tensors: Tensors, found: Tensors) -> Errors:
+    """How far a kernel is off.
+
+    Rows are compared some at a time, so that the largest shapes fit; what is summed over rows is summed in fp64.
+    """
+    by_row = [value for name, value in tensors.items() if name in case.rows and value is not None]
+    length = by_row[0].shape[0] if by_row else 1
+    widest = max((value.numel() // length for value in by_row), default=1)
+    step = max(CHUNK // widest, 1)
+    sums: dict[str, torch.Tensor] = {}
+    totals: dict[str, list[float]] = {}
+
+    def compare(name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+        parts = totals.setdefault(name, [0.0, 0.0, 0.0, 0.0])
+        assert got.shape == exact.shape, (name, got.shape, exact.shape)
+        parts[1] += exact.square().sum().item()
+        parts[3] = max(parts[3], exact.abs().max().item())
+        difference = exact - got
+        parts[0] += difference.square().sum().item()
+        parts[2] = max(parts[2], difference.abs().max().item())
+
+    for start in range(0, length, step):
+        part = {name: _wide(value[start : start + step] if name in case.rows else value) for name, value in tensors.items()}
+        for name, exact in case.outputs(case.plain, part).items():
+            if name in case.rows:
+                compare(name, found[name][start : start + step], exact)
+            else:
+                sums[name] = sums[name] + exact if name in sums else exact
+    for name, exact in sums.items():
+        compare(name, found[name], exact)
+    assert totals.keys() == found.keys(), (totals.keys(), found.keys())
+    relative = {name: math.sqrt(parts[0] / max(parts[1], 1e-300)) for name, parts in totals.items()}
+
+    def in_steps(name: str) -> float:
+        # A half type's error must not hide one in an fp32 output beside it; nothing promises more than fp32.
+        steps = relative[name] / max(torch.finfo(dtype).eps for dtype in (found[name].dtype, torch.float32))
+        return math.inf if math.isnan(steps) else steps
+
+    worst = max(relative, key=in_steps)
+    largest = max(parts[2] / max(parts[3], 1e-300) for parts in totals.values())
+    return Errors(relative[worst], in_steps(worst), largest, worst)
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def acceptable(row: Row, of_torch: Row | None) -> str | None:
+    """Why a backend must not be preferred, whatever its speed, or None."""
+    if "failed" in row:
+        return str(row["failed"])
+    if not row["bitwise"]:
+        return "two runs differ"
+    allowed = PRECISE
+    if of_torch is not None and "error_steps" in of_torch:
+        allowed += WORSE * of_torch["error_steps"]
+    steps = row["error_steps"]
+    if not steps <= allowed:
+        return f"its error is {steps:.2g} times the type's precision, and {allowed:.2g} is allowed"
+    return None
+
+
+def _kernels(task: Task, case: Operation, shape: Shape) -> dict[str, Any]:
+    """Backend -> its kernel, or the reason for which there is none, as text."""
+    operation = operation_of(task["case"])
+    use = Use(task["device"], case.dtype, shape.size)
+    found: dict[str, Any] = {}
+    for backend in reversed(BACKENDS):  # torch first: others are compared with it
+        implementation = IMPLEMENTATIONS[operation].get(backend)
+        if implementation is None:
+            continue
+        interpreted = task["dry"] and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        reason = implementation.why_not(use) if interpreted else why_not(operation, backend, use)
+        try:
+            found[backend] = implementation.load() if reason is None else reason
+        except Exception as error:
+            found[backend] = f"cannot be imported: {reason_of(error)}"
+    if case.fused:
+        found[COMPILED] = _compiled(case.plain) if task["compiled"] else "not compiled at this size"
+    return found
+
+
+def _compiled(plain: Any) -> Any:
+    """Plain torch, compiled: a rival that is not megalite's."""
+    if isinstance(plain, tuple):
+        return tuple(map(_compiled, plain))
+    return torch.compile(plain, dynamic=False, fullgraph=True)
+
+
+def _shapes(case: str, dry: bool) -> tuple[Shape, ...]:
+    operation = operation_of(case)
+    return (SMALL if dry else SHAPES)[KINDS.get(operation, operation)]
+
+
+CLEAR = 0.02  # A backend must be faster than torch by this share to go before it
+HALVES = ["bfloat16", "float16"]
+
+
+def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[str, Any]]:
+    """A rule an operation and range of sizes.
+
+    A backend's time at a size is the sum of its passes as launched from Python. What failed, is not repeatable or is
+    less exact than it may be has no place in the order. Sizes next to each other with one order share a rule; what
+    holds for the smallest measured size holds below it too.
+    """
+    found: list[dict[str, Any]] = []
+    for operation in dict.fromkeys(row["operation"] for row in rows if "operation" in row):
+        # A case with a comma in its name is a variant, which the table of preferences does not tell apart.
+        own = [row for row in rows if row.get("case") == operation]
+        last: list[str] | None = None
+        for number, size in enumerate(sorted({row["size"] for row in own})):
+            at = [row for row in own if row["size"] == size]
+            order, words = _order(at)
+            if order is None or order == last:
+                continue
+            dtype = at[0]["dtype"]
+            rule: dict[str, Any] = {"operation": operation, "device": device}
+            if dtype != "float32":
+                rule["dtypes"] = HALVES
+            if number:
+                rule["from_size"] = size
+            found.append({**rule, "order": order, "because": f"measured on {measured_on}: {words}"})
+            last = order
+    return found
+
+
+def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
+    """(backends, best first; the figures in words) at one size."""
+    of_torch = [row for row in rows if row["backend"] == "torch"]
+    times: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for backend in BACKENDS:
+        own = [row for row in rows if row["backend"] == backend]
+        reasons = [reason for row in own if (reason := acceptable(row, of_torch[0] if of_torch else None))]
+        if reasons and any("ms" in row for row in own):
+            refused[backend] = reasons[0]
+        elif own and not reasons:
+            times[backend] = sum(row["ms"] for row in own)
+    if "torch" not in times:
+        return None, ""
+    # What torch does nearly as fast, torch does: it needs no compiler, and is what everybody else runs.
+    order = sorted(times, key=lambda backend: times[backend] * (1.0 - CLEAR if backend == "torch" else 1.0))
+    words = ", ".join(f"{backend} {times[backend]:.3f} ms" for backend in order)
+    words += "".join(f"; {backend} refused: {reason}" for backend, reason in refused.items())
+    shape = f"{rows[0]['rows']} x {rows[0]['size']}" if rows[0]["rows"] > 1 else f"{rows[0]['size']} elements"
+    return order, f"{shape}: {words}"
+
+
+def write(path: Path, measured: list[dict[str, Any]]) -> None:
+    """The measured rules, and those of the shipped table that they do not replace; read back to be sure."""
+    replaced = {(rule["operation"], rule["device"]) for rule in measured}
+    kept = [_as_row(rule) for rule in shipped_preferences().rules if (rule.operation, rule.device) not in replaced]
+    text = "# Which backend goes first, by operation, device, type and size of the last dimension. Where no rule fits: torch.\n"
+    text += "# Written by benchmarks/gpu/run.py; `because` says what a rule rests on.\n"
+    for row in [*measured, *kept]:
+        text += yaml.safe_dump([row], sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    read_preferences(text, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def capability(machine: Row) -> str:
+    return str(machine.get("capability", "cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _as_row(rule: Rule) -> dict[str, Any]:
+    row: dict[str, Any] = {"operation": rule.operation, "device": rule.device}
+    if rule.dtypes:
+        row["dtypes"] = sorted(rule.dtypes)
+    if rule.from_size:
+        row["from_size"] = rule.from_size
+    return {**row, "order": list(rule.order), "because": rule.because}

@@ -1,0 +1,242 @@
+"""The operations of megalite's registry as the GPU benchmark sees them: inputs, passes, formulas in fp64, bytes.
+
+All kernels of an operation have one signature, so each operation is described once. Here are those of which autograd makes
+the backward; the others are in flat.py. The plain functions are compared with in fp64, and compiled they are a rival.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.clock import Work
+
+Tensors = dict[str, Any]  # by name: tensors, and None where an input is left out
+EPS = 1e-5
+FEATURES, BATCH = 2048, 8  # of rope's queries: all heads together, and the microbatch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the inputs. `size` is what the registry is asked for: of the last dimension, of the flat tensor, columns of the
+    logits."""
+
+    rows: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.size}" if self.rows > 1 else f"{self.size}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A piece that is timed alone."""
+
+    name: str
+    work: Work
+    prepare: Work | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation.
+
+    Args:
+        make: random inputs, and the gradients of the outputs; never zeros, on which devices are faster.
+        passes: forward and backward of a kernel, apart where it has both.
+        outputs: everything that a kernel computes, gradients too, by name; the inputs stay as they are.
+        rows: inputs and outputs with independent rows in dimension 0; other outputs are sums over the rows.
+        bytes: what each pass must move at least, for elements of that many bytes: each input read once, each output
+            written.
+        flops: of matrix products.
+        plain: a kernel of plain torch: in fp64 the others are compared with it; compiled it is a rival.
+        fused: there is something to fuse, so that it is compiled.
+    """
+
+    make: Callable[[Shape, torch.dtype, torch.device], Tensors]
+    passes: Callable[[Any, Tensors], list[Pass]]
+    outputs: Callable[[Any, Tensors], Tensors]
+    rows: frozenset[str]
+    bytes: Callable[[Shape, int], tuple[int, ...]]
+    plain: Any
+    flops: Callable[[Shape], int] | None = None
+    fused: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+
+def draw(*shape: int, dtype: torch.dtype, device: torch.device, shift: float = 0.0) -> torch.Tensor:
+    """Normal numbers about `shift`."""
+    return torch.randn(shape, dtype=dtype, device=device) + shift
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """Halves in fp32; fp32 and fp64 as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+    wide = widen(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_norm(
+    branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float, residual: torch.Tensor,
+    weight: torch.Tensor, norm_bias: torch.Tensor | None, eps: float, *, zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    branch = branch if bias is None else branch + bias
+    x = residual + (branch if keep is None else branch * keep / (1.0 - p))
+    normed = rms_norm(x, weight, eps) if norm_bias is None else layer_norm(x, weight, norm_bias, eps)
+    return normed, x
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def differentiable(
+    call: Callable[[Any, Tensors], Any], *, plain: Any, wrt: tuple[str, ...], rows: tuple[str, ...], **rest: Any
+) -> Operation:
+    """An operation of which autograd makes the backward.
+
+    Args:
+        call: a kernel on the inputs; an output or a tuple of outputs, whose gradients are inputs `dy0`, `dy1`.
+        wrt: inputs that get gradients.
+    """
+
+    def run(kernel: Any, tensors: Tensors) -> tuple[tuple[torch.Tensor, ...], Tensors, list[torch.Tensor]]:
+        """(outputs, leaves by name, gradients of the outputs)."""
+        present = [name for name in wrt if tensors[name] is not None]
+        leaves = {name: tensors[name].detach().requires_grad_() for name in present}
+        found = call(kernel, {**tensors, **leaves})
+        found = found if isinstance(found, tuple) else (found,)
+        return found, leaves, [tensors[f"dy{index}"] for index in range(len(found))]
+
+    def outputs(kernel: Any, tensors: Tensors) -> Tensors:
+        found, leaves, grads = run(kernel, tensors)
+        back = torch.autograd.grad(found, list(leaves.values()), grads)
+        named = {f"y{index}": value.detach() for index, value in enumerate(found)}
+        return named | {f"d{name}": grad for name, grad in zip(leaves, back, strict=True)}
+
+    def passes(kernel: Any, tensors: Tensors) -> list[Pass]:
+        found, leaves, grads = run(kernel, tensors)
+        inputs = list(leaves.values())
+        return [
+            Pass("forward", lambda: call(kernel, {**tensors, **leaves})),
+            Pass("backward", lambda: torch.autograd.grad(found, inputs, grads, retain_graph=True)),
+        ]
+
+    by_row = {*rows, *(f"d{name}" for name in wrt if name in rows), "y0", "y1", "dy0", "dy1"}
+    return Operation(passes=passes, outputs=outputs, rows=frozenset(by_row), plain=plain, **rest)
+
+
+def _inputs(*names: str, keep: float = 0.0) -> Callable[[Shape, torch.dtype, torch.device], Tensors]:
+    """[rows, size] for x, branch, residual and gradients; [size] for weight and biases."""
+    matrices = {"x", "branch", "residual", "dy0", "dy1"}
+
+    def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+        found: Tensors = {}
+        for name in names:
+            of = (shape.rows, shape.size) if name in matrices else (shape.size,)
+            found[name] = draw(*of, dtype=dtype, device=device, shift=1.0 if name == "weight" else 0.0)
+        if keep:
+            found["keep"] = torch.rand(shape.rows, shape.size, device=device) < keep
+        return found
+
+    return make
+
+
+def _gated_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    x, dy = (draw(shape.rows, n * shape.size, dtype=dtype, device=device) for n in (2, 1))
+    return {"x": x, "dy0": dy}
+
+
+def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """rows = positions x BATCH; size is the head's."""
+    s, heads = max(shape.rows // BATCH, 1), FEATURES // shape.size
+    angles = torch.rand(s, 1, 1, shape.size // 2, device=device) * 6.28
+    x, dy = (draw(s, BATCH, heads, shape.size, dtype=dtype, device=device) for _ in range(2))
+    return {"x": x, "cos": angles.cos(), "sin": angles.sin(), "dy0": dy}
+
+
+def _moves(forward: float, backward: float) -> Callable[[Shape, int], tuple[int, ...]]:
+    """So many passes over [rows, size]."""
+    return lambda s, e: (int(forward * s.rows * s.size * e), int(backward * s.rows * s.size * e))
+
+
+def _add_norm(dropout: float) -> Operation:
+    names = ("branch", "bias", "residual", "weight", "norm_bias")
+
+    def call(kernel: Any, t: Tensors) -> Any:
+        first = (t["branch"], t["bias"], t.get("keep"), dropout, t["residual"])
+        return kernel(*first, t["weight"], t["norm_bias"], EPS)
+
+    mask = int(dropout > 0)
+    return differentiable(
+        call,
+        plain=add_norm,
+        wrt=names,
+        rows=("branch", "residual", "keep"),
+        make=_inputs(*names, "dy0", "dy1", keep=1.0 - dropout if dropout else 0.0),
+        # With a mask the branch's gradient is another than the residual's.
+        bytes=lambda s, e: (s.rows * s.size * (4 * e + mask), s.rows * s.size * ((4 + mask) * e + mask)),
+    )
+
+
+def _of_x(plain: Any, *names: str, scale: tuple[float, ...] = ()) -> Operation:
+    """An operation on x and inputs of one row's size, called as kernel(x, *names, *scale)."""
+    return differentiable(
+        lambda kernel, t: kernel(t["x"], *(t[name] for name in names), *scale),
+        plain=plain,
+        wrt=("x", *names),
+        rows=("x",),
+        make=_inputs("x", *names, "dy0"),
+        bytes=_moves(2, 3),
+    )
+
+
+def _gated(plain: Any) -> Operation:
+    return differentiable(
+        lambda kernel, t: kernel(t["x"]), plain=plain, wrt=("x",), rows=("x",), make=_gated_inputs, bytes=_moves(3, 5)
+    )
+
+
+DIFFERENTIABLE: Mapping[str, Operation] = {
+    "rmsnorm": _of_x(rms_norm, "weight", scale=(EPS,)),
+    "layernorm": _of_x(layer_norm, "weight", "bias", scale=(EPS,)),
+    "add_norm": _add_norm(0.0),
+    "add_norm, dropout": _add_norm(0.1),
+    "bias_gelu": _of_x(bias_gelu, "bias"),
+    "swiglu": _gated(swiglu),
+    "geglu": _gated(geglu),
+    "rope": differentiable(
+        lambda kernel, t: kernel(t["x"], t["cos"], t["sin"]),
+        plain=rope,
+        wrt=("x",),
+        rows=("x", "cos", "sin"),
+        make=_rope_inputs,
+        bytes=lambda s, e: (2 * s.rows * FEATURES * e,) * 2,
+    ),
+}

@@ -1,0 +1,93 @@
+"""Where a step of peers.run goes, megalite's beside a peer's, on one rank.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.peers.breakdown [--model wide] [--peer "plain torch"] [--bf16] [--threads 2]
+
+Milliseconds of each kind of operation and of the largest operations alone (the least over some steps that torch's
+profiler watched, in turns), how often they ran, CPU seconds of a step without the profiler, and its page faults: memory
+that the C library gave back to the system and got again, to be cleared by the kernel.
+"""
+
+import resource
+import time
+from collections.abc import Sequence
+
+from benchmarks import common
+from benchmarks.peers import worker
+from benchmarks.peers.case import LAYOUTS, Case
+from benchmarks.peers.run import MODELS
+from benchmarks.steps.breakdown import category, profiled
+from megalite.parity.pool import RankContext, RankPool
+
+WHOLE = ("CPU seconds", "of them in the kernel", "page faults")
+Figures = dict[str, tuple[float, int]]  # of what -> (amount, calls)
+
+
+def watched(context: RankContext) -> Figures:
+    """Milliseconds of each kind of operation, of each operation, and their number, in the next step."""
+    operations = profiled(lambda: worker.train(context, 1))[2]
+    kinds: Figures = {}
+    for name, (milliseconds, calls) in operations.items():
+        before = kinds.get(f"ms of {category(name)}", (0.0, 0))
+        kinds[f"ms of {category(name)}"] = (before[0] + milliseconds, before[1] + calls)
+    return {**kinds, **operations}
+
+
+def unwatched(context: RankContext) -> Figures:
+    """What the next step costs as a whole."""
+    before, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    worker.train(context, 1)
+    cpu, after = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF)
+    amounts = (cpu, after.ru_stime - before.ru_stime, float(after.ru_minflt - before.ru_minflt))
+    return {name: (amount, 1) for name, amount in zip(WHOLE, amounts, strict=True)}
+
+
+def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]:
+    """The least of each figure over the rounds, by contender."""
+    found: dict[str, Figures] = {name: {} for name in names}
+    pools = {name: RankPool(1) for name in names}
+    try:
+        for name, pool in pools.items():
+            pool.run(1, worker.build, name, case)
+            pool.run(1, worker.train, 2, timeout=600.0)
+        for work in (unwatched, watched) * rounds:
+            for name, pool in pools.items():
+                for key, value in pool.run(1, work, timeout=600.0)[0].items():
+                    found[name][key] = min(value, found[name].get(key, value))
+    finally:
+        for pool in pools.values():
+            pool.stop()
+    return found
+
+
+def report(found: dict[str, Figures], largest: int) -> str:
+    """The whole, kinds of operations, then the largest single ones, those with the largest differences first."""
+    keys = list(dict.fromkeys(key for side in found.values() for key in side))
+    rows = {key: [side.get(key, (0.0, 0)) for side in found.values()] for key in keys}
+    summed = [key for key in keys if key.startswith(("ms of ", *WHOLE))]
+    single = [key for key in keys if key not in summed]
+    single = sorted(single, key=lambda key: -max(amount for amount, _ in rows[key]))[:largest]
+    single.sort(key=lambda key: -abs(rows[key][0][0] - rows[key][-1][0]))
+    table: list[list[str]] = [["", *found]]
+    for key in [*summed, *single]:
+        table.append([key[:56], *(f"{amount:.6g} in {calls}" for amount, calls in rows[key])])
+    return common.markdown(table)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--peer", choices=worker.CONTENDERS, default="plain torch")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each, watched and not (3)")
+    parser.add_argument("--largest", type=int, default=30, help="single operations that are shown (30)")
+    flags = parser.parse_args(words)
+    model, layout = MODELS[flags.model], LAYOUTS["1" if flags.threads == 1 else "1.2threads"]
+    case = Case(size=model.size, layout=layout, family=model.family, bf16=flags.bf16)
+    found = measure(case, [worker.MEGALITE, flags.peer], flags.rounds)
+    print(report(found, flags.largest))
+    common.write_json(flags.json, "peers.breakdown", words, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""One rank's replica, its data and its step: the path of pretrain_gpt.py without its log, for what is timed in a process."""
+
+from typing import Any
+
+import torch
+
+from megalite.config.run import RunConfig
+from megalite.data.loader import Microbatch
+from megalite.optimizers.schedules import Progress, Schedules
+from megalite.partition.pipeline import layout_of
+from megalite.topology.topology import ProcessGroups, Topology
+from megalite.training.evaluation import read_batches
+from megalite.training.replica import Replica, build_replica
+from megalite.training.setup import open_data
+from megalite.training.step import Stepper, StepResult
+
+
+class Run:
+    """A replica, its data and how far it is.
+
+    Args:
+        made: process groups of earlier runs of this process, to be used again.
+    """
+
+    def __init__(self, config: RunConfig, *, rank: int, device: torch.device, made: ProcessGroups | None = None) -> None:
+        self.config, self.device = config, device
+        groups: dict[str, Any] = {} if made is None else {"made": made}
+        self.topology = Topology.create(layout_of(config), rank=rank, device=device, **groups)
+        self.replica: Replica = build_replica(config, self.topology)
+        self.stepper = Stepper(self.replica, Schedules(config))
+        self.data = open_data(self.replica, None)
+        self.progress = Progress(0, 0)
+
+    @property
+    def batch_size(self) -> int:
+        assert self.config.training.global_batch_size is not None
+        return self.config.training.global_batch_size
+
+    def read(self, size: int) -> list[Microbatch]:
+        """This rank's part of the next `size` samples; the tokens of the step after are read meanwhile, as in training."""
+        scope, first = self.replica.strategy.scope, self.progress.samples
+        batches, _ = read_batches(self.data.train, first, size, topology=self.topology, scope=scope)
+        if self.data.train is not None:
+            self.data.train.prefetch(first + size, size)
+        return batches
+
+    def train(self, batches: list[Microbatch], size: int) -> StepResult:
+        result = self.stepper.step(batches, before=self.progress, batch_size=size)
+        self.progress = Progress(self.progress.step + 1, self.progress.samples + size)
+        return result
+
+    def close(self) -> None:
+        self.replica.strategy.finish()
+        self.replica.strategy.close()
+        for loader in (self.data.train, self.data.valid, self.data.test):
+            if loader is not None:
+                loader.close()

@@ -1,0 +1,288 @@
+"""config.json of a folder that someone else has made: no file leads out of the folder, and every value has its type."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.conversion.weights import ConversionError
+
+MAX_JSON = 256 << 20
+"""Bytes of a JSON file that is read: the largest tokenizers take a tenth of it."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}")
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """Where the content of a file of `folder` is; None if there is none of that name.
+
+    A link may stay inside the folder. In Hugging Face's cache, `.../snapshots/REVISION/`, files are links to
+    `.../blobs/`: those are followed too, and no others.
+
+    Raises:
+        ConversionError: not the plain name of a file, a link that leads elsewhere or nowhere, not a plain file.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConversionError(f"{folder}: {name[:200]!r} is not the name of a file in this folder")
+    path = folder / name
+    if not path.is_symlink() and not path.exists():
+        return None
+    try:
+        root, target = folder.resolve(strict=True), path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise ConversionError(f"{path}: a link that leads nowhere: {error}") from None
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ConversionError(
+            f"{path} is a link to {target}, outside of the folder; put the file itself there if you trust it"
+        )
+    if not target.is_file():
+        raise ConversionError(f"{path}: not a plain file")
+    return target
+
+
+def read_bytes(folder: Path, name: str) -> bytes | None:
+    """The content of a file of `folder`, or None if there is none.
+
+    Raises:
+        ConversionError: as `find_file`, or it is too large or cannot be read.
+    """
+    path = find_file(folder, name)
+    if path is None:
+        return None
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise ConversionError(f"{folder / name}: {size} bytes; more than {MAX_JSON} are not read")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConversionError(f"{folder / name}: {error.strerror}") from None
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file of `folder`, or None if there is no such file.
+
+    Raises:
+        ConversionError: as `read_bytes`, or it is not a JSON object, or has a key twice.
+    """
+    content = read_bytes(folder, name)
+    return None if content is None else parse_json(content, folder / name)
+
+
+def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ConversionError: naming `where`.
+    """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            raise ConversionError(f"{where}: the key {twice[:100]!r} is there twice")
+        return found
+
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except ConversionError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{where}: not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{where}: not a JSON object")
+    return value
+
+
+def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
+    """Nothing from a folder is ever run, so a file that asks for it describes something else than is read here.
+
+    Raises:
+        ConversionError: it names its own Python code.
+    """
+    for key in ("auto_map", "trust_remote_code", "custom_pipelines"):
+        if values.get(key):
+            raise ConversionError(
+                f"{where}: {key} names code of the folder's own, which is never run; convert a folder of a model that "
+                f"transformers has itself, or remove {key} if it is one"
+            )
+
+
+MAX_LAYERS = 1 << 16
+"""More than any network has: what is checked layer by layer must end."""
+
+
+class ModelFile:
+    """The values of a config.json; every access says what type it must have.
+
+    Args:
+        values: the JSON object.
+        where: its path, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int:
+        """A whole number of at least 1; without default it must be there."""
+        value = self.optional_integer(name, default, limit=limit)
+        if value is None:
+            raise self.fault(f"{name} is {'null' if name in self.values else 'missing'}; it must be a number")
+        return value
+
+    def optional_integer(
+        self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1
+    ) -> int | None:
+        """A whole number of at least 1, or null."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if type(value) is not int or not 1 <= value <= limit:
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a whole number from 1 to {limit}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        return self.finite(name, self.values.get(name, default))
+
+    def epsilon(self, name: str, default: float) -> float:
+        """What a norm adds to a variance: no more than 1, or it would not normalise."""
+        value = self.number(name, default)
+        if value > 1.0:
+            raise self.fault(f"{name} is {value:g}; it must be at most 1, such as 1e-05")
+        return value
+
+    def finite(self, name: str, value: Any) -> float:
+        """`value`, which stands under `name`, as a finite number."""
+        if type(value) not in (int, float) or not -1e30 < value < 1e30:  # NaN fails as well
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.values.get(name, default)
+        if type(value) is not bool:
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be true or false")
+        return value
+
+    def activation(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+        """The activation in our words, from one of `choices` (their word -> ours)."""
+        value = self.values.get(name, default)
+        if not isinstance(value, str) or value not in choices:
+            known = ", ".join(choices)
+            raise self.fault(f"{name} is {str(value)[:60]!r}; what can be expressed is {known}")
+        return choices[value]
+
+    def fault(self, text: str) -> ConversionError:
+        """An error that names the file."""
+        return ConversionError(f"{self.where}: {text}")
+
+    def model(self, *, seq_length: int, **settings: Any) -> ModelConfig:
+        """The network with these settings, checked, what they leave open filled in.
+
+        Raises:
+            ConversionError: they do not fit one another.
+        """
+        try:
+            return resolved(replace(RunConfig(), **settings).model, seq_length)
+        except ConfigError as error:
+            raise self.fault(str(error)) from None
+
+
+def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
+    """The network with its derived sizes filled in, and settings that have no effect at their defaults.
+
+    Raises:
+        ConfigError: it is not legal.
+    """
+    return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
+
+
+def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[str, Any]:
+    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    Raises:
+        ConversionError: a kind of scaling that our RoPE does not have, or values that contradict each other.
+    """
+    values = _rope_values(file)
+    base = file.finite("rope_theta", values.get("rope_theta", default_base))
+    turned = values.get("partial_rotary_factor")
+    if turned is not None and file.finite("partial_rotary_factor", turned) != 1.0:
+        raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
+    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    if "factor" in values and "rope_type" not in values:
+        raise file.fault(
+            f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type; say which scaling it is of, such as linear"
+        )
+    kind = values.get("rope_type", "default")
+    if kind == "default":
+        return settings
+    if kind not in ("linear", "llama3"):
+        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is default, linear, llama3")
+
+    def needed(name: str) -> float:
+        if name not in values:
+            raise file.fault(f"rope_type {kind} needs {name}, which is missing")
+        return file.finite(name, values[name])
+
+    settings |= {"rope_scaling": kind, "rope_scaling_factor": needed("factor")}
+    if kind == "llama3":
+        name = "original_max_position_embeddings"
+        original = file.finite(name, values.get(name, max_positions))
+        if original < 1 or not original.is_integer():
+            raise file.fault(f"{name} is {original}; it must be a whole number from 1 on")
+        settings |= {
+            "rope_low_freq_factor": needed("low_freq_factor"),
+            "rope_high_freq_factor": needed("high_freq_factor"),
+            "rope_original_max_positions": int(original),
+        }
+    return settings
+
+
+def _rope_values(file: ModelFile) -> dict[str, Any]:
+    """What the places that RoPE's settings may stand in say together."""
+    merged: dict[str, Any] = {}
+
+    def add(values: Mapping[str, Any], place: str) -> None:
+        for name, value in values.items():
+            key = "rope_type" if name == "type" else name
+            if isinstance(value, Mapping):
+                raise file.fault(f"{place} has a separate RoPE for {name!r}; all layers must have the same")
+            if merged.setdefault(key, value) != value:
+                raise file.fault(
+                    f"{key} is {merged[key]} in one place and {value} in {place}; keep one of the two"
+                )
+
+    for place in ("rope_parameters", "rope_scaling"):
+        values = file.values.get(place)
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise file.fault(f"{place} must be an object, not {str(values)[:60]!r}")
+        add(values, place)
+    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    add({name: file.values[name] for name in names if file.values.get(name) is not None}, "the file")
+    return merged
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """RoPE's settings under the names that every version of transformers reads."""
+    scaling: dict[str, Any] | None = None
+    if model.rope_scaling != "none":
+        scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+    if scaling is not None and model.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_max_positions,
+        }
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}

@@ -1,0 +1,423 @@
+"""Hugging Face folders, read and written.
+
+The checkpoints' own reader opens the safetensors files: it refuses links out of the folder, and it reads parts of a file
+into memory that is counted; the safetensors library maps all of it.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
+from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
+from megalite.conversion.huggingface.families import FAMILIES, Family, choose_family
+from megalite.conversion.huggingface.tokenizer import export_tokenizer
+from megalite.conversion.output import (
+    Advance,
+    Log,
+    Output,
+    Target,
+    identity_of,
+    silent,
+    split_files,
+    write_file,
+)
+from megalite.conversion.tokenizer_files import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
+from megalite.conversion.weights import (
+    BLOCK,
+    ConversionError,
+    LastRead,
+    Piece,
+    Weights,
+    fill,
+    innermost,
+    parameter_shapes,
+    whole,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Shards:
+    """All tensors of a folder, open for reading.
+
+    Args:
+        folder: with model.safetensors, or model.safetensors.index.json and the files that it names.
+
+    Attributes:
+        records: type and shape of every tensor, by name.
+
+    Raises:
+        ConversionError: there are none, or the files and the index do not agree.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._readers: dict[str, SafetensorsReader] = {}
+        self._file_of: dict[str, str] = {}
+        self.records: dict[str, Record] = {}
+        index = None if find_file(folder, SINGLE) is not None else read_json(folder, INDEX)
+        if index is not None:
+            self._open_indexed(index)
+        elif find_file(folder, SINGLE) is not None:
+            self._add(SINGLE)
+        else:
+            raise _no_weights(folder)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its stored type."""
+        try:
+            return self._readers[self._file_of[name]].read(name)
+        except CheckpointError as error:
+            raise ConversionError(str(error)) from None
+
+    def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a tensor from the `start`-th on, flat."""
+        try:
+            return self._readers[self._file_of[name]].read_elements(name, start, count)
+        except CheckpointError as error:
+            raise ConversionError(str(error)) from None
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor, for messages."""
+        return self._folder / self._file_of[name]
+
+    def _add(self, file: str) -> None:
+        path = find_file(self._folder, file)
+        if path is None:
+            raise ConversionError(f"{self._folder}: {file}, which {INDEX} names, is missing")
+        try:
+            reader = SafetensorsReader(path)
+        except CheckpointError as error:
+            raise ConversionError(f"{self._folder / file}: {error}") from None
+        self._readers[file] = reader
+        for name, record in reader.records.items():
+            if name in self._file_of:
+                raise ConversionError(f"{self._folder}: {name} is in {self._file_of[name]} and in {file}")
+            self._file_of[name] = file
+            self.records[name] = record
+
+    def _open_indexed(self, index: dict[str, Any]) -> None:
+        where = self._folder / INDEX
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ConversionError(f"{where}: weight_map must say for each tensor the name of its file")
+        for file in sorted(set(places.values())):
+            if not file.endswith(".safetensors"):
+                raise ConversionError(f"{where}: names {file[:200]!r}, which is no safetensors file")
+            self._add(file)
+        for name, file in places.items():
+            if self._file_of.get(name) != file:
+                found = self._file_of.get(name, "no file")
+                raise ConversionError(f"{where}: says that {name[:200]} is in {file}; it is in {found}")
+        unlisted = [name for name in self._file_of if name not in places]
+        if unlisted:
+            raise ConversionError(
+                f"{self.path_of(unlisted[0])}: holds {unlisted[0]}, which {INDEX} does not name"
+            )
+
+
+def _no_weights(folder: Path) -> ConversionError:
+    pickled = [name for name in _PICKLED if (folder / name).exists()]
+    if pickled:
+        return ConversionError(
+            f"{folder} has its weights in {pickled[0]}, a pickle, which is not read because it can run code; if you "
+            "trust it, load it with transformers once and write it with save_pretrained, which makes safetensors"
+        )
+    if (folder / "adapter_config.json").exists():
+        return ConversionError(f"{folder} holds an adapter, not a model; merge it into its base model first")
+    return ConversionError(f"{folder} has no {SINGLE} and no {INDEX}; give the folder of a model")
+
+
+HEAD = "lm_head.weight"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class HuggingFaceWeights:
+    """A model saved by transformers, open for reading; nothing in the folder is run.
+
+    Opening checks all names, shapes and types against config.json; of the values it reads none, but where a tied head
+    is stored beside the word embedding: then the two must be equal.
+
+    Args:
+        folder: with config.json and safetensors files.
+
+    Attributes:
+        family: what config.json calls its model_type.
+        token_ids: those of bos_token_id, eos_token_id and pad_token_id that config.json has; for others transformers
+            takes what the family's class has.
+
+    Raises:
+        ConversionError: there is none, it is of a family or has features that cannot be expressed, or its files do not
+            fit its config.json.
+    """
+
+    format = "huggingface"
+    tokenizer_hints = DataConfig()
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        if not self.path.is_dir():
+            raise ConversionError(f"{folder} is not a folder; give the folder that holds config.json")
+        values = read_json(self.path, "config.json")
+        if values is None:
+            raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
+        where = self.path / "config.json"
+        self.family = _family_of(values, where)
+        self.model, self.seq_length = self.family.read(ModelFile(values, where))
+        self.token_ids = {
+            name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values
+        }
+        self._shards = Shards(self.path)
+        self._pieces = self._find_pieces()
+        self.tokenizer_files: Sequence[Path] = [
+            self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
+        ]
+
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        """See `Weights`: config.json's ids, and over them generation_config.json."""
+        values = read_json(self.path, GENERATION) or {}
+        refuse_code(values, self.path / GENERATION)
+        return {name: i for name, i in {**self.token_ids, **values}.items() if i is not None}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored type; of several that make up one tensor of ours the one that holds all their values."""
+        return reduce(torch.promote_types, (self._stored(piece) for piece in self._pieces[name]))
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor under our name, in its stored type."""
+        pieces, shape = self._pieces[name], self._shapes[name]
+        if len(pieces) == 1 and pieces[0].view is whole:
+            return self._shards.read(pieces[0].theirs).view(shape)
+        # Zeros for the rows that pad the vocabulary, which nothing of theirs is put into.
+        ours = torch.zeros(shape, dtype=self.dtype(name))
+        for piece in pieces:
+            fill(piece.view(ours), partial(self._shards.read_elements, piece.theirs))
+        return ours
+
+    def _stored(self, piece: Piece) -> torch.dtype:
+        return TORCH_DTYPES[self._shards.records[piece.theirs].dtype]
+
+    def _find_pieces(self) -> dict[str, list[Piece]]:
+        """Their tensors by the tensor of ours that they are pieces of, checked."""
+        records = self._shards.records
+        if self.model.num_layers > len(records):  # before anything is made for every layer
+            raise ConversionError(
+                f"{self.path / 'config.json'} says {self.model.num_layers} layers, the files hold "
+                f"{len(records)} tensors"
+            )
+        found: dict[str, list[Piece]] = {}
+        used = set()
+        for piece in self.family.pieces(self.model, records.keys()):
+            self._check(piece)
+            found.setdefault(piece.ours, []).append(piece)
+            used.add(piece.theirs)
+        unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
+        if HEAD in unknown and self.model.tie_embeddings:
+            self._check_tied(found["embedding.word.weight"][0].theirs)
+            unknown.remove(HEAD)
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise ConversionError(
+                f"{self._shards.path_of(unknown[0])}: {unknown[0][:200]}{more}: {self.family.name} as config.json "
+                "describes it has no such tensor"
+            )
+        self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
+        assert list(found) == list(self._shapes), "the table of pieces is not that of our parameters"
+        return found
+
+    def _check(self, piece: Piece) -> None:
+        record = self._shards.records.get(piece.theirs)
+        if record is None:
+            raise ConversionError(
+                f"{self.path}: {piece.theirs} is missing; {self.family.name} as config.json describes it has it"
+            )
+        where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
+        if record.shape != piece.shape:
+            raise ConversionError(
+                f"{where} has the shape {list(record.shape)}; by config.json it is {list(piece.shape)}"
+            )
+        if record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
+            raise ConversionError(
+                f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64 (quantized ones are not read)"
+            )
+
+    def _check_tied(self, word: str) -> None:
+        """A head that is stored though it is tied must be the word embedding, bit for bit."""
+        head, embedding = self._shards.records[HEAD], self._shards.records[word]
+        same = head.shape == embedding.shape and head.dtype == embedding.dtype
+        count, step = math.prod(head.shape), BLOCK // 8
+        for start in range(0, count, step) if same else ():
+            parts = (
+                self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word)
+            )
+            ours, theirs = (part.view(torch.uint8) for part in parts)
+            same = same and torch.equal(ours, theirs)
+        if not same:
+            raise ConversionError(
+                f"{self.path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; set it to "
+                "false, if the head is a separate one"
+            )
+
+
+def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
+    ids = value if isinstance(value, list) else [value]
+    if value is not None and not all(type(i) is int for i in ids):
+        raise ConversionError(
+            f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null"
+        )
+    return value
+
+
+def _family_of(values: dict[str, Any], where: Path) -> Family:
+    refuse_code(values, where)
+    quantized = values.get("quantization_config")
+    if quantized:
+        raise ConversionError(
+            f"{where}: quantization_config: the weights are quantized; convert the folder that they were made of"
+        )
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConversionError(
+            f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+_END = "eos_token_id"
+
+
+def write_huggingface(
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    family: str | None,
+    max_file_bytes: int,
+    advance: Advance,
+    log: Log = silent,
+) -> Path:
+    """Write a model so that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
+
+    Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
+
+    Args:
+        weights: the model.
+        folder: must not exist yet, or be empty.
+        dtype: of the tensors; None: as they are stored.
+        family: a name of `FAMILIES`; None: that of the source if it is a Hugging Face folder, else the first that
+            expresses the model.
+        max_file_bytes: where the next safetensors file begins; a larger tensor has a file for itself.
+        advance: called with the bytes of each tensor that was written.
+        log: see `Output`.
+
+    Raises:
+        ConversionError: no family, or not the named one, expresses the model; the target is there already; the
+            tokenizer cannot be expressed.
+        OSError: disk full, no permission, ...
+    """
+    opened = innermost(weights)
+    theirs = opened if isinstance(opened, HuggingFaceWeights) else None
+    if family is None and theirs is not None:
+        family = theirs.family.name
+    chosen = choose_family(weights.model, weights.seq_length, family)
+    tokenizer = export_tokenizer(weights.tokenizer_files, weights.seq_length, chosen.name)
+    token_ids: Mapping[str, Any]
+    generation: Mapping[str, Any] | None
+    if theirs is not None and _keeps_tokens(weights, theirs):
+        token_ids, generation = theirs.token_ids, _generation(theirs)
+    else:
+        before = weights.generation
+        token_ids = {name: tokenizer.token_ids.get(name, before.get(name)) for name in TOKEN_IDS}
+        if token_ids[_END] is None:
+            token_ids[_END] = _end_of_document(weights, log)
+        known = {name: value for name, value in token_ids.items() if value is not None}
+        generation = {**before, **known, **tokenizer.generation}
+    targets = [
+        Target(piece.theirs, piece, dtype or weights.dtype(piece.ours))
+        for piece in chosen.pieces(weights.model, None)
+    ]
+    files = split_files(targets, max_file_bytes)
+    identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
+    names = [SINGLE] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(len(files))]
+    output = Output(folder, identity=identity, files=names, log=log)
+    source = LastRead(weights)
+    for name, part in zip(names, files):
+        write_file(output, name, part, source, advance, digest=False, metadata=FORMAT_PT)
+    if len(files) > 1:
+        _write_json(output, INDEX, _index(names, files))
+    _write_json(output, "config.json", _config(chosen, weights, targets, token_ids))
+    if generation is not None:
+        _write_json(output, GENERATION, generation)
+    for name, content in tokenizer.files.items():
+        output.write(name, content)
+    return output.commit()
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(names: list[str], files: list[list[Target]]) -> dict[str, Any]:
+    """Which tensor is in which file."""
+    total = sum(target.record.nbytes for part in files for target in part)
+    places = {target.key: name for name, part in zip(names, files) for target in part}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+
+
+def _config(
+    family: Family, weights: Weights, targets: list[Target], token_ids: Mapping[str, Any]
+) -> dict[str, Any]:
+    sizes: Counter[torch.dtype] = Counter()
+    for target in targets:
+        sizes[target.dtype] += target.record.nbytes
+    # Which type transformers loads the model in; the old key, which all its versions read.
+    (dtype, _), *_ = sizes.most_common(1)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **family.write(weights.model, weights.seq_length),
+        **token_ids,
+    }
+
+
+def _keeps_tokens(weights: Weights, theirs: HuggingFaceWeights) -> bool:
+    """The ids of tokens still mean what they did: the folder's own tokenizer goes along, or none."""
+    files, own = ([path.resolve() for path in source.tokenizer_files] for source in (weights, theirs))
+    return files in ([], own)
+
+
+def _end_of_document(weights: Weights, log: Log) -> int | None:
+    """What ends a document, by the tokenizer that goes along or else by the one that the model was trained with."""
+    try:
+        tokenizer = tokenizer_of(weights if has_tokenizer(weights.tokenizer_files) else innermost(weights))
+    except ConfigError as error:
+        log(f"no eos_token_id: the tokenizer cannot be opened: {error}")
+        return None
+    return None if tokenizer is None else tokenizer.eod
+
+
+def _generation(theirs: HuggingFaceWeights) -> dict[str, Any] | None:
+    """What a folder says in generation_config.json; without it transformers goes by config.json and its class."""
+    values = read_json(theirs.path, GENERATION)
+    if values is not None:
+        refuse_code(values, theirs.path / GENERATION)
+    return values
+
+
+def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:
+    output.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,157 @@
+"""What every dataset offers, and what those over the documents of a token file share."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.data import parse_split
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.random_draws import raw_draws
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where whole documents lie in a sample of seq_length inputs; they see only themselves.
+
+    A document of L tokens that starts at position a has inputs a .. a+L-2, each with a label, the next token of the
+    document. Its last token predicts nothing: the token after it is another document's.
+    """
+
+    starts: tuple[int, ...]
+    """Positions at which a document starts, ascending, 0 first."""
+    used: int
+    """No prediction from this position on counts: it holds the last document's last token (or is seq_length, where
+    that token is the last label), and after it is padding."""
+
+
+class SampleSource(Protocol):
+    """An endless sequence of numbered samples."""
+
+    def sample(self, k: int) -> NDArray[np.int64]: ...
+
+    def packing(self, k: int) -> Packing | None: ...
+
+
+def require_sample(k: int) -> None:
+    """Raise an IndexError for a negative number."""
+    if k < 0:
+        raise IndexError(f"sample {k}: samples are numbered from 0")
+
+
+def split_documents(split: str, documents: int) -> tuple[range, range, range]:
+    """Consecutive ranges of documents for train, valid and test, cut at round(share · documents) as Megatron does.
+
+    Raises:
+        ConfigError: as `parse_split`.
+    """
+    train, valid, test = parse_split(split)
+    ends = [round(end * documents) for end in (train, train + valid, train + valid + test)]
+    return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
+
+
+@dataclass(eq=False)
+class DocumentDataset:
+    """The documents of one split and how they are read; subclasses define which of their tokens sample k holds."""
+
+    indexed: IndexedDataset
+    """The token file."""
+    _: KW_ONLY
+    documents: range
+    """Sequence numbers that belong to this split."""
+    seq_length: int
+    """Inputs of a sample; a sample has one token more."""
+    seed: int
+    """Of the order."""
+    name: str
+    """Of the split, for messages."""
+    vocab_size: int | None = None
+    """Ids must be below it; not checked if None."""
+
+    def __post_init__(self) -> None:
+        documents = self.documents
+        assert 0 <= documents.start <= documents.stop <= len(self.indexed) and documents.step == 1, documents
+        self._sizes = self.indexed.sizes[documents.start : documents.stop]
+        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
+        """Tokens of this split."""
+        self._stop_id = 1 << 64 if self.vocab_size is None else self.vocab_size
+
+    def packing(self, k: int) -> Packing | None:
+        return None
+
+    def _too_small(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.indexed.prefix}: the {self.name} split holds {self.num_tokens} tokens in {len(self.documents)} documents, "
+            f"{why}; give {self.name} a larger share of --split or more documents"
+        )
+
+    def _read(
+        self, documents: NDArray[np.integer], position: int, offset: int, length: int
+    ) -> NDArray[np.int64]:
+        """`length` tokens, int64, from token `offset` of the document that is `position`-th in the order `documents`.
+
+        Raises:
+            ConfigError: a token id is not in the vocabulary; names file, document and id.
+        """
+        indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
+        tokens, sizes, pointers = indexed.tokens, indexed.sizes, indexed.pointers
+        sample = np.empty(length, dtype=np.int64)
+        at, filled = position, 0
+        # item() gives Python numbers at once: numpy's scalars would cost more than the copying.
+        while True:
+            sequence = documents.item(at)
+            first = pointers.item(sequence) // itemsize + offset
+            take = sizes.item(sequence) - offset
+            if take >= length - filled:
+                sample[filled:] = tokens[first : first + length - filled]
+                break
+            sample[filled : filled + take] = tokens[first : first + take]
+            filled += take
+            at += 1
+            offset = 0
+        # Negative ids are huge as unsigned ones: one pass finds both kinds.
+        if np.maximum.reduce(sample.view(np.uint64)) >= self._stop_id:
+            bad = int(sample[(sample < 0) | (sample >= self._stop_id)][0])
+            while bad not in indexed[documents.item(position)]:
+                position += 1
+            raise ConfigError(
+                f"{indexed.bin_path}: document {documents.item(position)} holds token id {bad}, outside vocab_size "
+                f"{self.vocab_size}; set vocab_size to that of the tokenizer that wrote the file"
+            )
+        return sample
+
+
+@dataclass(eq=False, kw_only=True)
+class MockDataset:
+    """Samples from a noisy recurrence: token i+1 is (token i + stride) mod vocab_size, except for one in eight
+    positions, where it starts again at a random id, small ids being likelier. For timing, and tests without files.
+
+    So a model can learn it: the loss falls from ln(vocab_size) towards that of the restarts alone, about
+    (1/8)·ln(vocab_size) + 0.4. Sample k is a pure function of (vocab_size, seq_length, seed, split, k).
+    """
+
+    vocab_size: int
+    seq_length: int
+    seed: int
+    split: int = 0
+    """Number of the split; each has different samples."""
+
+    _RESTART = 1 / 8
+    _STRIDE = 17
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        require_sample(k)
+        length = self.seq_length + 1
+        words = raw_draws(2 * length, seed=self.seed, index=k, stream=self.split)
+        uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        restarts = uniform[:length] < self._RESTART
+        restarts[0] = True
+        starts = (uniform[length:] ** 2 * self.vocab_size).astype(np.int64)
+        positions = np.arange(length)
+        last = np.maximum.accumulate(np.where(restarts, positions, 0))
+        return (starts[last] + self._STRIDE * (positions - last)) % self.vocab_size
+
+    def packing(self, k: int) -> None:
+        return None

@@ -1,1 +1,0 @@
-"""Text to token ids and back: SentencePiece, GPT-2 BPE, Hugging Face, tiktoken, bytes and whitespace-separated numbers."""

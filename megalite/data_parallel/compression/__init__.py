@@ -1,1 +1,0 @@
-"""Lossy means over ranks, with error feedback."""

@@ -1,0 +1,156 @@
+"""What data-parallel strategies cut, keep and send, without torch: for the strategies, and for what plans their memory.
+
+A parameter here is anything with a kind and a size: a tensor in training, a shape in the planner.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.run import RunConfig
+
+P = TypeVar("P")
+
+ALIGNMENT = 64
+"""Elements; what each rank has of a bucket is a multiple of this."""
+
+
+class BucketKind(NamedTuple):
+    """What all parameters of a bucket have in common."""
+
+    decay: bool
+    split_over_tp: bool
+    partial_over_tp: bool
+    """Each tp rank's gradient covers its part of the work alone, although it has the whole parameter."""
+    tied: bool
+    expert: bool
+    orthogonal: bool = False
+
+
+def cut_into_buckets(
+    parameters: Iterable[P],
+    *,
+    kind: Callable[[P], BucketKind],
+    size: Callable[[P], int],
+    bucket_size: int,
+) -> list[tuple[BucketKind, list[P]]]:
+    """The bucket rule: parameters in reverse order, as gradients come, each to the open bucket of its kind, which is
+    closed once it has `bucket_size` elements."""
+    open_buckets: dict[BucketKind, list[P]] = {}
+    closed: list[tuple[BucketKind, list[P]]] = []
+    for parameter in reversed(list(parameters)):
+        of = kind(parameter)
+        members = open_buckets.setdefault(of, [])
+        members.append(parameter)
+        if sum(map(size, members)) >= bucket_size:
+            closed.append((of, open_buckets.pop(of)))
+    return [*closed, *open_buckets.items()]
+
+
+def padded(elements: int, replicas: int) -> int:
+    """Elements of a bucket that so many ranks share, with its padding."""
+    align = ALIGNMENT * replicas
+    return -(-elements // align) * align
+
+
+def wire_width(config: RunConfig) -> int:
+    """Bytes of an element of a gradient on the wire."""
+    if config.data_parallel.wire_dtype == "bf16":
+        return 2
+    return 8 if config.training.precision == "fp64" else 4
+
+
+def message_elements(megabytes: float, width: int) -> int:
+    """Elements of `width` bytes in one message to or from a server: whole aligned blocks, at least one."""
+    return max(1, int(megabytes * 1e6 / width) // ALIGNMENT) * ALIGNMENT
+
+
+def bucket_size(config: RunConfig, replicas: int) -> int:
+    """Elements at which a bucket is closed, with so many dp·cp ranks."""
+    if config.parallel.dp_strategy == "fused-all-reduce":
+        return sys.maxsize
+    if config.parallel.dp_strategy == "sharded-parameter-server":
+        return replicas * message_elements(config.data_parallel.server_chunk_mb, wire_width(config))
+    return config.parallel.ddp_bucket_size
+
+
+SHARDED = ("distributed-optimizer", "sharded-parameter-server", "fully-sharded")
+"""Strategies in which each replica updates an equal part of a bucket: it has the optimizer's states of that alone."""
+
+
+class Placement(Enum):
+    """How the ranks with the same bucket have a state of it."""
+
+    REPLICATED = "replicated"
+    """All have the same values; they share the writing."""
+    SHARDED = "sharded"
+    """Each has one range; together they are the whole."""
+    PRIVATE = "private"
+    """Each has different values for every element; all are saved, under a leading dimension over replicas.
+
+    Loaded by another number of replicas, each gets the mean of the old ones.
+    """
+
+
+class StateFact(NamedTuple):
+    """A state that a strategy keeps of each element of a bucket."""
+
+    placement: Placement
+    default: str
+    """What a checkpoint without it means: `required` (an error), `zeros` (0 with a line in the log) or `parameter` (the
+    main parameters)."""
+
+
+STATES: Mapping[str, StateFact] = MappingProxyType(
+    {
+        "onebit_error": StateFact(Placement.PRIVATE, "zeros"),
+        "onebit_server_error": StateFact(Placement.SHARDED, "zeros"),
+        "uint8_error": StateFact(Placement.PRIVATE, "zeros"),
+        "uint8_server_error": StateFact(Placement.SHARDED, "zeros"),
+        "topk_error": StateFact(Placement.PRIVATE, "zeros"),
+        "powersgd_error": StateFact(Placement.PRIVATE, "zeros"),
+        "anchor": StateFact(Placement.REPLICATED, "parameter"),
+        "outer_momentum": StateFact(Placement.REPLICATED, "zeros"),
+        "outer_mean": StateFact(Placement.REPLICATED, "zeros"),
+        "gossip_momentum": StateFact(Placement.PRIVATE, "zeros"),
+        # The next two are main parameters, which are there anyway.
+        "replica_param": StateFact(Placement.PRIVATE, "parameter"),
+        "main_param": StateFact(Placement.REPLICATED, "required"),
+    }
+)
+"""By their names in checkpoints; values have the precision of main parameters."""
+
+_OF_COMPRESSION = {
+    "none": (),
+    "onebit": ("onebit_error", "onebit_server_error"),
+    "uint8": ("uint8_error", "uint8_server_error"),
+    "topk": ("topk_error",),
+    "powersgd": ("powersgd_error",),
+}
+
+
+def strategy_states(config: RunConfig) -> tuple[str, ...]:
+    """The states that a run's strategy keeps where there are several replicas, in addition to the optimizer's."""
+    d, strategy = config.data_parallel, config.parallel.dp_strategy
+    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        return _OF_COMPRESSION["onebit"]
+    if strategy == "local-sgd":
+        return ("anchor",) if d.wire_dtype == "bf16" else ()
+    if strategy == "diloco":
+        return ("anchor", "outer_momentum", *(("outer_mean",) if d.sync_delay else ()))
+    if strategy == "gossip":
+        return ("gossip_momentum",) if d.gossip_algorithm == "decentlam" else ()
+    return _OF_COMPRESSION[d.grad_compression]
+
+
+def state_elements(names: Iterable[str], replicas: int) -> float:
+    """Elements that a rank keeps of the states for each element of a bucket."""
+    return sum(1 / replicas if STATES[name].placement is Placement.SHARDED else 1.0 for name in names)
+
+
+def low_rank_pays(rank: int, a: int, b: int) -> bool:
+    """PowerSGD sends two factors of an a×b matrix: they are far smaller than it."""
+    return 2 * rank * (a + b) < a * b

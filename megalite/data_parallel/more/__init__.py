@@ -1,0 +1,1 @@
+"""Strategies beyond all-reduce and ZeRO: servers, local steps, gossip, compression. Imported when a config names one."""

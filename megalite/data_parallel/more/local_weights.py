@@ -1,0 +1,297 @@
+"""Means over ranks, added up in the order of ranks, and messages between single ranks: the parts of a mean in flight."""
+
+import contextlib
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.shards import Norms, OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, kept
+from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.optimizers.base import Optimizer, Update
+from megalite.topology.group import DONE, Work
+
+
+def rank_mean(channel: Channel, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
+    """In place: the mean over ranks, with the same bits on each. Flat; its size is a multiple of the number of ranks.
+
+    Each rank adds up its part of the values as they were sent, in fp64 and in the order of ranks, and the rounded means
+    are gathered: as many bytes as a ring all-reduce. The mean of equal values of up to 32 bits is that value to the bit.
+
+    Args:
+        wire_dtype: what is sent is rounded to it, on both ways; None: nothing is.
+    """
+    if channel.size > 1:
+        sent = tensor if wire_dtype is None else tensor.to(wire_dtype)
+        part = _mean(channel.exchange_raw(sent).view(channel.size, -1))
+        whole = torch.empty_like(sent)
+        channel.gather_raw(whole, part)
+        tensor.copy_(whole)
+
+
+def _mean(rows: torch.Tensor) -> torch.Tensor:
+    total = rows[0].double()
+    for row in rows[1:]:
+        total += row
+    return (total / rows.shape[0]).to(rows.dtype)
+
+
+def swap(
+    channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+) -> list[Work]:
+    """Send a tensor to each of some ranks and receive one from each of them; what is sent must stay as it is meanwhile.
+
+    Messages have a separate order, so collectives over the same ranks may run at the same time. Each rank takes its
+    pairs in the same order and in each pair the lower rank sends first: where a backend runs messages one by one, none
+    waits for one that is queued behind it.
+    """
+    works = []
+    for peer in sorted(outgoing):
+        if channel.rank < peer:
+            works.append(channel.send_async(outgoing[peer], to=peer))
+        works.append(channel.receive_async(incoming[peer], source=peer))
+        if channel.rank > peer:
+            works.append(channel.send_async(outgoing[peer], to=peer))
+    return works
+
+
+class MeanUnderWay:
+    """`rank_mean`, to the bit, while the ranks compute and use their group for other things.
+
+    No thread: its messages are posted when it is made, its gather by the first call of `advance` after, which all ranks
+    make at the same place among their collectives.
+
+    Args:
+        tensor: not to be written any more.
+    """
+
+    def __init__(self, channel: Channel, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
+        assert channel.size > 1, "one rank has no other to wait for"
+        self._channel = channel
+        self._sent = (tensor if wire_dtype is None else tensor.to(wire_dtype)).view(channel.size, -1)
+        self._received = torch.empty_like(self._sent)
+        self._received[channel.rank] = self._sent[channel.rank]
+        others = [peer for peer in range(channel.size) if peer != channel.rank]
+        self._posted = swap(
+            channel,
+            {peer: self._sent[peer] for peer in others},
+            {peer: self._received[peer] for peer in others},
+        )
+        self._whole: torch.Tensor | None = None
+        self._part = tensor
+
+    def advance(self) -> None:
+        """Start the gather, once the parts are here."""
+        if self._whole is None:
+            self.wait_for_posted()
+            self._part = _mean(self._received)
+            # The buffer that was sent is free now.
+            self._whole = self._sent.view(-1)
+            self._posted = [self._channel.gather_raw_async(self._whole, self._part)]
+
+    def wait_for_posted(self) -> None:
+        """Return when nothing is in flight; starts nothing."""
+        works, self._posted = self._posted, [DONE]
+        for work in works:
+            work.wait()
+
+    def result(self) -> torch.Tensor:
+        """The mean, in the number format of the wire."""
+        self.advance()
+        self.wait_for_posted()
+        assert self._whole is not None
+        return self._whole
+
+
+def all_kept(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
+    """One state of several buckets."""
+    return [kept(name, bucket, each) for bucket, each in values.items()]
+
+
+class OwnWeights(DataParallelStrategy):
+    """The model is the mean of the replicas' weights; a checkpoint keeps every replica's own and the mean.
+
+    A run that continues with as many replicas does so to the bit. With another number each starts from the mean.
+    """
+
+    replicas_agree = False
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
+        self._inside_consensus = False
+        self._own: dict[Bucket, torch.Tensor] = {}
+        self._means: dict[Bucket, torch.Tensor] = {}
+        self._noted = 0
+        super().__init__(stages, **common)
+        assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
+        self.alone = self.groups.dp.size == 1
+        """There is no other replica, and nothing to exchange."""
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, `data` is the mean of the replicas' main parameters, rounded once: the same bits on every rank. The
+        log gets the distance from it. What is sent for it is not counted: it is no part of any step.
+
+        Collectives: an exchange and a gather of all parameters over the replicas, in full precision; one sum of two
+        numbers over the world.
+        """
+        assert not self._inside_consensus, "the mean would look like a replica's own weights"
+        self._inside_consensus = True
+        try:
+            for shard in self.shards:
+                self._put_mean(shard)
+            self._note_distance()
+            yield
+        finally:
+            self.publish_parameters()
+            for bucket, own in self._own.items():
+                bucket.data.copy_(own)
+            self._own.clear()
+            self._means.clear()
+            self._inside_consensus = False
+
+    def _put_mean(self, shard: OptimizerShard) -> None:
+        bucket = shard.bucket
+        uncounted = Channel(self.groups.replicas(bucket.kind), WireCounter(), self.background)
+        if shard.is_copy:
+            mean = self._means[bucket] = shard.main_param.data.clone()
+            rank_mean(uncounted, mean, wire_dtype=None)
+            bucket.data.copy_(mean)
+        else:
+            self._own[bucket] = bucket.data.clone()
+            rank_mean(uncounted, bucket.data, wire_dtype=None)
+
+    def _note_distance(self) -> None:
+        """||x_i - mean|| of all replicas' weights, root mean square over replicas, as a share of ||mean||."""
+        if self.alone or self._noted == self.step:
+            return
+        sums = torch.zeros(2, dtype=torch.float64, device=self.shards[0].main_param.device)
+        for shard in self.shards:
+            if self._counts(shard.bucket):
+                own = self._own.get(shard.bucket, shard.main_param.data)
+                mean = self._means.get(shard.bucket, shard.bucket.data)
+                sums[0] += torch.linalg.vector_norm(own - mean).double().square()
+                sums[1] += torch.linalg.vector_norm(mean).double().square()
+        self.groups.world.all_reduce(sums)
+        apart, whole = sums.tolist()
+        self._noted = self.step
+        if apart > 0.0 and whole > 0.0:
+            share = math.sqrt(apart / whole)
+            self.notes.append(f"consensus distance after step {self.step}: {share:.3e} of the weights' norm")
+
+    @property
+    def optimizer_placement(self) -> Placement:
+        return Placement.PRIVATE
+
+    def states(self) -> list[FlatState]:
+        found = [
+            kept("replica_param", shard.bucket, self._own.get(shard.bucket, shard.main_param.data))
+            for shard in self.shards
+        ]
+        return super().states() + found + all_kept("main_param", self._means)
+
+    def loaded(self) -> None:
+        self.publish_parameters()
+
+
+class LocalWeights(OwnWeights):
+    """Each data-parallel rank (with its tp and pp ranks: a replica) steps its own weights by its own gradient.
+
+    A rank's gradient is its part of the global mean's times the number of replicas: what the mean over its own samples
+    gives where every sample has as many tokens. It is clipped by the replica's own norm; the log shows the root mean
+    square of all. Each rank knows all replicas' norms, so an overflow anywhere skips the step everywhere.
+
+    Time is counted in updates: a step that fp16 skips is none, and what was due in it happens in the next one. In the
+    first `sync_warmup_steps` updates gradients are all-reduced, and replicas stay equal.
+
+    Needs the same replicas for every bucket (no context or expert parallelism), whole main parameters (not split ones),
+    and an optimizer that goes by gradients and makes no sums over the world.
+    """
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
+        super().__init__(stages, **common)
+        self.settings = self.options.settings
+        self._updates: int | None = None
+        self._skipped = 0
+
+    def _make_shard(self, bucket: Bucket) -> OptimizerShard:
+        # Every replica's gradient counts, in a separate norm.
+        return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._counts(bucket))
+
+    # ---- what it does when
+
+    def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
+        super().begin_step(step, loss_scale=loss_scale)
+        if self._updates is None:  # a new run, or one that another strategy began
+            self._updates = step - 1
+        self._skipped = step - 1 - self._updates
+
+    def phase(self, step: int) -> str:
+        local = self._local_updates(step)
+        return "gradients" if local <= 0 else self._local_phase(local)
+
+    def _local_updates(self, step: int) -> int:
+        """Updates by own gradients, with that of `step`; 0 or less in the warm-up."""
+        return step - self._skipped - self.settings.sync_warmup_steps
+
+    @abstractmethod
+    def _local_phase(self, local: int) -> str:
+        """What is exchanged in the update with the number `local` after the warm-up, from 1."""
+
+    @property
+    def local(self) -> int:
+        """`_local_updates` of the current step."""
+        return self._local_updates(self.step)
+
+    # ---- gradients
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        return self.channel(bucket).all_reduce_async(bucket.grad) if self.local <= 0 else DONE
+
+    def norm_terms(self) -> torch.Tensor:
+        own, dp = self.local_norm_squared(), self.groups.dp
+        if self.local <= 0:
+            return own.view(1) if dp.rank == 0 else torch.zeros_like(own).view(1)
+        terms = own.new_zeros(dp.size)
+        terms[dp.rank] = own
+        return terms
+
+    def norms(self, sums: Sequence[float]) -> Norms:
+        if self.local <= 0:
+            return super().norms(sums)
+        size = self.groups.dp.size
+        shown, own = size * sum(sums), sums[self.groups.dp.rank]
+        return Norms(
+            shown=math.sqrt(shown) if shown >= 0.0 else math.nan,
+            clipping=size * math.sqrt(own) if own >= 0.0 else math.nan,
+        )
+
+    # ---- weights
+
+    def update(self, optimizer: Optimizer, update: Update) -> None:
+        assert self._updates is not None, "begin_step comes first"
+        if self.local > 0:
+            update = dataclasses.replace(update, factor=update.factor * self.groups.dp.size)
+        self._step(optimizer, self._scale_gradients(update))
+        self.publish_parameters()
+        self._updates += 1
+
+    @abstractmethod
+    def _step(self, optimizer: Optimizer, update: Update) -> None:
+        """Step the optimizer and exchange what is due."""
+
+    def _copies(self) -> dict[Bucket, torch.Tensor]:
+        return {shard.bucket: shard.main_param.data.clone() for shard in self.shards}
+
+    # ---- what is saved
+
+    def counters(self) -> dict[str, Any]:
+        return {} if self._updates is None else {"local_updates": self._updates}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self._updates = int(counters["local_updates"]) if "local_updates" in counters else None

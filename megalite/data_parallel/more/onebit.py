@@ -1,0 +1,260 @@
+"""Signs as bits: 8 values in a byte, the first in its highest bit; a set bit is a value that is not negative."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.more.codec import Codec
+from megalite.data_parallel.wire import Channel
+
+
+@dataclass
+class Signs:
+    """Packs signs into bytes and back, at most `size` (a multiple of 8) at a time.
+
+    On the CPU with numpy: its comparison, packing and table look-up are several times as fast as torch's; the rest of
+    what is done to the values is torch's on every device.
+
+    Args:
+        dtype: of the values.
+    """
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    _table: torch.Tensor = field(init=False)
+    """[256, 8]: the signs ±1 that a byte stands for."""
+    _flags: torch.Tensor = field(init=False)
+    _weights: torch.Tensor = field(init=False)
+    _places: np.ndarray = field(init=False)
+    """Bytes as numpy looks them up: without a conversion in every call."""
+
+    def __post_init__(self) -> None:
+        assert self.size % 8 == 0
+        self._weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=self.device)
+        every_byte = torch.arange(256, dtype=torch.uint8, device=self.device).view(-1, 1)
+        self._table = ((every_byte & self._weights) > 0).to(self.dtype) * 2 - 1
+        self._flags = torch.empty(self.size, dtype=torch.bool, device=self.device)
+        self._places = np.empty(self.size // 8 if self.device.type == "cpu" else 0, dtype=np.intp)
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor) -> None:
+        """`packed` [n/8], uint8, becomes the signs of `values` [n]; both zeros count as positive, NaN as negative."""
+        flags = self._flags[: values.numel()]
+        if self.device.type == "cpu":
+            np.greater_equal(values.numpy(), 0, out=flags.numpy())
+            packed.numpy()[:] = np.packbits(flags.numpy())
+            return
+        torch.ge(values, 0, out=flags)
+        torch.sum(flags.view(-1, 8) * self._weights, dim=1, dtype=torch.uint8, out=packed)
+
+    def unpack(self, packed: torch.Tensor, signs: torch.Tensor) -> None:
+        """`signs` [n], of `dtype`, becomes ±1 after the bits of `packed` [n/8]."""
+        if self.device.type == "cpu":
+            # Rows as single items: numpy copies those of 32 bytes without a call for each.
+            row = np.dtype((np.void, 8 * signs.element_size()))
+            table, target = self._table.numpy().view(row).reshape(-1), signs.numpy().view(row)
+            places = self._places[: packed.numel()]
+            np.copyto(places, packed.numpy())
+            np.take(table, places, out=target, mode="clip")
+            return
+        torch.index_select(self._table, 0, packed.long(), out=signs.view(-1, 8))
+
+
+WINDOWS = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Values that are coded at a time: on a CPU what fits into its cache together with their signs."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Neighbouring values of a chunk, of one piece or of several that follow each other.
+
+    Args:
+        start: a multiple of 8, from the start of the chunk.
+        used: one past the last value that is not padding.
+        stop: a multiple of 8.
+        first: the piece that the first value belongs to.
+        lengths: how many values each piece has here, int64 [pieces].
+    """
+
+    start: int
+    used: int
+    stop: int
+    first: int
+    lengths: torch.Tensor
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Its part of a tensor like the chunk, without padding."""
+        return values[self.start : self.used]
+
+    def bits(self, row: torch.Tensor) -> torch.Tensor:
+        """Its part of the chunk's signs."""
+        return row[self.start // 8 : self.stop // 8]
+
+    def squares(self, values: torch.Tensor) -> torch.Tensor:
+        """Σx² of each piece's `values` here, fp64 [pieces]: so exact that the order of the sum does not show in fp32."""
+        exact = values.double()
+        if len(self.lengths) == 1:
+            return torch.dot(exact, exact).view(1)
+        return torch.segment_reduce(exact * exact, "sum", lengths=self.lengths, unsafe=True)
+
+    def spread(self, sizes: torch.Tensor) -> torch.Tensor:
+        """Of the chunk's `sizes` the one of each value here; [] where all have the same."""
+        if len(self.lengths) == 1:
+            return sizes[self.first]
+        own = sizes[self.first : self.first + len(self.lengths)]
+        return torch.repeat_interleave(own, self.lengths, output_size=self.used - self.start)
+
+
+LARGE = 1 << 12
+"""Values of a piece that is worth separate windows: there one size is a scalar, not one for each value."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one replica serves: its pieces, and the windows it is worked through in."""
+
+    windows: list[Window]
+    parts: torch.Tensor
+    """In how many windows each piece is, int64 [pieces]."""
+    lengths: torch.Tensor
+    """Values of each piece, fp64 [pieces]."""
+
+    @classmethod
+    def of(cls, ends: list[int], first: int, last: int, device: torch.device) -> "Chunk":
+        """Of the pieces [0, ends[0]), [ends[0], ends[1]), ... what lies in [first, last)."""
+        pieces = _cut(ends, first, last)
+        width = WINDOWS["cpu" if device.type == "cpu" else "cuda"]
+        windows, parts = [], [0] * len(pieces)
+        for start, stop in _spans(pieces, last - first, width):
+            inside = [(index, max(a, start), min(b, stop)) for index, (a, b) in enumerate(pieces)]
+            inside = [each for each in inside if each[1] < each[2]]
+            if not inside:
+                break  # all that follows is padding
+            for index, _, _ in inside:
+                parts[index] += 1
+            lengths = torch.tensor([b - a for _, a, b in inside], device=device)
+            windows.append(Window(start, inside[-1][2], stop, inside[0][0], lengths))
+        sizes = torch.tensor([b - a for a, b in pieces], dtype=torch.float64, device=device)
+        return cls(windows, torch.tensor(parts, dtype=torch.int64, device=device), sizes)
+
+    def sizes(self, squares: torch.Tensor) -> torch.Tensor:
+        """The root mean square of each piece, fp64 [pieces], from what the windows have found, one after the other."""
+        sums = squares if len(squares) == len(self.parts) else self._add_up(squares)
+        return (sums / self.lengths).sqrt_()
+
+    def _add_up(self, squares: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(squares, "sum", lengths=self.parts, unsafe=True)
+
+
+def _spans(pieces: list[tuple[int, int]], size: int, width: int) -> list[tuple[int, int]]:
+    """[0, size) in steps of at most `width` and at the borders of large pieces, where they are between two bytes."""
+    borders = {0, size}
+    for a, b in pieces:
+        if b - a >= LARGE:
+            borders |= {border for border in (a, b) if border % 8 == 0}
+    cuts = sorted(borders)
+    return [
+        (start, min(start + width, last))
+        for first, last in itertools.pairwise(cuts)
+        for start in range(first, last, width)
+    ]
+
+
+def _cut(ends: list[int], first: int, last: int) -> list[tuple[int, int]]:
+    """What of [0, ends[0]), [ends[0], ends[1]), ... lies in [first, last), counted from `first`."""
+    starts = [0, *ends[:-1]]
+    cut = [(max(start, first), min(stop, last)) for start, stop in zip(starts, ends, strict=True)]
+    return [(start - first, stop - first) for start, stop in cut if start < stop]
+
+
+class OneBit(Codec):
+    """Two-stage mean of signs, as in 1-bit Adam (arXiv 2102.02888), in 2 collectives instead of 4.
+
+    The bucket is cut into one chunk a replica, which serves it. With sgn(0) = 1 and s the root mean square of a piece,
+
+        x_i = values_i + e_i;  s_i, sgn(x_i) to the server of each chunk;  e_i = x_i - s_i·sgn(x_i)
+        y = E + Σ_i s_i/n·sgn(x_i), in the order of ranks;  s, sgn(y) to all;  E = y - s·sgn(y)
+
+    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk, so that neither large
+    neighbours nor padding set a tensor's size; or, as in the paper, all of a chunk that is not padding.
+
+    Wire: 2·(n-1)/n bits a value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
+
+    Args:
+        scale: `tensor`: one size for each tensor in a chunk; `bucket`: one for the chunk.
+    """
+
+    name = "onebit"
+
+    def __init__(self, bucket: Bucket, channel: Channel, *, scale: str = "tensor") -> None:
+        super().__init__(bucket, channel)
+        assert scale in ("tensor", "bucket")
+        like = bucket.grad
+        n, size = channel.size, like.numel()
+        assert size % (64 * n) == 0, "chunks are whole bytes of signs, and sizes lie behind them aligned"
+        self._used = bucket.placed[-1].stop
+        self._chunk = chunk = size // n
+        ends = [placed.stop for placed in bucket.placed] if scale == "tensor" else [self._used]
+        self._chunks = [Chunk.of(ends, rank * chunk, (rank + 1) * chunk, like.device) for rank in range(n)]
+        most = max(len(each.lengths) for each in self._chunks)
+        self._row = chunk // 8 + most * like.element_size()
+        widest = max(
+            (window.stop - window.start for each in self._chunks for window in each.windows), default=0
+        )
+        self._signs = Signs(widest, like.dtype, like.device)
+        self._unpacked = torch.empty(widest, dtype=like.dtype, device=like.device)
+        # Bytes that no rank reads (of padding, and sizes that a chunk does not have) are sent all the same.
+        self._sent = torch.zeros(n, self._row, dtype=torch.uint8, device=like.device)
+        self.wire_bytes = 2 * (self.channel.size - 1) * self._row
+
+    def _mean(self, values: torch.Tensor) -> None:
+        n, rank, chunk = self.channel.size, self.channel.rank, self._chunk
+        values.add_(self.error)
+        for server in range(n):
+            part = slice(server * chunk, (server + 1) * chunk)
+            self._encode(server, values[part], self.error[part], self._sent[server])
+        received = self.channel.exchange_raw(self._sent.view(-1)).view(n, -1)
+        total = values[rank * chunk : (rank + 1) * chunk].copy_(self.server_error)
+        shares = [self._sizes(row) / n for row in received]
+        for window in self._chunks[rank].windows:
+            mine = window.of(total)
+            for row, sizes in zip(received, shares, strict=True):
+                mine.addcmul_(self._unpack(window, row), window.spread(sizes))
+        answer = self._sent[rank]
+        self._encode(rank, total, self.server_error, answer)
+        answers = torch.empty_like(self._sent)
+        self.channel.gather_raw(answers.view(-1), answer)
+        for server, row in enumerate(answers):
+            self._decode(server, row, values[server * chunk : (server + 1) * chunk])
+        values[self._used :].zero_()
+
+    def _sizes(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self._chunk // 8 :].view(self.error.dtype)
+
+    def _unpack(self, window: Window, row: torch.Tensor) -> torch.Tensor:
+        signs = self._unpacked[: window.stop - window.start]
+        self._signs.unpack(window.bits(row), signs)
+        return signs[: window.used - window.start]
+
+    def _encode(self, server: int, values: torch.Tensor, error: torch.Tensor, row: torch.Tensor) -> None:
+        """`row` becomes signs and sizes of a chunk, `error` what they leave out of `values`."""
+        chunk, squares = self._chunks[server], []
+        for window in chunk.windows:
+            squares.append(window.squares(window.of(values)))
+            self._signs.pack(values[window.start : window.stop], window.bits(row))
+        if not squares:
+            return
+        sizes = self._sizes(row)
+        sizes[: len(chunk.lengths)] = chunk.sizes(torch.cat(squares))
+        for window in chunk.windows:
+            # The very signs that are sent, unpacked again: what is owed is then exact whatever becomes of -0.0.
+            signs, size = self._unpack(window, row), window.spread(sizes)
+            torch.addcmul(window.of(values), signs, size, value=-1, out=window.of(error))
+
+    def _decode(self, server: int, row: torch.Tensor, values: torch.Tensor) -> None:
+        sizes = self._sizes(row)
+        for window in self._chunks[server].windows:
+            torch.mul(self._unpack(window, row), window.spread(sizes), out=window.of(values))

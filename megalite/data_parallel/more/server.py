@@ -1,0 +1,322 @@
+"""The asynchronous parameter server of one (tp, pp) coordinate: threads next to the training of its first worker.
+
+One thread listens to each worker on another rank; one serves what they and the worker of this process ask, one request
+after the other. All servers of a model serve in one order, or copies of one tensor would drift apart and the parts of a
+worker's weights would be of different versions: the first coordinate's server decides and broadcasts it.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megalite.data_parallel.more.server_link import (
+    CLOSED,
+    JOINT,
+    Event,
+    Kind,
+    Ledger,
+    Order,
+    Report,
+    Request,
+    ServerEnd,
+    divisor,
+)
+from megalite.data_parallel.shards import OptimizerShard
+from megalite.optimizers.base import Optimizer, Update
+from megalite.topology.group import Group
+
+LEADER = 0
+"""Index, among the servers of a model, of the one that decides."""
+
+_FAILED = 0
+"""In place of a `Kind`: the leader cannot continue."""
+
+
+class _Answer(NamedTuple):
+    version: int
+    weights: list[torch.Tensor] | None
+
+
+@dataclass
+class _Worker:
+    inbox: list[torch.Tensor]
+    """Its push, for each shard; there is never a second one before the first is applied."""
+    link: ServerEnd | None
+    """None: it is the worker of this process."""
+    asked: deque[tuple[Request, float]] = field(default_factory=deque)
+    """With the time when each came."""
+    answer: _Answer | None = None
+
+
+class Server:
+    """Owns the main parameters and the optimizer. The worker of this process calls its methods.
+
+    Memory in addition: for each worker one gradient in the wire's type, in host memory, and while weights are being sent
+    a copy of them for each version that is.
+
+    Args:
+        shards: whole buckets; their `main_param` has separate memory.
+        links: of workers 1, 2, ...
+        servers: of all coordinates, on gloo; the group has no other use.
+        ledger: with all clocks at 0.
+        order: in which the leader serves.
+        staleness_aware: see `divisor`.
+        wire_dtype: of pushes.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[OptimizerShard],
+        optimizer: Optimizer,
+        *,
+        links: Sequence[ServerEnd],
+        servers: Group,
+        ledger: Ledger,
+        order: Order,
+        staleness_aware: bool,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._shards, self._optimizer = shards, optimizer
+        self._servers, self._ledger, self._order = servers, ledger, order
+        self._aware = staleness_aware
+        self._device = shards[0].main_param.device
+
+        def inbox(device: torch.device) -> list[torch.Tensor]:
+            return [
+                torch.zeros_like(shard.main_param.data, dtype=wire_dtype, device=device) for shard in shards
+            ]
+
+        self._workers = [_Worker(inbox(self._device), None)]
+        self._workers += [_Worker(inbox(torch.device("cpu")), link) for link in links]
+        self._changed = threading.Condition()
+        """Guards all that follows, the ledger and what is asked and answered."""
+        self._failure: Exception | None = None
+        self._paused = False
+        self._report = Report()
+        self._sent = 0
+        self._snapshot: list[torch.Tensor] | None = None
+        """The newest weights in the model's type, for sending."""
+        # Daemons: where the run ends by an error they may be waiting for a rank that is gone.
+        self._threads = [threading.Thread(target=self._serve, name="megalite-server", daemon=True)]
+        self._threads += [
+            threading.Thread(
+                target=self._listen, args=(worker,), name=f"megalite-worker-{worker}", daemon=True
+            )
+            for worker in range(1, len(self._workers))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- for the worker of this process
+
+    def push(self, request: Request, gradients: Sequence[torch.Tensor]) -> None:
+        """Take over the gradients, which may then change."""
+        for target, gradient in zip(self._workers[0].inbox, gradients, strict=True):
+            target.copy_(gradient)
+        with self._changed:
+            self._raise_failure()
+            self._enter(0, request)
+
+    def ask(self, request: Request) -> None:
+        """Return when the model's parameters are what was asked for.
+
+        Raises:
+            RuntimeError: the connection to a worker or to another server broke, or the server failed.
+        """
+        with self._changed:
+            self._enter(0, request)
+            self._answer_of(0)
+            self._raise_failure()
+
+    def resume(self) -> None:
+        """After a meeting: serve again. Between the two the main parameters and the optimizer do not change."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Return when all threads have ended, after all workers have left."""
+        for thread in self._threads:
+            thread.join()
+
+    def take_report(self) -> Report:
+        """What has happened since the last call."""
+        with self._changed:
+            report, self._report = self._report, Report()
+        return report
+
+    def take_sent(self) -> int:
+        """Bytes of weights that have been sent since the last call."""
+        with self._changed:
+            sent, self._sent = self._sent, 0
+        return sent
+
+    # ---- threads
+
+    def _listen(self, index: int) -> None:
+        worker = self._workers[index]
+        link = worker.link
+        assert link is not None
+        try:
+            while True:
+                request = link.receive(worker.inbox)
+                with self._changed:
+                    self._enter(index, request)
+                    if request.kind is Kind.PUSH:
+                        continue
+                    answer = self._answer_of(index)
+                if answer is None:
+                    return link.refuse()
+                link.answer(answer.version, answer.weights)
+                if request.kind is Kind.LEAVE:
+                    return None
+        except Exception as error:
+            self._fail(error)
+
+    def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            with torch.no_grad():
+                while True:
+                    event = self._decide() if self._servers.rank == LEADER else self._follow()
+                    if event.kind is Kind.PUSH:
+                        self._apply(event.worker)
+                    else:
+                        self._answer(event)
+                    if event.kind is Kind.LEAVE:
+                        return
+        except Exception as error:
+            self._fail(error)
+            if self._servers.rank == LEADER:
+                # Where that fails too the others know, or are gone.
+                with contextlib.suppress(RuntimeError):
+                    self._broadcast(_FAILED, 0)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the parameter server of this worker: {self._failure}") from self._failure
+
+    # ---- requests; under the lock
+
+    def _enter(self, worker: int, request: Request) -> None:
+        self._workers[worker].asked.append((request, time.monotonic()))
+        self._changed.notify_all()
+
+    def _answer_of(self, worker: int) -> _Answer | None:
+        state = self._workers[worker]
+        self._changed.wait_for(lambda: state.answer is not None or self._failure is not None)
+        answer, state.answer = state.answer, None
+        return answer
+
+    def _decide(self) -> Event:
+        with self._changed:
+            while (event := self._chosen()) is None:
+                self._changed.wait()
+        self._broadcast(event.kind, event.worker)
+        return event
+
+    def _chosen(self) -> Event | None:
+        self._raise_failure()
+        if self._paused:
+            return None
+        first = {index: worker.asked[0] for index, worker in enumerate(self._workers) if worker.asked}
+        if len(first) == len(self._workers) and all(request.kind in JOINT for request, _ in first.values()):
+            kinds = {request.kind for request, _ in first.values()}
+            assert len(kinds) == 1, "workers are at different points of the run"
+            return Event(kinds.pop(), 0)
+        waiting = [
+            Event(request.kind, index)
+            for index, (request, _) in sorted(first.items(), key=lambda item: item[1][1])
+            if request.kind is Kind.PUSH or (request.kind is Kind.PULL and self._ledger.may_pull(index))
+        ]
+        return self._order.choose(waiting, self._ledger) if waiting else None
+
+    def _broadcast(self, kind: int, worker: int) -> None:
+        self._servers.broadcast(torch.tensor([kind, worker]), source=LEADER)
+
+    def _follow(self) -> Event:
+        """The leader's next event, as soon as what it serves is here too."""
+        decided = torch.zeros(2, dtype=torch.int64)
+        self._servers.broadcast(decided, source=LEADER)
+        kind, worker = decided.tolist()
+        if kind == _FAILED:
+            raise RuntimeError(
+                f"{CLOSED}: the first parameter server of the model has lost a rank, or failed"
+            )
+        event = Event(Kind(kind), worker)
+        with self._changed:
+            while self._paused or not all(self._asks(index, event.kind) for index in self._concerned(event)):
+                self._raise_failure()
+                self._changed.wait()
+        return event
+
+    def _asks(self, worker: int, kind: Kind) -> bool:
+        asked = self._workers[worker].asked
+        return bool(asked) and asked[0][0].kind is kind
+
+    def _concerned(self, event: Event) -> Sequence[int]:
+        return range(len(self._workers)) if event.kind in JOINT else (event.worker,)
+
+    # ---- serving; the main parameters are this thread's alone
+
+    def _apply(self, worker: int) -> None:
+        state, workers = self._workers[worker], len(self._workers)
+        request, _ = state.asked[0]
+        for shard, gradient in zip(self._shards, state.inbox, strict=True):
+            shard.main_param.grad = gradient.to(device=self._device, dtype=shard.main_param.dtype)
+        staleness = self._ledger.staleness(worker)
+        lr = request.lr / divisor(staleness, workers=workers, aware=self._aware)
+        self._optimizer.step(Update(step=request.step, lr=lr, weight_decay=request.weight_decay))
+        self._snapshot = None
+        with self._changed:
+            state.asked.popleft()
+            self._ledger.pushed(worker)
+            self._report.staleness[staleness] += 1
+            self._changed.notify_all()
+
+    def _answer(self, event: Event) -> None:
+        """The newest weights, to each concerned worker that does not have them."""
+        version = self._ledger.version
+        weights = {
+            index: self._weights(self._workers[index])
+            for index in self._concerned(event)
+            if event.kind is not Kind.LEAVE and self._ledger.pulled_versions[index] < version
+        }
+        with self._changed:
+            for index in self._concerned(event):
+                worker, newest = self._workers[index], weights.get(index)
+                _, arrived = worker.asked.popleft()
+                worker.answer = _Answer(version, newest)
+                self._ledger.pulled(index)
+                if event.kind is Kind.PULL:
+                    self._report.waited[index] += time.monotonic() - arrived
+                if worker.link is not None:
+                    self._sent += sum(part.nbytes for part in newest or ())
+            self._paused = event.kind is Kind.MEET
+            self._changed.notify_all()
+
+    def _weights(self, worker: _Worker) -> list[torch.Tensor]:
+        if worker.link is None:
+            # Its thread waits for this answer: nothing reads the parameters meanwhile.
+            for shard in self._shards:
+                shard.bucket.data.copy_(shard.main_param.data)
+            return [shard.bucket.data for shard in self._shards]
+        if self._snapshot is None:
+            self._snapshot = [
+                shard.main_param.data.to(device="cpu", dtype=shard.bucket.data.dtype, copy=True)
+                for shard in self._shards
+            ]
+        return self._snapshot

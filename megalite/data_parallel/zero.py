@@ -1,0 +1,232 @@
+"""Gradients of which a rank keeps its own range alone: the second stage of ZeRO."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.data_parallel.buckets import (
+    Arrivals,
+    Bucket,
+    alloc_storage,
+    first_needed_first,
+    free_storage,
+    has_memory,
+)
+from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.wire import Channel
+from megalite.topology.group import Work
+
+
+@dataclass(eq=False)
+class _Own:
+    """What a rank keeps of a bucket's gradient."""
+
+    total: torch.Tensor
+    """The owned range, summed over ranks and the microbatches so far."""
+    channel: Channel
+    is_empty: bool = True
+    """Nothing has been added yet."""
+
+
+@dataclass(eq=False)
+class _Sending:
+    """A reduce-scatter in flight; `part` is added to the total when it has come, unless it is the total."""
+
+    bucket: Bucket
+    own: _Own
+    part: torch.Tensor
+    work: Work
+
+
+class GradientShards:
+    """The whole of a bucket's gradient has memory only while one microbatch's come in and are reduce-scattered.
+
+    Layers add where they always do: the buffer gets its memory when a layer asks for it, and gives it back once what is
+    in it has gone to its owners. A bucket is sent when each of its parameters has reported as often as one microbatch
+    makes it. Where the program splits the backward these may be reports of several microbatches; since sums are linear,
+    that changes nothing in the end.
+
+    Args:
+        overlap: a bucket may be on its way while the backward fills others. They are sent one after the other, and no
+            more wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._overlap = overlap
+        self._own: dict[Bucket, _Own] = {}
+        self._sending: deque[_Sending] = deque()
+        self._room = 0
+        """Elements of all that may be in flight."""
+
+    def add(self, bucket: Bucket, total: torch.Tensor, channel: Channel) -> None:
+        """Take charge of a bucket: `total`, this rank's range, is where its gradients end up."""
+        self._own[bucket] = _Own(total, channel)
+        self._room = max(self._room, bucket.grad.numel() * 5 // 4)
+        free_storage(bucket.grad)
+        for placed in bucket.placed:
+            placed.parameter.grad_wanted = lambda: self._provide(bucket)
+        self._await(bucket)
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._own
+
+    def reset(self) -> None:
+        """Forget all gradients, also those of a step that failed half way."""
+        self.collect()
+        for bucket, own in self._own.items():
+            free_storage(bucket.grad)
+            own.total.zero_()
+            own.is_empty = True
+            self._await(bucket)
+
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Send what has come of these since they were last sent."""
+        for bucket in buckets:
+            if bucket in self._own and self._holds(bucket):
+                self._send(bucket)
+
+    def finish(self) -> None:
+        self.send(self._own)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take in all that is on its way."""
+        while self._sending:
+            self._finish_first()
+
+    def _await(self, bucket: Bucket) -> None:
+        bucket.start_counting(lambda: self._send(bucket))
+
+    def _holds(self, bucket: Bucket) -> bool:
+        return has_memory(bucket.grad) and not self._is_sending(bucket)
+
+    def _is_sending(self, bucket: Bucket) -> bool:
+        return any(sending.bucket is bucket for sending in self._sending)
+
+    def _provide(self, bucket: Bucket) -> None:
+        while self._is_sending(bucket):
+            self._finish_first()
+        if not has_memory(bucket.grad):
+            alloc_storage(bucket.grad)
+            bucket.grad.zero_()
+
+    def _send(self, bucket: Bucket) -> None:
+        self._await(bucket)
+        room = self._room - bucket.grad.numel()
+        while self._sending and sum(sending.bucket.grad.numel() for sending in self._sending) > room:
+            self._finish_first()
+        own = self._own[bucket]
+        part = own.total if own.is_empty else torch.empty_like(own.total)
+        own.is_empty = False
+        work = own.channel.reduce_scatter_async(part, bucket.grad)
+        self._sending.append(_Sending(bucket, own, part, work))
+        if not self._overlap:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        sending = self._sending.popleft()
+        sending.work.wait()
+        if sending.part is not sending.own.total:
+            sending.own.total.add_(sending.part)
+        free_storage(sending.bucket.grad)
+
+
+class DistributedOptimizer(DataParallelStrategy):
+    """Gradients are reduce-scattered, the owned part stepped, parameters gathered again (arXiv 1910.02054).
+
+    The gather runs under the next forward: each module waits for its own buckets just before it computes.
+    Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. Optimizer state and main
+    parameters take 1/d of the memory. For experts d is the expert-dp size.
+
+    With `shard_gradients` (ZeRO-2) gradients take 1/d of the memory too, but for the buckets that are being filled or
+    sent. Then they are on the wire once for each microbatch: m·(d-1)/d of their bytes.
+    """
+
+    shards_over_dp = True
+
+    always_shards_gradients = False
+
+    def __init__(
+        self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
+    ) -> None:
+        # Before the shards are made.
+        shards = self.always_shards_gradients or options.settings.shard_gradients
+        self._sharded = GradientShards(overlap=options.overlap) if shards else None
+        super().__init__(stages, groups=groups, options=options)
+        shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
+        self._watch(stages, overlap=options.overlap_param_gather and shared)
+
+    def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
+        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
+
+    def owned_range(self, bucket: Bucket) -> tuple[int, int]:
+        group = self.groups.replicas(bucket.kind)
+        size = bucket.data.numel() // group.size
+        return group.rank * size, (group.rank + 1) * size
+
+    def _make_shard(self, bucket: Bucket) -> OptimizerShard:
+        shard, channel = super()._make_shard(bucket), self.channel(bucket)
+        if self._sharded is not None and channel.size > 1:
+            shard.main_param.grad = total = bucket.grad.new_zeros(shard.stop - shard.start)
+            self._sharded.add(bucket, total, channel)
+        return shard
+
+    def zero_grad(self) -> None:
+        if self._sharded is None:
+            super().zero_grad()
+            return
+        self._sharded.reset()
+        for bucket in self.all_buckets():
+            if bucket not in self._sharded:
+                bucket.grad.zero_()
+
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        if self._sharded is None:
+            super().enable_grad_sync(stage, pending)
+
+    def start_grad_sync(self, stage: int) -> None:
+        if self._sharded is None:
+            super().start_grad_sync(stage)
+        else:
+            self._sharded.send(self.buckets[stage])
+
+    def finish_grad_sync(self) -> None:
+        """Return with the sums of the owned ranges complete.
+
+        Sharded gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those last:
+        equal buckets are cut alike, so that the owned ranges lie on one another.
+        """
+        if self._sharded is None:
+            super().finish_grad_sync()
+            return
+        self._sharded.finish()
+        for shard in self.shards:
+            kind, total = shard.bucket.kind, shard.main_param.grad
+            assert total is not None
+            if kind.partial_over_tp:
+                self.groups.tp.all_reduce(total)
+            if kind.tied and self.groups.embedding is not None:
+                self.groups.embedding.all_reduce(total)
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        start, stop = self.owned_range(bucket)
+        return self.channel(bucket).reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
+
+    def publish_parameters(self) -> None:
+        super().publish_parameters()
+        for bucket in first_needed_first(self.buckets):
+            start, stop = self.owned_range(bucket)
+            work = self.channel(bucket).gather_raw_async(bucket.data, bucket.data[start:stop])
+            self._arrivals.expect(bucket, work)
+        self._arrivals.wait_unless_overlapped()
+
+    def wait_for_parameters(self) -> None:
+        self._arrivals.wait()
+
+    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
+        whole = values.new_empty(shard.bucket.data.numel())
+        self.groups.replicas(shard.bucket.kind).all_gather(whole, values.contiguous())
+        return whole

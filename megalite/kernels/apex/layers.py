@@ -1,0 +1,234 @@
+"""apex's kernels of the layers: norms, RoPE, softmax, cross-entropy, weight gradient.
+
+The functions of its extensions are called as they are: the Python wrappers around them fall back to torch without a word,
+have other defaults, and would run the code of the package.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megalite.config.errors import ConfigError
+from megalite.kernels.probes import extension, softmax_limit
+
+_HALVES = (torch.bfloat16, torch.float16)
+INT_ELEMENTS = 2**31
+"""From here on the offsets of most kernels, C++ ints, overflow."""
+
+
+def check_elements(operation: str, x: torch.Tensor) -> None:
+    """Raise ConfigError if the kernel could not address all of `x`; its strides count."""
+    if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= INT_ELEMENTS:
+        raise ConfigError(
+            f"kernels: {operation}=apex takes less than 2^31 elements at once, got {list(x.shape)}; "
+            f"use {operation}=torch"
+        )
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm, with a bias LayerNorm; keeps x as it came, the parameters, and a number or two per row.
+
+    Always without `memory_efficient`, which divides by the weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        zero_centered: bool,
+    ) -> torch.Tensor:
+        check_elements("rmsnorm" if bias is None else "layernorm", x)
+        ctx.eps, ctx.zero_centered = eps, zero_centered
+        if x.numel() == 0:  # a grid of no blocks cannot be launched
+            ctx.save_for_backward(x, weight, bias)
+            return torch.empty_like(x)
+        kernels, x = extension("fused_layer_norm_cuda"), x.contiguous()
+        forward = kernels.rms_forward_affine if bias is None else kernels.forward_affine
+        parameters = _parameters(weight, bias, zero_centered)
+        y, *statistics = forward(_operand(x, zero_centered), weight.shape, *parameters, eps)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, *statistics = ctx.saved_tensors
+        if x.numel() == 0:
+            grad_bias = None if bias is None else torch.zeros_like(bias)
+            return torch.empty_like(x), torch.zeros_like(weight), grad_bias, None, None
+        kernels = extension("fused_layer_norm_cuda")
+        backward = kernels.rms_backward_affine if bias is None else kernels.backward_affine
+        operands = _operand(grad.contiguous(), ctx.zero_centered), _operand(x, ctx.zero_centered)
+        parameters = _parameters(weight, bias, ctx.zero_centered)
+        found = backward(operands[0], *statistics, operands[1], weight.shape, *parameters, ctx.eps, False)
+        grad_x, grad_weight, *grad_bias = found
+        grad_x, grad_weight = grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias[0].to(bias.dtype) if grad_bias else None, None, None
+
+
+def _parameters(
+    weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: bool
+) -> tuple[torch.Tensor, ...]:
+    """Factors and bias as the kernel takes them: 1 + weight is never rounded to a half type."""
+    factors = weight.contiguous()
+    if zero_centered:
+        factors = _operand(factors, zero_centered) + 1.0
+    return (factors,) if bias is None else (factors, _operand(bias.contiguous(), zero_centered))
+
+
+def _operand(x: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """With factors in fp32 everything must be: of half inputs the kernel takes factors of the same type alone."""
+    return x.float() if zero_centered and x.dtype in _HALVES else x
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """See `layer_ops.rms_norm`. Half types with `zero_centered` are copied to fp32.
+
+    Raises:
+        ConfigError: 2^31 elements and more.
+    """
+    return _Norm.apply(x, weight, None, eps, zero_centered)
+
+
+def layernorm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """See `layer_ops.layer_norm`; otherwise as `rmsnorm`."""
+    return _Norm.apply(x, weight, bias, eps, zero_centered)
+
+
+_full_tables = WeakTensorKeyDictionary()
+"""Table of d/2 columns -> of d columns, as long as the first lives: the layers of a stage share it."""
+
+
+def _full(table: torch.Tensor) -> torch.Tensor:
+    """[s, 1, 1, d/2] -> [s, 1, 1, d]: the kernel wants the angles of a pair at both of its places."""
+    found = _full_tables.get(table)
+    if found is None:
+        found = _full_tables[table] = torch.cat((table, table), dim=-1).float()
+    return found
+
+
+class _Rope(torch.autograd.Function):
+    """Keeps the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return extension("fused_rotary_positional_embedding").forward_cached(x, cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_elements("rope", grad)
+        kernels = extension("fused_rotary_positional_embedding")
+        return kernels.backward_cached(grad, *ctx.saved_tensors, False), None, None
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `layer_ops.apply_rope`. For half types the kernel rounds the tables, each product and the sum, where the other
+    backends round the sum alone.
+
+    Raises:
+        ConfigError: tables for each sequence of the microbatch; 2^31 elements and more.
+    """
+    if cos.shape[1] != 1:
+        raise ConfigError(
+            "kernels: rope=apex takes one table for all sequences, and here each has its own positions "
+            "(reset_position_ids, or packing by documents); use rope=torch"
+        )
+    check_elements("rope", x)
+    return _Rope.apply(x, _full(cos), _full(sin)) if x.numel() else x.clone()
+
+
+def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+    """See `unfused_attention.causal_softmax_forward`: computed in fp32 and rounded to the scores' type.
+
+    Args:
+        scores: [b, heads, s, s] in bf16 or fp16, which it may overwrite.
+        scale: one that the scores' type does not hold is multiplied to the scores first: the kernel would round it.
+
+    Raises:
+        ConfigError: a length, or a number of matrices, that the kernel does not take.
+    """
+    matrices, length = scores.shape[0] * scores.shape[1], scores.shape[-1]
+    reason = softmax_limit(length)
+    together = 8 if length <= 128 else 4  # that a block of the kernel takes at once
+    if reason is None and matrices % together:
+        reason = (
+            f"it takes {together} matrices of {length} x {length} scores at a time, and there are {matrices}"
+        )
+    if reason is not None:
+        raise ConfigError(f"kernels: softmax=apex cannot be used: {reason}; use softmax=torch")
+    if torch.tensor(scale, dtype=scores.dtype).item() != scale:
+        scores, scale = scores.mul_(scale), 1.0
+    kernels = extension("scaled_upper_triang_masked_softmax_cuda")
+    return kernels.forward(scores.flatten(0, 1).contiguous(), scale).view(scores.shape)
+
+
+def causal_softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, scale: float) -> torch.Tensor:
+    """See `unfused_attention.causal_softmax_backward`; a gradient of the type of the probabilities is overwritten."""
+    kernels, rows = extension("scaled_upper_triang_masked_softmax_cuda"), grad.to(probabilities.dtype)
+    return kernels.backward(rows.flatten(0, 1), probabilities.flatten(0, 1), scale).view(probabilities.shape)
+
+
+_NO_SMOOTHING = 0.0
+
+
+def cross_entropy_forward(
+    logits: torch.Tensor, labels: torch.Tensor, first: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """See `cross_entropy.cross_entropy_forward`, for logits in fp32 and fp16. Of bf16 the kernel rounds the log-sum-exp.
+
+    The statistics are log Σ exp z in the place of the maximum, and 1 in that of the sum. apex.contrib.xentropy is not
+    used: it takes token 0 for padding and gives it no loss.
+    """
+    if logits.numel() == 0:
+        nothing = logits.new_zeros(logits.shape[0], dtype=torch.float32)
+        return torch.stack((nothing, nothing + 1.0, nothing)), (logits, nothing)
+    local = labels - first
+    outside = (local < 0) | (local >= logits.shape[1])
+    # The kernel reads the logit at the label, wherever that is.
+    logits, inside = logits.contiguous(), local.masked_fill(outside, 0).contiguous()
+    kernels = extension("xentropy_cuda")
+    losses, log_sum = kernels.forward(logits, inside, _NO_SMOOTHING, logits.dtype == torch.float16)
+    picked = losses.neg().masked_fill_(outside, 0.0)
+    return torch.stack((log_sum, torch.ones_like(log_sum), picked)), (logits, log_sum)
+
+
+def cross_entropy_backward(
+    saved: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    first: int,
+    logsumexp: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """See `cross_entropy.cross_entropy_backward`; the result is new memory."""
+    logits, log_sum = saved
+    if logits.numel() == 0:
+        return torch.empty_like(logits)
+    local = labels - first
+    # Compared with the column's number alone: -1 is none of them.
+    local = local.masked_fill((local < 0) | (local >= logits.shape[1]), -1).contiguous()
+    total = log_sum if logsumexp is None else logsumexp.contiguous()
+    kernels = extension("xentropy_cuda")
+    return kernels.backward(grad.float().contiguous(), logits, total, local, _NO_SMOOTHING)
+
+
+def accumulate_weight_grad(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor) -> None:
+    """See `matmul.accumulate_weight_grad`: summed in fp32, added to a main gradient in fp32 or in the type of x.
+
+    The kernel reads plain memory: rows that are not dense are copied.
+    """
+    assert main_grad.is_contiguous(), main_grad.stride()
+    if x.shape[0] == 0:
+        return
+    kernels = extension("fused_weight_gradient_mlp_cuda")
+    wide = main_grad.dtype == torch.float32
+    accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+    accumulate(x.contiguous(), grad_y.contiguous(), main_grad)

@@ -1,0 +1,207 @@
+"""torch's kernels between the matrix products of a layer: norms, dropout with residual sums, activations, rotary embedding."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class _MaskedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = 1.0 / (1.0 - p)
+        return (x * keep).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def add_dropped(
+    residual: torch.Tensor,
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """residual + dropout(branch + bias), all [..., n]; bias and keep are left out where None."""
+    if bias is not None:
+        branch = branch + bias
+    return residual + (branch if keep is None else masked_dropout(branch, keep, p))
+
+
+def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """x·keep / (1-p) for a boolean mask of x's shape; autograd would keep the mask in x's type."""
+    return _MaskedDropout.apply(x, keep, p)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm in fp32 for half types (fp64 for fp64) that keeps x as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        exact = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        inverse = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps)
+        inverse.rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.offset = offset
+        return (exact * inverse).mul_(weight.to(exact.dtype) + offset).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x * inverse  # in fp32 at least, as `inverse` is
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_normed = grad * (weight.to(inverse.dtype) + ctx.offset)
+        mean = (grad_normed * normed).mean(dim=-1, keepdim=True)
+        grad_x = grad_normed.sub_(normed.mul_(mean)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
+
+    zero_centered: the factor is 1 + weight, never rounded to a half type.
+    """
+    if not zero_centered:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return F.layer_norm(x, weight.shape, weight + 1.0, bias, eps)
+    # With parameters of another type than x torch rounds the result alone.
+    return F.layer_norm(x.float(), weight.shape, weight.float() + 1.0, bias.float(), eps).to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, or · (1 + weight) where `zero_centered`."""
+    if x.is_cuda and not zero_centered:
+        return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
+    # On CPU torch composes it of operations that keep two fp32 copies of x; and 1 + weight must not be rounded to bf16.
+    return _RMSNorm.apply(x, weight, eps, 1.0 if zero_centered else 0.0)
+
+
+def add_norm(
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    p: float,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x = residual + dropout(branch + bias), and its norm: (norm(x), x).
+
+    Args:
+        branch, residual: [..., n].
+        bias: [n] of the linear layer that made `branch`, if it left it to us.
+        keep: boolean [..., n], what stays of the branch, scaled by 1/(1-p); None: all of it, as it is.
+        weight, norm_bias: [n] of LayerNorm; of RMSNorm where `norm_bias` is None.
+    """
+    x = add_dropped(residual, branch, bias, keep, p)
+    if norm_bias is None:
+        return rms_norm(x, weight, eps, zero_centered=zero_centered), x
+    return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool = False) -> torch.Tensor:
+    """z·Φ(z) for z = x + bias, exactly or by the tanh approximation that GPT-2 was trained with."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
+
+
+class _Gated(torch.autograd.Function):
+    """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        gate, up = x.chunk(2, dim=-1)
+        return _activate(gate, kind).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(_activate(gate, ctx.kind), grad, out=grad_up)
+        if ctx.kind == "silu":
+            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(
+                grad * up, gate, approximate=ctx.kind, grad_input=grad_gate
+            )
+        return grad_x, None
+
+
+def _activate(gate: torch.Tensor, kind: str) -> torch.Tensor:
+    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
+    return _Gated.apply(x, "silu")
+
+
+def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+    """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
+    return _Gated.apply(x, "tanh" if tanh else "none")
+
+
+def rope_frequencies(
+    head_size: int,
+    base: float,
+    *,
+    scaling: str,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_positions: int,
+) -> torch.Tensor:
+    """θ_i = base^(-2i/d) [d/2] in fp64, slowed down for sequences longer than those first trained on.
+
+    Args:
+        scaling: `none`; `linear`: every θ / factor (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783): by
+            the turns that a pair makes within the original positions. Fewer than low_freq_factor: θ / factor; more
+            than high_freq_factor: θ; in between the two are mixed linearly in the number of turns.
+        factor, low_freq_factor, high_freq_factor, original_max_positions: as the settings of these names.
+    """
+    theta = base ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    if scaling == "none":
+        return theta
+    if scaling == "linear":
+        return theta / factor
+    assert scaling == "llama3", scaling
+    turns = original_max_positions * theta / (2 * math.pi)
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return theta * (kept + (1.0 - kept) / factor)
+
+
+def rope_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [..., d/2] of position · θ_i for positions [...], computed in fp64."""
+    angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x_i, x_{i+d/2}) of x [s, b, heads, d] by their angles.
+
+    Args:
+        x: queries or keys.
+        cos, sin: [s, 1, 1, d/2], or [s, b, 1, d/2] where each sequence of a microbatch has its own positions.
+    """
+    first, second = x.chunk(2, dim=-1)
+    if cos.dtype != x.dtype:
+        first, second = first.to(cos.dtype), second.to(cos.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

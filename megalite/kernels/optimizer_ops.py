@@ -1,0 +1,168 @@
+"""torch's kernels of an optimizer step over flat tensors: AdamW, the two halves of LAMB, the norm of gradients."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+
+def adam(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: torch.Tensor | None,
+    copy: torch.Tensor | None,
+) -> None:
+    """In place: AdamW with decoupled decay (arXiv 1711.05101), by torch's fused kernel.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: [n] of one type.
+        step: number of this update, from 1.
+        factor: [], multiplied to the gradient, which it may change; None: 1.
+        copy: [n], gets the new parameters, rounded to its type.
+    """
+    if factor is not None:
+        grad.mul_(factor)
+    updates = torch.full((), step - 1, dtype=torch.float32, device=param.device)
+    adamw(
+        *([param], [grad], [exp_avg], [exp_avg_sq], [], [updates]),
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+    )
+    if copy is not None:
+        copy.copy_(param)
+
+
+ROW = 1 << 10
+"""Elements whose squares are added up in their own precision."""
+
+
+def norm(values: torch.Tensor) -> torch.Tensor:
+    """‖v‖ of a flat tensor, fp64 []. Row by row, as a plain fp32 sum on a CPU loses digits, most where all are alike."""
+    whole = values.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1)
+    if whole < values.numel():
+        rows = torch.cat([rows, torch.linalg.vector_norm(values[whole:]).view(1)])
+    return torch.linalg.vector_norm(rows, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """m̂/(√v̂ + ε) = scale·m/(√v + eps) in one update."""
+
+    scale: float
+    """√(1 - β₂ᵗ)/(1 - β₁ᵗ)"""
+    eps: float
+    """ε·√(1 - β₂ᵗ)"""
+
+    @classmethod
+    def at(
+        cls, step: int, *, beta1: float, beta2: float, eps: float, frozen: int | None = None
+    ) -> "Direction":
+        """With the bias corrections of update number `step`, from 1.
+
+        Args:
+            frozen: updates that v has had, where it has not had all.
+        """
+        below = math.sqrt(1.0 - beta2 ** (step if frozen is None else frozen))
+        return cls(scale=below / (1.0 - beta1**step), eps=eps * below)
+
+    def add_to(
+        self, values: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, factor: float = 1.0
+    ) -> torch.Tensor:
+        """In place: values + factor·m̂/(√v̂ + ε)."""
+        return values.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(self.eps), value=factor * self.scale)
+
+
+def lamb_moments(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    norms: bool,
+) -> tuple[torch.Tensor, ...]:
+    """In place: both moments take the gradient, which stays as it is. The direction u = m̂/(√v̂ + ε) + weight_decay·x is
+    not kept: it would be as large as the parameters, so `lamb_step` makes it again.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: [n] of one type; a piece of flat buffers.
+        step: number of this update, from 1.
+
+    Returns:
+        (‖x‖, ‖u‖) of the piece, fp64 [] on its device, if `norms` are wanted; else nothing.
+    """
+    exp_avg.lerp_(grad, 1.0 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    if not norms:
+        return ()
+    direction = Direction.at(step, beta1=beta1, beta2=beta2, eps=eps)
+    u = direction.add_to(param * weight_decay, exp_avg, exp_avg_sq)
+    return norm(param), norm(u)
+
+
+def lamb_step(
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """In place: x - rate·u, with u of the moments as `lamb_moments` has left them.
+
+    Args:
+        param, exp_avg, exp_avg_sq: [n] of one type; a piece of flat buffers.
+        rate: learning rate times trust ratio.
+        step: number of this update, from 1.
+    """
+    if weight_decay != 0.0:
+        param.mul_(1.0 - rate * weight_decay)
+    direction = Direction.at(step, beta1=beta1, beta2=beta2, eps=eps)
+    direction.add_to(param, exp_avg, exp_avg_sq, factor=-rate)
+
+
+PIECES = {"cpu": 1 << 14, "cuda": 1 << 22}
+"""Elements that are in fp64 at a time: on a CPU what fits into its cache, on CUDA so many that launches do not count."""
+
+
+def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """sqrt(Σ x²) over all elements of all flat tensors, fp64 [] on their device. At least one tensor.
+
+    The square of an fp32 number is exact in fp64, and so are 29 bits more of the sum than fp32 has: rounded to fp32, as a
+    factor that gradients are multiplied with is, it no longer shows in which order or over which ranks it was made.
+    """
+    device = tensors[0].device
+    size = min(PIECES["cpu" if device.type == "cpu" else "cuda"], max(x.numel() for x in tensors))
+    exact = torch.empty(size, dtype=torch.float64, device=device)
+    squares = [torch.zeros((), dtype=torch.float64, device=device)]
+    for x in tensors:
+        for piece in x.split(max(size, 1)):
+            values = exact[: piece.numel()].copy_(piece)
+            squares.append(torch.dot(values, values))
+    return torch.stack(squares).sum().sqrt()

@@ -1,0 +1,278 @@
+"""Bytes of activations that one rank keeps for the backward, however much of them is computed again.
+
+Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), term by term, so that other
+widths, gates, grouped queries, experts and absent dropout count right: with GPT's shape and dropout the sum is the
+paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Left out is what has no factor of width: a norm's statistics, token numbers.
+A test measures the model's own tensors against this.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.partition.stages import StagePlan
+from megalite.pipeline.ir.memory import Sizes
+
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One tensor of a layer."""
+
+    bytes: float
+    """For each token of this rank's part of the sequence, s/cp."""
+    freed_by: frozenset[str] = frozenset()
+    """Modules of selective recompute any of which makes it again instead."""
+
+
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of an element and of a number that is kept exact; parts that sequence parallelism splits a tensor in."""
+    e, p = ELEMENT_BYTES[config.training.precision], config.parallel
+    return e, max(4, e), p.tp if p.sequence_parallel else 1
+
+
+def _attention(config: RunConfig) -> Iterator[_Kept]:
+    model, p = config.model, config.parallel
+    e, exact, whole = _sizes(config)
+    queries = model.num_attention_heads * model.head_size
+    keys_and_values = 2 * model.query_groups * model.head_size
+    exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
+    core = frozenset({"core_attn"})
+    yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
+    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
+    yield _Kept(e * (queries + keys_and_values) / p.tp)
+    if model.qk_norm:
+        # These norms keep their input: the projection's output, in which the values lie as well.
+        again = keys_and_values if exchanged else keys_and_values // 2
+        yield _Kept(e * (queries + again) / p.tp)
+    if model.attention_dropout:
+        # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
+        yield _Kept((2 * e + 1) * model.num_attention_heads * config.training.seq_length / p.tp, core)
+        if p.cp > 1 and not exchanged:
+            yield _Kept(e * keys_and_values * p.cp / p.tp, core)
+    else:
+        yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
+        if exchanged:
+            yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home
+        if _repeats_keys(config):
+            yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core)
+    yield _Kept(e * queries / p.tp)
+    if model.hidden_dropout:
+        yield _Kept(model.hidden_size / whole)
+
+
+def _repeats_keys(config: RunConfig) -> bool:
+    """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
+    a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
+    model, training, data = config.model, config.training, config.data
+    if model.query_groups == model.num_attention_heads:
+        return False
+    window = model.sliding_window is not None and model.sliding_window < training.seq_length
+    documents = data.reset_attention_mask or data.packing == "best-fit"
+    ring = config.parallel.cp > 1 and config.parallel.cp_comm_type == "p2p"
+    grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
+    return not (window or documents or ring or grouped_kernel)
+
+
+def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
+    model, p = config.model, config.parallel
+    e, _, whole = _sizes(config)
+    yield _Kept(e * model.hidden_size / whole)
+    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
+    if model.is_moe_layer(layer_index):
+        yield from _experts(config)
+    else:
+        yield from _inner(config, model.ffn_size / p.tp, "mlp")
+    if model.hidden_dropout:
+        yield _Kept(model.hidden_size / whole)
+
+
+def _inner(config: RunConfig, width: float, module: str) -> Iterator[_Kept]:
+    """Input and output of a nonlinearity of `width` local elements a token."""
+    e = ELEMENT_BYTES[config.training.precision]
+    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset({module}))
+    yield _Kept(e * width, frozenset({module, "mlp_act"}))
+
+
+def _experts(config: RunConfig) -> Iterator[_Kept]:
+    """What a MoE layer keeps beside its input if every expert gets the same number of tokens."""
+    model, p = config.model, config.parallel
+    e, exact, _ = _sizes(config)
+    moe = frozenset({"moe"})
+    assert model.num_experts is not None
+    factor = model.moe_expert_capacity_factor
+    choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
+    rows = choices * (1.0 if factor is None else min(1.0, factor))
+    yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
+    tables = bool(model.moe_router_pre_softmax or model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
+    yield _Kept(exact * tables * model.num_experts / p.tp, moe)
+    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe)  # the rows that experts work on
+    if p.ep * p.expert_tp > 1:
+        yield _Kept(_INDEX_BYTES * rows * p.expert_tp, moe)
+    yield from _inner(config, model.expert_ffn_size * rows, "moe")
+    yield _Kept(e * model.hidden_size * rows, moe)  # their outputs, for the gradient of the router's weights
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe")
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.training.seq_length // config.parallel.cp * config.training.micro_batch_size
+
+
+def _layer_tensors(config: RunConfig, layer_index: int) -> list[_Kept]:
+    return [*_attention(config), *_feed_forward(config, layer_index)]
+
+
+def _unit_input_bytes(config: RunConfig) -> int:
+    """All that full recompute keeps of a unit."""
+    e, _, whole = _sizes(config)
+    return _tokens(config) * config.model.hidden_size * e // whole
+
+
+def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granularity: str | None = None) -> int:
+    """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
+
+    Args:
+        config: validated.
+        layer_index: counted over the whole model: a layer may have experts.
+        granularity: recompute_granularity to assume instead of the config's.
+    """
+    granularity = granularity or config.training.recompute_granularity
+    if granularity == "full":
+        return _unit_input_bytes(config)
+    modules = set(config.training.recompute_modules) if granularity == "selective" else set()
+    kept = sum(kept.bytes for kept in _layer_tensors(config, layer_index) if not kept.freed_by & modules)
+    return round(_tokens(config) * kept)
+
+
+def recompute_units(config: RunConfig, plan: StagePlan) -> list[range]:
+    """The layers of a stage that full recompute runs again, by unit; none without full recompute."""
+    training = config.training
+    first, last = plan.first_layer, plan.last_layer
+    if training.recompute_granularity != "full":
+        return []
+    if training.recompute_method == "block":
+        return [range(i, i + 1) for i in range(first, min(first + training.recompute_num_layers, last))]
+    step = training.recompute_num_layers
+    return [range(i, min(i + step, last)) for i in range(first, last, step)]
+
+
+def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that a stage keeps for the backward of one microbatch, with embedding and head if it has them."""
+    model, training = config.model, config.training
+    units = recompute_units(config, plan)
+    kept_whole = range(plan.first_layer + sum(map(len, units)), plan.last_layer)
+    granularity = "none" if training.recompute_granularity == "full" else None
+    total = len(units) * _unit_input_bytes(config)
+    total += sum(layer_activation_bytes(config, index, granularity=granularity) for index in kept_whole)
+    e, _, whole = _sizes(config)
+    if plan.has_embedding and model.hidden_dropout:
+        total += _tokens(config) * model.hidden_size // whole
+    if plan.has_head:
+        # Inputs of final norm and output projection; logits, or what the loss puts in their place.
+        total += _tokens(config) * 2 * e * model.hidden_size // whole
+        total += _tokens(config) * e * model.padded_vocab_size // config.parallel.tp
+    return total
+
+
+def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that recomputation brings back at most at once, beside what is kept all along.
+
+    With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
+    """
+    training, layers = config.training, range(plan.first_layer, plan.last_layer)
+    if training.recompute_ahead:
+        return 0  # what an R brings back counts as activations
+    if training.recompute_granularity == "full":
+        units = (
+            sum(layer_activation_bytes(config, index, granularity="none") for index in unit)
+            for unit in recompute_units(config, plan)
+        )
+        return max((unit - _unit_input_bytes(config) for unit in units), default=0)
+    if training.recompute_granularity == "none":
+        return 0
+    freed = (
+        sum(kept.bytes for kept in _layer_tensors(config, index) if module in kept.freed_by)
+        for index in layers
+        for module in training.recompute_modules
+    )
+    return round(_tokens(config) * max(freed, default=0.0))
+
+
+def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
+    """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
+    what a backward computes again.
+
+    Args:
+        config: validated.
+        stages: all stages of the pipeline, in order.
+    """
+    kept = config
+    if config.training.recompute_ahead:
+        # From R on the graph is whole.
+        kept = replace(config, recompute_granularity="none", recompute_ahead=False)
+    message = _message_bytes(config)
+    return Sizes(
+        activation=tuple(float(stage_activation_bytes(kept, plan)) for plan in stages),
+        deferred=tuple(float(deferred_bytes(config, plan)) for plan in stages),
+        kept_input=tuple(0.0 if plan.has_embedding else float(message) for plan in stages),
+        message=float(message),
+        workspace=tuple(float(recompute_workspace_bytes(config, plan)) for plan in stages),
+    )
+
+
+def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that wait for the W of one microbatch: input and output gradient of each matrix product with a weight.
+
+    With sequence parallelism an input is kept as this rank's part; W gathers it again.
+    """
+    elements = sum(
+        sum(_deferred_of_layer(config, index)) for index in range(plan.first_layer, plan.last_layer)
+    )
+    if plan.has_head:
+        p, model = config.parallel, config.model
+        whole = p.tp if p.sequence_parallel else 1
+        elements += model.hidden_size / whole + model.padded_vocab_size / p.tp
+    return round(_tokens(config) * elements * ELEMENT_BYTES[config.training.precision])
+
+
+def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
+    """Elements a token, product by product."""
+    model, p = config.model, config.parallel
+    h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
+    queries = model.num_attention_heads * model.head_size
+    keys_and_values = 2 * model.query_groups * model.head_size
+    yield h / whole + (queries + keys_and_values) / p.tp
+    yield queries / p.tp + h
+    if not model.is_moe_layer(index):
+        yield from _deferred_of_mlp(config, model.ffn_size / p.tp)
+        return
+    assert model.num_experts is not None
+    # The router works in fp32 (fp64) on this rank's tokens; its input is kept as it came.
+    exact = max(4, ELEMENT_BYTES[config.training.precision]) / ELEMENT_BYTES[config.training.precision]
+    shared = model.moe_shared_expert_intermediate_size
+    # Shared experts keep the same input.
+    yield (0.0 if shared else h / p.tp) + exact * model.num_experts / p.tp
+    factor = model.moe_expert_capacity_factor
+    rows = model.moe_router_topk / p.tp * (1.0 if factor is None else min(1.0, factor))
+    gates = 2 if model.is_gated else 1
+    yield rows * (h * p.expert_tp + gates * model.expert_ffn_size)
+    yield rows * (model.expert_ffn_size + h * p.expert_tp)
+    if shared is not None:
+        yield from _deferred_of_mlp(config, shared / p.tp)
+
+
+def _deferred_of_mlp(config: RunConfig, width: float) -> Iterator[float]:
+    """The two products of an MLP of `width` local channels."""
+    h, p = config.model.hidden_size, config.parallel
+    yield h / (p.tp if p.sequence_parallel else 1) + (2 if config.model.is_gated else 1) * width
+    yield width + h
+
+
+def _message_bytes(config: RunConfig) -> int:
+    """The tensor between two stages, on one rank."""
+    whole = config.parallel.tp if config.parallel.sequence_parallel else 1
+    return _tokens(config) * config.model.hidden_size * ELEMENT_BYTES[config.training.precision] // whole

@@ -1,0 +1,176 @@
+"""The buckets of a stage as the strategies cut its parameters, and the bytes that each element takes."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megalite.config.optimizer import state_names
+from megalite.config.run import RunConfig
+from megalite.data_parallel.facts import (
+    SHARDED,
+    BucketKind,
+    bucket_size,
+    cut_into_buckets,
+    padded,
+    state_elements,
+    strategy_states,
+    wire_width,
+)
+from megalite.models.shapes import ParameterShape, is_hidden_matrix, stage_shapes
+from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.stages import StagePlan, shares_embedding
+
+
+def local_size(shape: ParameterShape, config: RunConfig) -> int:
+    """Elements of a parameter on one rank."""
+    p = config.parallel
+    if shape.expert:
+        return shape.size // (p.ep * p.expert_tp)
+    return shape.size if shape.shard_dim is None else shape.size // p.tp
+
+
+class ElementBytes(NamedTuple):
+    """Of one element, on the data-parallel rank that holds most."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    """Main parameters apart from the model's, states of the optimizer and of the strategy."""
+
+
+def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
+    """What one element of a tensor takes on a rank that holds it.
+
+    Args:
+        replicas: ranks that hold the same part of the tensor.
+    """
+    element = ELEMENT_BYTES[config.training.precision]
+    main = max(4, element)
+    sharded = config.parallel.dp_strategy in SHARDED
+    whole = config.parallel.dp_strategy == "fully-sharded"
+    parts = replicas if sharded else 1
+    gradient_parts = replicas if whole or config.data_parallel.shard_gradients else 1
+    apart = {"fp32": main, "split": 2}[config.optimizer.main_params] if element < main else 0
+    return ElementBytes(
+        parameter=element / (replicas if whole else 1),
+        gradient=main / gradient_parts,
+        optimizer=(apart + sum(moment_widths(config, shape))) / parts + strategy_bytes(config, replicas),
+    )
+
+
+def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
+    """Bytes of an element of each of the optimizer's states, nothing sharded."""
+    o = config.optimizer
+    main = max(4, ELEMENT_BYTES[config.training.precision])
+    if o.optimizer == "adam":
+        return tuple(2 if dtype == "bf16" else main for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype))
+    hidden = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+    return (main,) * len(state_names(o, hidden_matrix=hidden))
+
+
+def strategy_bytes(config: RunConfig, replicas: int) -> float:
+    """Of what the strategy keeps: errors of compression, anchors, an outer momentum."""
+    if replicas == 1:
+        return 0.0
+    main = max(4, ELEMENT_BYTES[config.training.precision])
+    if config.parallel.dp_strategy == "async-parameter-server":
+        # The server's parameters are not its own worker's; and it holds a push of each worker at a time.
+        copied = main if ELEMENT_BYTES[config.training.precision] == main else 0
+        return copied + replicas * wire_width(config)
+    return main * state_elements(strategy_states(config), replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBucket:
+    """A bucket of one stage."""
+
+    group: str
+    """Of the ranks that hold it too: dp-cp or expert-dp."""
+    replicas: int
+    partial: bool
+    """Each tp rank has a part of the gradient."""
+    tied: bool
+    elements: int
+    shapes: tuple[ParameterShape, ...]
+    unit: str = ""
+    """fully-sharded: which module's it is."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters."""
+        return tuple(shape.name for shape in self.shapes)
+
+
+def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
+    """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
+    shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+    tied_apart = config.model.tie_embeddings and len(stages) > 1
+    if tied_apart and plan.has_head and shares_embedding(stages):
+        # It is the first stage's.
+        shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
+    if config.parallel.dp_strategy != "fully-sharded":
+        return _cut(config, shapes, tied_apart=tied_apart)
+    units: dict[str, list[ParameterShape]] = {}
+    for shape in shapes:
+        units.setdefault(_unit(shape.name), []).append(shape)
+    return [
+        bucket
+        for unit, members in reversed(units.items())
+        for bucket in _cut(config, members, tied_apart=tied_apart, unit=unit)
+    ]
+
+
+def _unit(name: str) -> str:
+    """The module that a parameter is gathered with."""
+    first, second, *_ = name.split(".")
+    if first == "layers":
+        return f"layers.{second}"
+    return "head" if first == "final_norm" else first
+
+
+def _cut(
+    config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = ""
+) -> list[PlannedBucket]:
+    p = config.parallel
+    assert p.dp is not None
+    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    muon = config.optimizer.optimizer == "muon"
+
+    def kind_of(shape: ParameterShape) -> BucketKind:
+        return BucketKind(
+            decay=shape.decay,
+            split_over_tp=shape.shard_dim is not None,
+            partial_over_tp=is_partial(shape, config),
+            tied=tied_apart and shape.name == "embedding.word.weight",
+            expert=shape.expert,
+            orthogonal=muon and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
+        )
+
+    found = []
+    for kind, members in cut_into_buckets(
+        shapes,
+        kind=kind_of,
+        size=lambda shape: local_size(shape, config),
+        bucket_size=bucket_size(config, dense),
+    ):
+        replicas = expert if kind.expert else dense
+        found.append(
+            PlannedBucket(
+                group="expert-dp" if kind.expert else "dp-cp",
+                replicas=replicas,
+                partial=kind.partial_over_tp,
+                tied=kind.tied,
+                elements=padded(sum(local_size(shape, config) for shape in members), replicas),
+                shapes=tuple(members),
+                unit=unit,
+            )
+        )
+    return found
+
+
+def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
+    """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
+    always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    if shape.name.endswith(always):
+        return config.parallel.tp > 1
+    in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))
+    return config.parallel.sequence_parallel and in_sequence_region

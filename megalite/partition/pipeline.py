@@ -1,0 +1,275 @@
+"""Which pipeline a config runs: placement, stages, schedule, program, costs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import parse_byte_size
+from megalite.config.errors import ConfigError
+from megalite.config.reading import read_text
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig
+from megalite.models.shapes import attention_core_flops, layer_forward_flops, layer_shapes
+from megalite.partition.activations import recompute_units, stage_sizes
+from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
+from megalite.pipeline.ir.actions import ScheduleError
+from megalite.pipeline.ir.costs_file import read_costs
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators.registry import build_schedule, placement_for
+from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.pipeline.ir.validate import ValidationReport, validate, validate_written
+from megalite.topology.layout import ParallelLayout
+
+
+def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool = False) -> Costs:
+    """FLOPs of one token's worth of work on each stage.
+
+    A backward counts as two forwards, of which the weight gradients are as much as the forward's matrix products with
+    weights; products of activations (the attention core) have both their gradients in the input half.
+    """
+    forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
+    core = attention_core_flops(config.model, config.training.seq_length)
+    return Costs(
+        forward=forward,
+        backward=tuple(2.0 * cost for cost in forward),
+        weight_grad=tuple(cost - core * plan.num_layers for cost, plan in zip(forward, stages, strict=True)),
+        # An R runs the stage as a whole, head and loss too.
+        recompute=forward if ahead else tuple(float(_recompute_flops(config, plan)) for plan in stages),
+    )
+
+
+def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
+    """FLOPs of one token's forward that a stage runs again in the backward; norms and activations count as nothing."""
+    model, training = config.model, config.training
+    if training.recompute_granularity == "full":
+        again = (index for unit in recompute_units(config, plan) for index in unit)
+        return sum(layer_forward_flops(model, index, training.seq_length) for index in again)
+    if training.recompute_granularity == "none":
+        return 0
+    modules = set(training.recompute_modules)
+    return sum(_module_flops(config, index, modules) for index in range(plan.first_layer, plan.last_layer))
+
+
+def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
+    """FLOPs of one token's forward through those modules of a layer that have matrix products."""
+    model, seq_length = config.model, config.training.seq_length
+    core = attention_core_flops(model, seq_length)
+    projections = sum(
+        2 * shape.size
+        for shape in layer_shapes(model, layer_index)
+        if shape.decay and ".attention." in shape.name
+    )
+    feed_forward = layer_forward_flops(model, layer_index, seq_length) - core - projections
+    again = core if "core_attn" in modules else 0
+    return again + (feed_forward if ("moe" if model.is_moe_layer(layer_index) else "mlp") in modules else 0)
+
+
+def placement_of(config: RunConfig) -> tuple[int, ...]:
+    """Per virtual stage its pipeline rank; the same for every number of microbatches of the run.
+
+    Raises:
+        ConfigError: the schedule cannot be had; see `schedule_of`.
+    """
+    p = config.parallel
+    if p.pipeline_schedule_file is not None:
+        return _read(_Key(config)).placement
+    if p.schedule_name == "auto":
+        return _auto_placement(_Key(config))
+    return placement_for(p.schedule_name, p.pp, p.vpp)
+
+
+def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
+    """The stages of a validated config with a known vocabulary, in order."""
+    return cut_stages(config, placement_of(config))
+
+
+def layout_of(config: RunConfig) -> ParallelLayout:
+    """Ranks and groups of a validated config."""
+    p = config.parallel
+    assert p.dp is not None, "validate() resolves dp"
+    placement = placement_of(config)
+    return ParallelLayout(
+        tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order, placement=placement
+    )
+
+
+def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
+    """The training schedule of a validated config for a step of that many microbatches.
+
+    Raises:
+        ConfigError: the schedule does not take these sizes (the message names some that it takes), its file cannot be
+            read, or nothing fits the memory limit.
+    """
+    p = config.parallel
+    if p.pipeline_schedule_file is not None:
+        schedule = _read(_Key(config))
+        if schedule.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"pipeline_schedule_file {p.pipeline_schedule_file} is for {schedule.num_microbatches} microbatches, but "
+                f"a step of this run has {num_microbatches}; use a global_batch_size with {schedule.num_microbatches} "
+                f"microbatches (global batch = microbatches x micro batch size x dp), or a file for {num_microbatches}"
+            )
+        return schedule
+    if p.schedule_name == "auto":
+        return _auto(_Key(config), placement_of(config), num_microbatches)
+    return _named(
+        p.schedule_name,
+        num_ranks=p.pp,
+        num_chunks=p.vpp,
+        num_microbatches=num_microbatches,
+        group=p.microbatch_group_size_per_virtual_pipeline_stage,
+        warm_up=p.pipeline_warmup,
+        recompute_ahead=config.training.recompute_ahead,
+    )
+
+
+# Everything that asks about a step makes its schedule again; a big one is a million actions, so few are kept.
+_named = lru_cache(maxsize=4)(build_schedule)
+
+
+def lowered(config: RunConfig, schedule: Schedule) -> Program:
+    """The schedule with its communication, as the config's knobs want it."""
+    p = config.parallel
+    return lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
+
+
+def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
+    """Validate a training program of the config, its memory limit included.
+
+    Raises:
+        ConfigError: it is not valid or needs more memory, with the cell and the grid.
+    """
+    try:
+        return validate(program, sizes=stage_sizes(config, stages), limit=_limit(config))
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A config that can be looked up: it is the same if it reads the same."""
+
+    config: RunConfig = field(compare=False)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", repr(self.config))
+
+
+def has_recompute_actions(config: RunConfig) -> bool:
+    """Forwards run again as actions of the schedule (R), not inside the backward."""
+    from_file = config.parallel.pipeline_schedule_file is not None and bool(_read(_Key(config)).recomputed)
+    return from_file or config.training.recompute_ahead
+
+
+def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
+    """The costs of the file if one is given, else FLOPs, with those of an R where the schedule has any."""
+    ahead = has_recompute_actions(config)
+    if config.parallel.pipeline_costs is not None:
+        return read_costs(Path(config.parallel.pipeline_costs)).costs(
+            tuple(plan.rank for plan in stages), ahead=ahead
+        )
+    return flop_costs(config, stages, ahead=ahead)
+
+
+def _limit(config: RunConfig) -> float | None:
+    """Bytes of activations that a rank may have."""
+    text = config.parallel.pipeline_memory_limit
+    return None if text is None else parse_byte_size(text)
+
+
+@lru_cache(maxsize=8)
+def _read(key: _Key) -> Schedule:
+    """The schedule of pipeline_schedule_file, with the sizes of the config."""
+    config = key.config
+    p = config.parallel
+    path = Path(p.pipeline_schedule_file or "")
+    try:
+        # Spreadsheets begin their files with a byte-order mark.
+        schedule = Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
+        validate_written(schedule)
+        validate(lowered(config, schedule))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read pipeline_schedule_file {path}: {error.strerror}; write one with megalite schedule --write-csv"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"pipeline_schedule_file {path} is no text ({error.reason}); write one with megalite schedule --write-csv"
+        ) from None
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline_schedule_file {path}: {error}") from None
+    if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:
+        chunks, rest = divmod(schedule.num_stages, schedule.num_ranks)
+        remedy = (
+            "a file whose stages are a multiple of its ranks"
+            if rest
+            else f"--pp {schedule.num_ranks} --vpp {chunks}"
+        )
+        raise ConfigError(
+            f"pipeline_schedule_file {path} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but pp is "
+            f"{p.pp} and pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp}; use {remedy}"
+        )
+    granularity = config.training.recompute_granularity
+    if schedule.recomputed and granularity != "none":
+        raise ConfigError(
+            f"pipeline_schedule_file {path} recomputes by R actions, and recompute_granularity {granularity} would do so "
+            f"again inside them; use --recompute-granularity none, or a file without R"
+        )
+    if schedule.forward_only:
+        raise ConfigError(
+            f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each"
+        )
+    return schedule
+
+
+SEARCHES: Registry[Callable[..., Schedule]] = Registry(
+    "pipeline_schedule", {"auto": "megalite.pipeline.ir.generators.auto:build_auto"}
+)
+"""Schedules that need the costs and sizes of the stages."""
+
+
+@lru_cache(maxsize=32)
+def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    config = key.config
+    p = config.parallel
+    stages = cut_stages(config, placement)
+    costs, sizes = costs_of(config, stages), stage_sizes(config, stages)
+    return SEARCHES.get("auto")(
+        placement,
+        num_microbatches,
+        costs,
+        sizes=sizes,
+        limit=_limit(config),
+        recv_prefetch=p.pipeline_recv_prefetch,
+        send_window=p.pipeline_send_window,
+        recompute_ahead=config.training.recompute_ahead,
+    )
+
+
+@lru_cache(maxsize=8)
+def _auto_placement(key: _Key) -> tuple[int, ...]:
+    """Round and round, or with two chunks a V where that gives the shorter step at the largest batch."""
+    config = key.config
+    p = config.parallel
+    loop = loop_placement(p.pp, p.vpp)
+    if p.vpp != 2:
+        return loop
+    count = microbatch_counts(config)[-1]
+    found: list[tuple[float, tuple[int, ...]]] = []
+    refused: list[ConfigError] = []
+    for placement in (v_placement(p.pp), loop):
+        try:
+            schedule = _auto(key, placement, count)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        costs = costs_of(config, cut_stages(config, placement))
+        found.append((simulate(lowered(config, schedule), costs).makespan, placement))
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda each: each[0])[1]

@@ -1,0 +1,102 @@
+"""How the model is cut into virtual stages, and what a microbatch costs on each by FLOPs. No torch.
+
+Training, dry run and planner cut the model by `cut_stages` alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.rules.pipeline import stage_layers
+from megalite.config.run import RunConfig
+from megalite.models.shapes import ParameterShape, head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.pipeline.ir.partition import partition_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One virtual stage: layers `first_layer <= i < last_layer`, on pipeline rank `rank`."""
+
+    stage: int
+    rank: int
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer blocks of the stage."""
+        return self.last_layer - self.first_layer
+
+
+def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:
+    """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
+
+    pipeline_layers or pipeline_layout if they are set; else the cut whose slowest pipeline rank is fastest, the head
+    counting by its FLOPs and the embedding, a lookup, as nothing.
+    """
+    placement = tuple(placement)
+    return _plans(tuple(stage_layers(config) or _balanced(config, placement)), placement)
+
+
+def _balanced(config: RunConfig, placement: tuple[int, ...]) -> tuple[int, ...]:
+    costs = _layer_flops(config, range(config.model.num_layers))
+    return _partition(tuple(costs), placement, head_forward_flops(config.model))
+
+
+@lru_cache(maxsize=256)
+def _partition(layer_cost: tuple[int, ...], placement: tuple[int, ...], last_cost: int) -> tuple[int, ...]:
+    # Everything that asks about a config cuts it again.
+    return partition_layers(len(layer_cost), placement, layer_cost=layer_cost, last_cost=last_cost)
+
+
+@lru_cache(maxsize=256)
+def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    plans, first = [], 0
+    for stage, (rank, count) in enumerate(zip(placement, layers, strict=True)):
+        plans.append(
+            StagePlan(
+                stage=stage,
+                rank=rank,
+                first_layer=first,
+                last_layer=first + count,
+                has_embedding=stage == 0,
+                has_head=stage == len(placement) - 1,
+            )
+        )
+        first += count
+    return tuple(plans)
+
+
+def _layer_flops(config: RunConfig, layers: range) -> list[int]:
+    """FLOPs of one token's forward through each of these layers, of which there are two kinds at most."""
+    model = config.model
+    of_kind: dict[bool, int] = {}
+    for index in layers:
+        kind = model.is_moe_layer(index)
+        if kind not in of_kind:
+            of_kind[kind] = layer_forward_flops(model, index, config.training.seq_length)
+    return [of_kind[model.is_moe_layer(index)] for index in layers]
+
+
+def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
+    """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
+    by_name: dict[str, ParameterShape] = {}
+    for plan in stages:
+        shapes = stage_shapes(
+            config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head
+        )
+        by_name |= {shape.name: shape for shape in shapes}
+    return list(by_name.values())
+
+
+def shares_embedding(stages: Sequence[StagePlan]) -> bool:
+    """The first and the last stage are on one rank, so that a tied embedding needs no second copy."""
+    return stages[0].rank == stages[-1].rank
+
+
+def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
+    """FLOPs of one token's forward through the stage."""
+    layers = sum(_layer_flops(config, range(plan.first_layer, plan.last_layer)))
+    return layers + (head_forward_flops(config.model) if plan.has_head else 0)

@@ -1,0 +1,193 @@
+"""What `auto` has to schedule, in the terms of its search: per stage, what takes how long and holds how much."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Literal
+
+from megalite.pipeline.ir.generators.list_scheduler import (
+    ROUNDING,
+    Order,
+    Outcome,
+    Problem,
+    Rules,
+    list_schedule,
+)
+
+Objective = Literal["makespan", "span"]
+
+_ORDERS: tuple[Order, ...] = ("backward", "alternate", "forward")
+_FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+WORK = 2_500_000
+"""Actions that a search may schedule, over all its attempts: a few seconds. Counted, so that every rank and machine
+comes to the same schedule."""
+LEAST_ATTEMPTS = 32
+MOST_ATTEMPTS = 800
+REHEARSAL = 4
+"""Microbatches per rank that show what rules are worth."""
+
+
+def search(problem: Problem, objective: Objective, *, work: int = WORK, keep: int = 4) -> list[Outcome]:
+    """The best few schedules found, best first; among equally fast ones those that need less memory.
+
+    First a grid of rules, then, from the best of the grid, one change at a time that is kept if it helps. Rules do not
+    speak of the number of microbatches, so that most of this is done with few of them.
+    """
+    starts = list(_grid(problem))
+    rehearsal = REHEARSAL * len(problem.stages)
+    if problem.num_microbatches > 1.5 * rehearsal:
+        short = _Attempts(replace(problem, num_microbatches=rehearsal), objective, work // 2, keep)
+        short.climb(starts)
+        starts = short.best_rules(8) + starts[:8]
+        work //= 2
+    attempts = _Attempts(problem, objective, work, keep)
+    attempts.climb(starts)
+    return attempts.best()
+
+
+Value = tuple[float, float]
+"""Time and memory; smaller is better."""
+
+
+class _Attempts:
+    """Tries rules, counts how often, and remembers the best outcomes."""
+
+    def __init__(self, problem: Problem, objective: Objective, work: int, keep: int) -> None:
+        self.problem = problem
+        self.objective = objective
+        self.keep = keep
+        actions = 3 * len(problem.placement) * problem.num_microbatches
+        self.budget = min(MOST_ATTEMPTS, max(LEAST_ATTEMPTS, work // actions))
+        self.values: dict[Rules, Value] = {}
+        self.found: dict[Value, Outcome] = {}
+
+    @property
+    def spent(self) -> bool:
+        return len(self.values) >= self.budget
+
+    def value(self, rules: Rules) -> Value:
+        if rules not in self.values:
+            outcome = list_schedule(self.problem, rules)
+            time = outcome.makespan if self.objective == "makespan" else outcome.span
+            self.values[rules] = time, outcome.memory
+            self.found.setdefault(self.values[rules], outcome)
+            if len(self.found) > self.keep:
+                del self.found[max(self.found)]
+        return self.values[rules]
+
+    def climb(self, starts: list[Rules]) -> None:
+        """Tries the starts, on at most half of the budget, and changes the best three as long as that helps."""
+        for rules in starts[: self.budget // 2]:
+            self.value(rules)
+        for rules in self.best_rules(3):
+            self._climb_from(rules)
+
+    def _climb_from(self, rules: Rules) -> None:
+        value = self.value(rules)
+        improved = True
+        while improved:
+            improved = False
+            for change in _changes(self.problem):
+                if self.spent:
+                    return
+                changed = change(rules)
+                found = self.value(changed)
+                if _better(found, value):
+                    rules, value, improved = changed, found, True
+
+    def best(self) -> list[Outcome]:
+        return [self.found[value] for value in sorted(self.found)]
+
+    def best_rules(self, keep: int) -> list[Rules]:
+        return sorted(self.values, key=self.values.__getitem__)[:keep]
+
+
+def _better(value: Value, than: Value) -> bool:
+    margin = than[0] * ROUNDING
+    return value[0] < than[0] - margin or (value[0] <= than[0] + margin and value[1] < than[1])
+
+
+def _grid(problem: Problem) -> Iterator[Rules]:
+    """Rules to start from, the most promising first."""
+    num_ranks = len(problem.stages)
+    several = max(map(len, problem.stages)) > 1
+    directions = ((True, False), (True, True), (False, False), (False, True)) if several else ((True, True),)
+    for deepest, fill, order, lead in product(directions, (0.0, 0.5, 1.0), _ORDERS, _leads(problem)):
+        yield Rules(lead, (order,) * num_ranks, (fill,) * num_ranks, *deepest)
+
+
+def _leads(problem: Problem) -> list[tuple[int, ...]]:
+    """Leads that last until a microbatch's gradient is back, at the pace of a steady pipeline or of forwards alone."""
+    most = problem.num_microbatches
+    steady = max(
+        sum(problem.forward[stage] + problem.input_grad[stage] + problem.weight_grad[stage] for stage in own)
+        for own in problem.stages
+    )
+    ramp = [sum(problem.forward[stage] for stage in own) for own in problem.stages]
+    trips: list[float] = []
+    trip = 0.0
+    for stage in reversed(range(len(problem.placement))):
+        trip += problem.forward[stage] + sum(problem.forward_links[stage]) + problem.input_grad[stage]
+        trips.insert(0, trip)
+        trip += sum(problem.backward_links[stage])
+
+    def lead(pace: list[float], share: float) -> tuple[int, ...]:
+        paces = [pace[rank] for rank in problem.placement]
+        return tuple(
+            int(min(most, 1.0 + share * time / each)) if each else most
+            for time, each in zip(trips, paces, strict=True)
+        )
+
+    level = [steady] * len(ramp)
+    shapes = [lead(ramp, 1.0), lead(level, 1.0), lead(level, 1.5), (most,) * len(trips), lead(level, 2.5)]
+    return list(dict.fromkeys(shapes))
+
+
+Change = Callable[[Rules], Rules]
+
+
+def _changes(problem: Problem) -> Iterator[Change]:
+    """Small changes of rules, those of much effect first."""
+    num_stages, num_ranks, most = len(problem.placement), len(problem.stages), problem.num_microbatches
+    ranks = range(num_ranks)
+    yield from (partial(_reordered, ranks=ranks, order=order) for order in _ORDERS)
+    yield from (partial(_refilled, ranks=ranks, fill=fill) for fill in _FILLS)
+    if num_stages > num_ranks:
+        yield _other_forward_first
+        yield _other_backward_first
+    groups = [range(num_stages)]
+    groups += [range(first, min(first + num_ranks, num_stages)) for first in range(0, num_stages, num_ranks)]
+    groups += [range(stage, stage + 1) for stage in range(num_stages)]
+    groups += [range(stage + 1) for stage in range(num_stages)]
+    for stages in dict.fromkeys(groups):
+        yield from (partial(_shifted, stages=stages, step=step, most=most) for step in (1, -1, 3, -3))
+    for rank in ranks:
+        yield from (partial(_reordered, ranks=range(rank, rank + 1), order=order) for order in _ORDERS)
+        yield from (partial(_refilled, ranks=range(rank, rank + 1), fill=fill) for fill in _FILLS)
+
+
+def _reordered(rules: Rules, *, ranks: range, order: Order) -> Rules:
+    return rules._replace(
+        order=tuple(order if rank in ranks else own for rank, own in enumerate(rules.order))
+    )
+
+
+def _refilled(rules: Rules, *, ranks: range, fill: float) -> Rules:
+    return rules._replace(fill=tuple(fill if rank in ranks else own for rank, own in enumerate(rules.fill)))
+
+
+def _other_forward_first(rules: Rules) -> Rules:
+    return rules._replace(forward_deepest=not rules.forward_deepest)
+
+
+def _other_backward_first(rules: Rules) -> Rules:
+    return rules._replace(backward_deepest=not rules.backward_deepest)
+
+
+def _shifted(rules: Rules, *, stages: range, step: int, most: int) -> Rules:
+    lead = tuple(
+        min(most, max(1, own + step)) if stage in stages else own for stage, own in enumerate(rules.lead)
+    )
+    return rules._replace(lead=lead)

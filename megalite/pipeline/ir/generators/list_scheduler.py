@@ -1,0 +1,348 @@
+"""A list scheduler: runs the pipeline on a clock and lets each free rank choose what to do next."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import inf
+from typing import Literal, NamedTuple
+
+from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.memory import Sizes
+from megalite.pipeline.ir.schedule import ActionLists
+from megalite.pipeline.ir.simulate import Costs, Link
+
+_NO_MESSAGE = Link(0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Costs and sizes are of one microbatch, per virtual stage."""
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    again: tuple[float, ...]
+    """The R before an I or B; 0 where nothing is recomputed ahead."""
+    forward_links: tuple[Link, ...]
+    """How a stage's output travels to the next stage."""
+    backward_links: tuple[Link, ...]
+    """How the gradient of a stage's input travels to the stage before."""
+    hold: tuple[float, ...]
+    """Memory from F to I or B."""
+    burst: tuple[float, ...]
+    """Memory that an I or B needs on top: the graph of its R."""
+    deferred: tuple[float, ...]
+    """Memory from I to W."""
+    surplus: tuple[float, ...]
+    """By how much that is more than the graph which I frees in exchange."""
+    room: tuple[float, ...]
+    """Per rank, the memory that may be used."""
+
+    @classmethod
+    def of(
+        cls,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        costs: Costs,
+        sizes: Sizes,
+        room: tuple[float, ...],
+        *,
+        ahead: bool,
+    ) -> "Problem":
+        """The same for the simulator's costs and the replay's sizes; `ahead`: with an R before each I or B."""
+        seconds = costs.of_actions(ahead=ahead)
+        nothing = (0.0,) * len(placement)
+        hops = list(pairwise(placement))
+        forth = [_NO_MESSAGE if here == there else costs.link(here, there) for here, there in hops]
+        back = [_NO_MESSAGE if here == there else costs.link(there, here) for here, there in hops]
+        return cls(
+            placement=placement,
+            num_microbatches=num_microbatches,
+            forward=seconds[Kind.F],
+            input_grad=seconds[Kind.I],
+            weight_grad=seconds[Kind.W],
+            again=seconds[Kind.R] if ahead else nothing,
+            forward_links=(*forth, _NO_MESSAGE),
+            backward_links=(_NO_MESSAGE, *back),
+            hold=sizes.kept_input if ahead else sizes.activation,
+            burst=sizes.activation if ahead else nothing,
+            deferred=sizes.deferred,
+            surplus=tuple(max(0.0, d - a) for d, a in zip(sizes.deferred, sizes.activation, strict=True)),
+            room=room,
+        )
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, its virtual stages, ascending."""
+        return tuple(
+            tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+            for rank in range(max(self.placement) + 1)
+        )
+
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """Per rank, what a microbatch needs that is alone in the pipeline, its messages not counted.
+
+        Without recomputation no schedule needs less: all of a microbatch's F come before its first I.
+        """
+        return tuple(
+            sum(self.hold[stage] for stage in own) + max(self.burst[stage] for stage in own)
+            for own in self.stages
+        )
+
+
+ROUNDING = 1e-12
+"""Relative: sums of floats in another order may differ by this much, and no more."""
+
+Order = Literal["backward", "alternate", "forward"]
+
+
+class Rules(NamedTuple):
+    """How ranks choose."""
+
+    lead: tuple[int, ...]
+    """Per stage, how many microbatches may at most be between their F and their I."""
+    order: tuple[Order, ...]
+    """Per rank, what goes first where both an F and an I could start; "alternate": the other one than last time."""
+    fill: tuple[float, ...]
+    """Per rank, the share of a W that must be done before the next F or I could start, for the W to start.
+
+    At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come.
+    """
+    forward_deepest: bool = True
+    """Among the F that could start, whether the one of the last stage goes first or that of the first stage."""
+    backward_deepest: bool = True
+    """The same among the I."""
+
+
+class Outcome(NamedTuple):
+    """The lists that came out, and the time and memory that they should take."""
+
+    words: tuple[tuple[tuple[Kind, int], ...], ...]
+    """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
+    makespan: float
+    span: float
+    """The longest time from a rank's first start to its last end."""
+    memory: float
+    """The ranks' peaks, summed."""
+
+    def actions(self) -> ActionLists:
+        """Per rank, the actions."""
+        return tuple(tuple(_with_microbatches(word)) for word in self.words)
+
+
+def _with_microbatches(word: tuple[tuple[Kind, int], ...]) -> Iterator[Action]:
+    done: Counter[tuple[Kind, int]] = Counter()
+    for kind, stage in word:
+        # A stage's k-th gradient is microbatch k's, be it an I or a B.
+        counted = Kind.I if kind is Kind.B else kind
+        yield Action(kind, stage, done[counted, stage])
+        done[counted, stage] += 1
+        done[Kind.W, stage] += kind is Kind.B
+
+
+def list_schedule(problem: Problem, rules: Rules) -> Outcome:
+    """Lets each rank, whenever it is free, start an F, I or W by the rules, until all is done.
+
+    Memory is lent as a careful banker lends: an F starts only if the microbatches could then still be finished one by
+    one, oldest first. For each rank that is a matter of its own activations, since what W needs can always be freed by
+    running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
+    there is no room to keep what the W needs.
+
+    Time: linear in the number of actions.
+    """
+    run = _Run(problem, rules)
+    run.run()
+    return Outcome(
+        words=tuple(map(tuple, run.words)),
+        makespan=max(run.free),
+        span=max(end - start for start, end in zip(run.first, run.free, strict=True)),
+        memory=sum(run.peak),
+    )
+
+
+class _Run:
+    """The clock and where everything stands."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        self.problem, self.rules = problem, rules
+        num_stages, num_ranks = len(problem.placement), len(problem.stages)
+        # Per stage, when the inputs of the next F and I arrive, as far as that is known.
+        self.inputs: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.inputs[0].extend([0.0] * problem.num_microbatches)
+        # Per stage, how many have been started.
+        self.forwards = [0] * num_stages
+        self.backwards = [0] * num_stages
+        self.weights = [0] * num_stages
+        # Per rank.
+        self.forward_order = [own[::-1] if rules.forward_deepest else own for own in problem.stages]
+        self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
+        self.room = [limit * (1.0 + ROUNDING) for limit in problem.room]
+        self.burst = [max(problem.burst[stage] for stage in own) for own in problem.stages]
+        self.held = [0.0] * num_ranks
+        self.deferred = [0.0] * num_ranks
+        self.peak = [0.0] * num_ranks
+        self.words: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
+        self.free = [0.0] * num_ranks
+        self.first = [inf] * num_ranks
+        self.last_was_forward = [False] * num_ranks
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.events = [(0.0, rank) for rank in range(num_ranks)]
+        """When a rank has something to decide: it becomes free, or something arrives."""
+
+    def run(self) -> None:
+        events, free = self.events, self.free
+        while events:
+            now, rank = heappop(events)
+            if now >= free[rank]:
+                self._decide(rank, now)
+
+    def _decide(self, rank: int, now: float) -> None:
+        forward, forward_known = self._next_forward(rank, now)
+        gradient, gradient_known = self._next_gradient(rank, now)
+        weight = self._next_weight(rank)
+        if forward >= 0 and gradient >= 0:
+            order = self.rules.order[rank]
+            if order == "backward" or (order == "alternate" and self.last_was_forward[rank]):
+                forward = -1
+        if forward >= 0:
+            if weight < 0 or self._fits(rank, self.problem.hold[forward]):
+                self._start_forward(rank, forward, now)
+            else:
+                # The F is safe to start, so all that can be in its way is what the Ws keep.
+                self._start_weight(rank, weight, now)
+        elif gradient >= 0:
+            if self._fits(rank, self.problem.burst[gradient] + self.problem.surplus[gradient]):
+                self._start_gradient(rank, gradient, now, Kind.I)
+            elif weight >= 0:
+                self._start_weight(rank, weight, now)
+            else:
+                self._start_gradient(rank, gradient, now, Kind.B)
+        else:
+            known = min(forward_known, gradient_known)
+            if weight >= 0 and known - now >= self.rules.fill[rank] * self.problem.weight_grad[weight]:
+                self._start_weight(rank, weight, now)
+            elif known < inf:
+                heappush(self.events, (known, rank))
+
+    def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
+        """The stage whose F should start now, or -1 and when one will have arrived, as far as known."""
+        known = inf
+        for stage in self.forward_order[rank]:
+            arrivals = self.inputs[stage]
+            if not arrivals or arrivals[0] >= known:
+                continue
+            if self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(
+                rank, stage
+            ):
+                if arrivals[0] <= now:
+                    return stage, now
+                known = arrivals[0]
+        return -1, known
+
+    def _next_gradient(self, rank: int, now: float) -> tuple[int, float]:
+        """The stage whose I or B should start now, or -1 and when one will have arrived, as far as known."""
+        known = inf
+        for stage in self.backward_order[rank]:
+            arrivals = self.gradients[stage]
+            if arrivals:
+                if arrivals[0] <= now:
+                    return stage, now
+                known = min(known, arrivals[0])
+        return -1, known
+
+    def _next_weight(self, rank: int) -> int:
+        """The stage with the oldest W to do, or -1."""
+        best, oldest = -1, self.problem.num_microbatches
+        for stage in self.problem.stages[rank]:
+            if self.weights[stage] < min(self.backwards[stage], oldest):
+                best, oldest = stage, self.weights[stage]
+        return best
+
+    def _fits(self, rank: int, size: float) -> bool:
+        return self.held[rank] + self.deferred[rank] + size <= self.room[rank]
+
+    def _safe(self, rank: int, stage: int) -> bool:
+        """Whether after one more F of the stage the rank can still see its microbatches through, oldest first."""
+        hold, room = self.problem.hold, self.room[rank] - self.burst[rank]
+        own = self.problem.stages[rank]
+        if len(own) == 1:
+            return self.held[rank] + hold[stage] <= room
+        done = [self.forwards[each] + (each == stage) for each in own]
+        # Microbatches with as many F done need the same; the oldest of them has the most others around it.
+        for count, following in enumerate([*done[1:], min(self.backwards[each] for each in own)], start=1):
+            if following >= done[count - 1]:
+                continue
+            held = 0.0
+            for each, forwards in zip(own, done, strict=True):
+                held += hold[each] * max(0, forwards - max(following, self.backwards[each]))
+            if held + sum(hold[each] for each in own[count:]) > room:
+                return False
+        return True
+
+    def _start_forward(self, rank: int, stage: int, now: float) -> None:
+        problem = self.problem
+        end = now + problem.forward[stage]
+        self.inputs[stage].popleft()
+        self.forwards[stage] += 1
+        self.held[rank] += problem.hold[stage]
+        self.last_was_forward[rank] = True
+        if stage + 1 == len(problem.placement):
+            self.gradients[stage].append(end)
+        else:
+            target = problem.placement[stage + 1]
+            arrival = self._arrival(rank, target, end, problem.forward_links[stage])
+            self.inputs[stage + 1].append(arrival)
+            heappush(self.events, (arrival, target))
+        self._note(rank, Kind.F, stage, now, end)
+
+    def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
+        problem = self.problem
+        # Straight after its own F a microbatch still has its graph: there is nothing to run again.
+        behind = self.words[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
+        end = now + problem.input_grad[stage] + (0.0 if behind else problem.again[stage])
+        self.gradients[stage].popleft()
+        self.backwards[stage] += 1
+        self.last_was_forward[rank] = False
+        during = self.held[rank] + self.deferred[rank] + problem.burst[stage]
+        if kind is Kind.B:
+            end += problem.weight_grad[stage]
+            self.weights[stage] += 1
+        else:
+            during += problem.surplus[stage]
+            self.deferred[rank] += problem.deferred[stage]
+        self.peak[rank] = max(self.peak[rank], during)
+        self.held[rank] -= problem.hold[stage]
+        if stage > 0:
+            target = problem.placement[stage - 1]
+            arrival = self._arrival(rank, target, end, problem.backward_links[stage])
+            # The R of the next I runs while the gradient is under way.
+            arrival -= problem.again[stage - 1]
+            self.gradients[stage - 1].append(arrival)
+            heappush(self.events, (max(arrival, self.free[target]), target))
+        self._note(rank, kind, stage, now, end)
+
+    def _start_weight(self, rank: int, stage: int, now: float) -> None:
+        self.weights[stage] += 1
+        self.deferred[rank] -= self.problem.deferred[stage]
+        self._note(rank, Kind.W, stage, now, now + self.problem.weight_grad[stage])
+
+    def _note(self, rank: int, kind: Kind, stage: int, now: float, end: float) -> None:
+        self.peak[rank] = max(self.peak[rank], self.held[rank] + self.deferred[rank])
+        self.words[rank].append((kind, stage))
+        self.first[rank] = min(self.first[rank], now)
+        self.free[rank] = end
+        heappush(self.events, (end, rank))
+
+    def _arrival(self, source: int, target: int, end: float, link: Link) -> float:
+        if link.seconds_per_message == 0.0:
+            return end + link.latency
+        edge = source, target
+        self.link_free[edge] = max(self.link_free.get(edge, 0.0), end) + link.seconds_per_message
+        return self.link_free[edge] + link.latency

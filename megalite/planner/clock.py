@@ -1,0 +1,171 @@
+"""A config's schedule on the simulator's clock: a step of very many microbatches is extended from a shorter one.
+
+That is exact only once the schedule runs steadily, which is tested, not assumed: a rank that is slower than the others by
+little sets the pace only after the queues before it are full, and until then each microbatch takes less than it will.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.partition.pipeline import costs_of, lowered, schedule_of
+from megalite.partition.stages import StagePlan
+from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.generators.many_chunks import smallest_group
+from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
+
+SIMULATED_ACTIONS = 6_000
+"""Steps with no more forwards and backwards are simulated whole."""
+MOST_ACTIONS = 100_000
+"""Where no steady state is found, a step is simulated up to so many (about two seconds)."""
+_WHOLE = ("auto", "file")
+"""Built or read schedules, which need not repeat anything."""
+_NEVER_STEADY = ("looped-bfs",)
+"""Each phase has all microbatches of one chunk, so that no two stretches of a step are alike."""
+_EQUAL = 1e-9
+"""Of a step: rounding."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Numbers of microbatches of the steps that are simulated."""
+
+    microbatches: int
+    cycle: int
+    """Microbatches after which the steady state repeats itself; 0 if the step is simulated whole."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulated step, and what it was extended by."""
+
+    timeline: Timeline
+    scale: float
+    """Microbatches of the step over those simulated."""
+    shift: float
+    """Seconds that the step is longer by."""
+    window: Window
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.timeline.makespan + self.shift
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the busiest rank."""
+        return max(0.0, 1.0 - self.scale * max(self.timeline.busy) / self.seconds)  # less than 0 by rounding
+
+
+def bubble_fraction(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> float:
+    """Idle share of the busiest pipeline rank in one step, by FLOPs (or the costs file); messages count as nothing.
+
+    A backward counts as two forwards and what it recomputes.
+    """
+    return Clock(config, len(stages), num_microbatches).run(costs_of(config, stages)).bubble
+
+
+class Clock:
+    """One config's step of so many microbatches; the programs that are simulated are kept for the next costs."""
+
+    def __init__(self, config: RunConfig, num_stages: int, num_microbatches: int) -> None:
+        p = config.parallel
+        self._period, self._each = 1, 2 * num_stages
+        if p.schedule_name == "interleaved":
+            given = p.microbatch_group_size_per_virtual_pipeline_stage
+            self._period = given or smallest_group(p.pp, num_microbatches)
+            # Fewer microbatches would make the default another one.
+            config = replace(config, microbatch_group_size_per_virtual_pipeline_stage=self._period)
+        self._config, self._num_microbatches = config, num_microbatches
+        self._programs: dict[int, Program] = {}
+
+    def program(self, num_microbatches: int) -> Program:
+        """The schedule with that number of microbatches, with its communication."""
+        if num_microbatches not in self._programs:
+            schedule = schedule_of(self._config, num_microbatches)
+            self._programs[num_microbatches] = lowered(self._config, schedule)
+        return self._programs[num_microbatches]
+
+    def run(self, costs: Costs) -> Run:
+        """The step: whole, or extended from where two steps a cycle apart end alike."""
+        p, wanted = self._config.parallel, self._num_microbatches
+        # In-flight microbatches grow with pp; four times as many show a steady state behind the ramp-up.
+        count = max(4 * max(p.pp, self._period), SIMULATED_ACTIONS // self._each)
+        most = max(count, MOST_ACTIONS // self._each)
+        if p.schedule_name in _NEVER_STEADY:
+            count = most
+        while count < wanted and p.schedule_name not in _WHOLE:
+            timeline = self._simulate(self._aligned(count, self._period), costs)
+            if count == most:
+                shorter = self._simulate(timeline.schedule.num_microbatches - self._period, costs)
+                return self._extended(timeline, shorter, at_least=max(timeline.busy))
+            cycle = _cycle(timeline, self._period)
+            start = self._aligned(count, cycle)
+            if start != timeline.schedule.num_microbatches:
+                timeline = self._simulate(start, costs)
+            shorter = self._simulate(start - cycle, costs)
+            if _end_alike(timeline, shorter):
+                return self._extended(timeline, shorter)
+            count = min(2 * count, most)
+        return Run(self._simulate(wanted, costs), 1.0, 0.0, Window(wanted, 0))
+
+    def extended(self, window: Window, seconds: Callable[[Program], float]) -> float:
+        """Seconds of the step by another clock, extended over a run's window."""
+        taken = seconds(self.program(window.microbatches))
+        if not window.cycle:
+            return taken
+        each = (taken - seconds(self.program(window.microbatches - window.cycle))) / window.cycle
+        return taken + each * (self._num_microbatches - window.microbatches)
+
+    def _aligned(self, count: int, cycle: int) -> int:
+        """At most `count`, whole cycles less than the step."""
+        return count - (count - self._num_microbatches) % cycle
+
+    def _simulate(self, count: int, costs: Costs) -> Timeline:
+        return simulate(self.program(count), costs)
+
+    def _extended(self, timeline: Timeline, shorter: Timeline, *, at_least: float = 0.0) -> Run:
+        """`at_least`: seconds of the simulated step in which a rank computes, and will in what is added."""
+        count, wanted = timeline.schedule.num_microbatches, self._num_microbatches
+        cycle = count - shorter.schedule.num_microbatches
+        each = max((timeline.makespan - shorter.makespan) / cycle, at_least / count)
+        return Run(timeline, wanted / count, each * (wanted - count), Window(count, cycle))
+
+
+def _cycle(timeline: Timeline, period: int) -> int:
+    """Microbatches, whole periods, after which the last stage starts its forwards as before: a guess from the middle of the
+    step; one period where that shows nothing."""
+    schedule = timeline.schedule
+    wanted = (Kind.F, schedule.num_stages - 1)
+    starts = np.array([event.start for event in timeline.events if event.action[:2] == wanted])
+    # In a V the last stage's forwards come faster once those of the first stage are done.
+    starts = starts[len(starts) // 2 : len(starts) - 2 * schedule.num_ranks]
+    for cycle in range(period, len(starts) // 2 + 1, period):
+        if np.ptp(starts[cycle:] - starts[:-cycle]) <= _EQUAL * timeline.makespan:
+            return cycle
+    return period
+
+
+def _end_alike(longer: Timeline, shorter: Timeline) -> bool:
+    """The last halves of all ranks' lists start later by one and the same time.
+
+    Steps with whole cycles more begin as these do: where all that the end waits for has moved by the same time, so has
+    what follows it, once more for each cycle.
+    """
+    moved = [
+        later[-(len(sooner) // 2) :] - sooner[-(len(sooner) // 2) :]
+        for later, sooner in zip(_starts(longer), _starts(shorter), strict=True)
+    ]
+    return bool(np.ptp(np.concatenate(moved)) <= _EQUAL * longer.makespan)
+
+
+def _starts(timeline: Timeline) -> list[npt.NDArray[np.float64]]:
+    rows: list[list[float]] = [[] for _ in range(timeline.schedule.num_ranks)]
+    for event in timeline.events:
+        rows[event.rank].append(event.start)
+    return [np.array(row) for row in rows]

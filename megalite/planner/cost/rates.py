@@ -1,0 +1,216 @@
+"""Seconds of single operations: matrix products, collectives, messages; and `Parts`, which add them up."""
+
+import itertools
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megalite.config.run import RunConfig
+from megalite.partition.pipeline import placement_of
+from megalite.pipeline.ir.simulate import Link
+from megalite.planner.cost.workload import Number, Workload, workload_of
+from megalite.planner.hardware import Cluster, SoftwareStack
+
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows and columns of the output that one multiprocessor works on, and the share of the best rate it reaches with them:
+smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed."""
+RAMP = 128
+"""Steps along k that a tile takes to fill its pipeline and to write itself out."""
+CORNER = 1.5
+"""q: how sharp the roofline's corner is. Infinite if what is read and written hid behind the products in full."""
+
+
+def gemm_seconds(
+    m: Number, n: Number, k: Number, *, batch: Number = 1.0, element: float, peak: float, cluster: Cluster
+) -> Number:
+    """`batch` products [m, k] x [k, n] in one operation.
+
+    About max(compute, memory), with memory = (mk + kn + mn)·element / bandwidth and, for the best of `TILES`,
+    compute = waves · multiprocessors · tile area · 2(k + RAMP) / (peak · efficiency); waves are those of
+    batch · ceil(m/rows) · ceil(n/columns) tiles on so many multiprocessors. On one multiprocessor (a CPU core) nothing
+    is cut: 2mnk / (peak · efficiency).
+
+    Args:
+        element: bytes of one number.
+        peak: FLOP/s at the precision (`Cluster.peak`).
+    """
+    rate = peak * cluster.efficiency.gemm
+    count = cluster.accelerator.multiprocessors
+    bandwidth = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
+    memory = batch * (m * k + k * n + m * n) * element / bandwidth
+    if count == 1:
+        return _together(batch * 2.0 * m * n * k / rate, memory)
+    compute = np.inf
+    for rows, columns, share in TILES:
+        waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) / count)
+        seconds = waves * (count * rows * columns * 2.0 / share) * (k + RAMP) / rate
+        compute = np.minimum(compute, seconds)
+    return _together(compute, memory)
+
+
+def _together(compute: Number, memory: Number) -> Number:
+    """(compute^q + memory^q)^(1/q)."""
+    most, least = np.maximum(compute, memory), np.minimum(compute, memory)
+    return most * (1.0 + (least / most) ** CORNER) ** (1.0 / CORNER)
+
+
+def members_in_node(size: Number, stride: Number, cluster: Cluster) -> Number:
+    """Ranks of a group that share a node, if its neighbours are `stride` global ranks apart."""
+    return np.clip(np.floor(cluster.node.accelerators / stride), 1.0, size)
+
+
+def link_rate(members: Number, cluster: Cluster) -> Number:
+    """Bytes a second of a ring over so many ranks of one node.
+
+    Few accelerators have fewer rings between them than all of a node: a group of two reaches `small_groups` of the rate
+    of a whole node, and each doubling makes up an equal factor of it.
+    """
+    rate = cluster.node.link_bandwidth * cluster.efficiency.link
+    doublings = max(np.log2(cluster.node.accelerators / 2.0), 1.0)
+    left = np.clip(np.log2(cluster.node.accelerators / np.maximum(members, 2.0)), 0.0, None) / doublings
+    return rate * cluster.efficiency.small_groups**left
+
+
+def collective_seconds(
+    operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster
+) -> Number:
+    """One collective of `volume` bytes (as planner.communication counts them); 0 in a group of one.
+
+    Args:
+        operation: all-reduce, all-gather, reduce-scatter, all-to-all or send.
+        size: ranks of the group.
+        stride: global ranks between its neighbours: 1 for tp, tp·cp for dp in the usual order.
+    """
+    inside = members_in_node(size, stride, cluster)
+    across = inside < size
+    twice = 2.0 if operation == "all-reduce" else 1.0
+    part = 1.0 if operation == "send" else (size - 1.0) / size
+    link = link_rate(inside, cluster)
+    share = cluster.nic_share * cluster.efficiency.network
+    if operation == "all-to-all":
+        # What goes to ranks of other nodes is each rank's own: its adapter takes that part of it.
+        outside = (size - inside) / size
+        moved = np.where(across, volume * np.maximum(outside / share, part / link), volume * part / link)
+    else:
+        moved = twice * part * volume / np.where(across, np.minimum(link, inside * share), link)
+    nodes = np.ceil(size / inside)
+    # Between nodes rings give way to trees: their depth counts.
+    hops = np.where(across, np.ceil(np.log2(np.maximum(nodes, 1.0))), 0.0)
+    steps = 1.0 if operation == "send" else inside - 1.0
+    latency = twice * (steps * cluster.node.link_latency * (1 - across * (operation == "send")))
+    latency = latency + twice * hops * cluster.network.latency
+    return np.where(size > 1, moved + latency, 0.0)
+
+
+def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
+    """(latency, seconds that the link is busy) of one message between pipeline stages.
+
+    Args:
+        volume: bytes that one rank sends.
+        crosses: whether it leaves the node.
+    """
+    p2p = cluster.efficiency.p2p
+    bandwidth = np.where(crosses, cluster.nic_share, cluster.node.link_bandwidth) * p2p
+    inside = cluster.node.message_steps * cluster.node.link_latency
+    return np.where(crosses, cluster.network.latency, inside), volume / bandwidth
+
+
+def pipeline_stride(work: Workload) -> Number:
+    """Global ranks between the neighbours of a pipeline."""
+    return work.tp * work.cp * np.where(work.order_dp_first, work.dp, 1.0)
+
+
+def sharing_ranks(stride: Number, pp: int, cluster: Cluster) -> Number:
+    """Ranks a core of those that share cores with other stages of their pipeline; 1 where a pipeline leaves the node: its
+    ranks there may all wait at once."""
+    whole = stride * pp <= cluster.node.accelerators
+    return np.where(whole, cluster.node.ranks_per_core, 1.0)
+
+
+def data_stride(work: Workload) -> Number:
+    """Global ranks between the replicas of a parameter; context-parallel ranks count as replicas."""
+    return work.tp * np.where(work.order_dp_first, 1.0, np.where(work.cp > 1, 1.0, work.pp))
+
+
+def crosses_node(stride: int, first: int, second: int, cluster: Cluster) -> bool:
+    """Whether some pipeline has two of its ranks, these, on different nodes; its neighbours are `stride` ranks apart."""
+    size = cluster.node.accelerators
+    if stride * abs(second - first) >= size:
+        return True
+    return any((first * stride + at) // size != (second * stride + at) // size for at in range(stride))
+
+
+def links_of(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> dict[tuple[int, int], Link]:
+    """(source, destination) -> link, of the pipeline ranks that hold neighbouring stages."""
+    placement, work = placement_of(config), workload_of(config)
+    volume, stride = work.activation_bytes / work.split, int(pipeline_stride(work))
+    cut = stack.scatter_messages and work.split < work.tp
+    links: dict[tuple[int, int], Link] = {}
+    for source, destination in itertools.pairwise(placement):
+        if source == destination or (source, destination) in links:
+            continue
+        crosses = crosses_node(stride, source, destination, cluster)
+        latency, busy = message_seconds(volume / (work.tp if cut else 1.0), crosses, cluster)
+        if cut:
+            latency = latency + collective_seconds("all-gather", volume, work.tp, 1.0, cluster)
+        link = Link(float(latency), float(busy))
+        links[source, destination] = links[destination, source] = link
+    return links
+
+
+ALTERNATION = 6.0
+"""q: how the times of host and device combine. Infinite if each stretch of a stage were bound by the same one of them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """Seconds by kind, and counts of what the host starts. Fields are numbers or arrays over layouts."""
+
+    gemm: Number = 0.0
+    """Matrix products, the attention core among them."""
+    memory: Number = 0.0
+    """Operations that read and write."""
+    tensor: Number = 0.0
+    """Collectives of tensor parallelism."""
+    context: Number = 0.0
+    """What context parallelism leaves exposed beside the attention core."""
+    expert: Number = 0.0
+    """Exchange of rows between experts."""
+    operations: Number = 0.0
+    """Kernels that the host starts."""
+    collectives: Number = 0.0
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
+
+    def __mul__(self, times: Number) -> "Parts":
+        return Parts(**{name: getattr(self, name) * times for name in _NAMES})
+
+    def exposed_tensor(self, stack: SoftwareStack) -> Number:
+        """Seconds of tensor parallelism's collectives that no matrix product hides."""
+        hidden = np.minimum(self.tensor, self.gemm) if stack.overlap_tensor_parallel else 0.0
+        return self.tensor - hidden
+
+    def device_seconds(self, cluster: Cluster, stack: SoftwareStack) -> Number:
+        """What the device needs, if the host is never late."""
+        starts = self.operations * cluster.accelerator.kernel_seconds
+        return self.gemm + self.memory + self.exposed_tensor(stack) + self.context + self.expert + starts
+
+    def host_seconds(self, stack: SoftwareStack) -> Number:
+        """What the host needs to start everything."""
+        return self.operations * stack.operation_seconds + self.collectives * stack.collective_seconds
+
+    def seconds(self, cluster: Cluster, stack: SoftwareStack) -> Number:
+        """The slower of device and host, and more where both are close; on a CPU, which is both, their sum.
+
+        (device^q + host^q)^(1/q): stretches in which one waits for the other alternate.
+        """
+        device, host = self.device_seconds(cluster, stack), self.host_seconds(stack)
+        if not cluster.accelerator.asynchronous:
+            return device + host
+        most = np.maximum(device, host)
+        least = np.minimum(device, host) / np.where(most > 0, most, 1.0)
+        return most * (1.0 + least**ALTERNATION) ** (1.0 / ALTERNATION)
+
+
+_NAMES = tuple(field.name for field in fields(Parts))

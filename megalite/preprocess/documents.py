@@ -1,0 +1,246 @@
+"""The documents of a piece, and what is wrong with those that are bad."""
+
+import difflib
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece
+
+KINDS = (
+    "invalid JSON",
+    "no object",
+    "missing key",
+    "wrong type",
+    "empty text",
+    "invalid UTF-8",
+    "lone surrogate",
+    "too long",
+)
+"""What may be wrong with a line."""
+_UTF8_MARK = b"\xef\xbb\xbf"
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 5, 40
+_JSON_BLANKS = " \t\r\n"
+_JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+_decoder = json.JSONDecoder()
+# What decode() calls, without looking for blanks before and after: (line, 0) -> (value, where it ends).
+_scan = _decoder.scan_once  # type: ignore[attr-defined]
+
+
+class BadDocument(ValueError):
+    """A bad document: of a kind in KINDS; the message says why."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line (paragraph, file, row) that is not a document."""
+
+    line: int
+    """Its number in the piece, from 0."""
+    kind: str
+    """One of KINDS."""
+    reason: str
+
+
+@dataclass
+class PieceTexts:
+    lines: int
+    """Lines in the piece, blank ones included; rows of a parquet file."""
+    texts: list[list[str]]
+    """[key][document]: a document is left out as a whole, so that all keys keep in step."""
+    at: list[int] = field(default_factory=list)
+    """[document]: the number in the piece of its (first) line, from 0."""
+    bad: list[BadLine] = field(default_factory=list)
+
+    def add(self, line: int, texts: Sequence[str]) -> None:
+        self.at.append(line)
+        for column, text in zip(self.texts, texts, strict=True):
+            column.append(text)
+
+    def refuse(self, line: int, error: BadDocument) -> None:
+        self.bad.append(BadLine(line, error.kind, str(error)))
+
+
+def read_piece(piece: Piece, keys: Sequence[str], limits: Limits) -> PieceTexts:
+    """Documents of a piece that was cut with the same keys and limits. Blank lines are not documents, and not bad."""
+    if piece.form == "rows":
+        return _read_rows(piece, limits)
+    content, is_whole = piece.content, len(piece.content) == piece.stop - piece.start
+    if piece.start == 0:
+        content = content.removeprefix(_UTF8_MARK)
+    if piece.form == "file":
+        return _read_file(content, is_whole, limits)
+    if piece.form == "paragraph":
+        return _read_paragraphs(content, is_whole, piece.dropped_lines, limits)
+    lines = content.split(b"\n")
+    # After the last line end comes nothing, or the beginning of a line that is too long.
+    if not is_whole or not lines[-1]:
+        lines.pop()
+    found = PieceTexts(len(lines), [[] for _ in keys])
+    is_json = piece.form == "json"
+    for number, line in enumerate(lines):
+        try:
+            if len(line) > limits.max_document_bytes:
+                raise _too_long(limits)
+            if is_json:
+                texts = parse_line(line, keys)
+            else:
+                texts = [plain_text(line.rstrip(b"\r") if line.strip() else b"")]
+        except BadDocument as error:
+            # Blank lines are looked for here alone, where it costs good lines nothing.
+            if len(line) > limits.max_document_bytes or line.strip():
+                found.refuse(number, error)
+            continue
+        found.add(number, texts)
+    if not is_whole:
+        found.refuse(found.lines, _too_long(limits))
+        found.lines += 1
+    return found
+
+
+def _read_file(content: bytes, is_whole: bool, limits: Limits) -> PieceTexts:
+    found = PieceTexts(max(1, content.count(b"\n")), [[]])
+    try:
+        if not is_whole:
+            raise _too_long(limits)
+        found.add(0, [plain_text(content)])
+    except BadDocument as error:
+        found.refuse(0, error)
+    return found
+
+
+def _read_paragraphs(content: bytes, is_whole: bool, dropped_lines: int, limits: Limits) -> PieceTexts:
+    parts = PARAGRAPH_END.split(content)
+    found = PieceTexts(content.count(b"\n") + dropped_lines, [[]])
+    found.lines += is_whole and not content.endswith(b"\n")
+    line = 0
+    for number, part in enumerate(parts):
+        # A third line end in a row is left at the beginning, half of a CRLF and the last line end of a file at the end.
+        text = part.removeprefix(b"\r\n") if part.startswith(b"\r\n") else part.removeprefix(b"\n")
+        first = line + (len(text) < len(part))
+        line += part.count(b"\n") + 2
+        text = text.removesuffix(b"\n").removesuffix(b"\r")
+        try:
+            if len(text) > limits.max_document_bytes or (not is_whole and number == len(parts) - 1):
+                raise _too_long(limits)
+            if text.strip():
+                found.add(first, [plain_text(text)])
+        except BadDocument as error:
+            found.refuse(first, error)
+    return found
+
+
+def _read_rows(piece: Piece, limits: Limits) -> PieceTexts:
+    found = PieceTexts(piece.stop - piece.start, [[] for _ in piece.columns])
+    nulls = set().union(*(column.nulls for column in piece.columns))
+    ends = [column.offsets.tolist() for column in piece.columns]
+    for row in range(found.lines):
+        try:
+            if row in nulls:
+                raise BadDocument("wrong type", "null instead of a text")
+            raw = [
+                column.data[end[row] : end[row + 1]] for column, end in zip(piece.columns, ends, strict=True)
+            ]
+            if any(len(text) > limits.max_document_bytes for text in raw):
+                raise _too_long(limits)
+            found.add(row, [plain_text(text) for text in raw])
+        except BadDocument as error:
+            found.refuse(row, error)
+    return found
+
+
+def _too_long(limits: Limits) -> BadDocument:
+    return BadDocument(
+        "too long", f"longer than {limits.max_document_bytes:,} bytes; raise the limit with --max-document-mb"
+    )
+
+
+def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts under `keys` of a JSON object; the last one of a key that occurs twice.
+
+    Raises:
+        BadDocument: not UTF-8, not a JSON object, a key missing, its value not a string, empty or half a surrogate pair.
+    """
+    line = _decode(raw)
+    try:
+        document, end = _scan(line, 0)
+        if end != len(line) and line[end:].strip(_JSON_BLANKS):
+            document = _decode_json(line)
+    except (ValueError, StopIteration, RecursionError):
+        document = _decode_json(line)
+    if type(document) is not dict:
+        raise BadDocument("no object", f"expected a JSON object, got {_type_name(document)}")
+    texts = []
+    for key in keys:
+        if key not in document:
+            raise BadDocument("missing key", _missing(key, tuple(document)[:50]))
+        text = document[key]
+        if type(text) is not str:
+            raise BadDocument("wrong type", f"expected a string under {key!r}, got {_type_name(text)}")
+        if not text:
+            raise BadDocument("empty text", f"empty text under {key!r}")
+        if not text.isascii() and (b"\\ud" in raw or b"\\uD" in raw):
+            _check_surrogates(text, key)
+        texts.append(text)
+    return texts
+
+
+def plain_text(raw: bytes) -> str:
+    """The text of a document that is nothing but text.
+
+    Raises:
+        BadDocument: not UTF-8, or empty.
+    """
+    if not raw:
+        raise BadDocument("empty text", "empty text")
+    return _decode(raw)
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadDocument("invalid UTF-8", f"invalid UTF-8 at byte {error.start}") from None
+
+
+def _decode_json(line: str) -> object:
+    try:
+        return _decoder.decode(line)
+    except json.JSONDecodeError as error:
+        # Some of these messages end with "at", some do not.
+        reason = f"{error.msg.removesuffix(' at')} at character {error.pos}"
+    except RecursionError:
+        reason = "nested too deep"
+    except ValueError:  # Python makes no int of so many
+        reason = f"a number has more than {sys.get_int_max_str_digits()} digits"
+    raise BadDocument("invalid JSON", f"invalid JSON: {reason}")
+
+
+def _check_surrogates(text: str, key: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadDocument(
+            "lone surrogate", f"half of a surrogate pair under {key!r} at character {error.start}"
+        ) from None
+
+
+@functools.lru_cache(maxsize=64)
+def _missing(key: str, present: tuple[str, ...]) -> str:
+    """What to say about a missing key; the same keys are missed in line after line."""
+    names = [name[:_SHOWN_CHARACTERS] + "..." * (len(name) > _SHOWN_CHARACTERS) for name in present]
+    near = difflib.get_close_matches(key, names, 1)
+    shown = ", ".join(map(repr, names[:_SHOWN_KEYS])) or "none"
+    more = ", ..." if len(present) > _SHOWN_KEYS else ""
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no key {key!r} (there are {shown}{more}){hint}"
+
+
+def _type_name(value: object) -> str:
+    return _JSON_TYPES.get(type(value), "a number")

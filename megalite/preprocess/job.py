@@ -1,0 +1,213 @@
+"""What is to be preprocessed and how, how far it is, and whether its output can be written where it is wanted."""
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.data.token_files import SUFFIXES, read_side_file
+from megalite.preprocess.inputs import UNFINISHED, Input
+from megalite.preprocess.pieces import Limits, TextDocuments, check_keys
+from megalite.preprocess.workers import MAX_WORKERS
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
+
+MAX_FAULTS = 100
+"""Bad lines whose place and reason are kept."""
+_USUAL_NAME_BYTES = 255
+_REMEDY = "give another --output-prefix"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessJob:
+    """What to tokenize and how."""
+
+    inputs: tuple[str, ...]
+    """Files (.jsonl, .txt, .parquet; .gz and .zst of them), folders and globs of them; `-` is stdin."""
+    output_prefix: str
+    """Output is {output_prefix}_{key}_document.bin, .idx and .json for each key."""
+    tokenizer: DataConfig
+    """tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read."""
+    vocab_size: int | None = None
+    """For NullTokenizer."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Which values of a JSON object are text; each makes a dataset."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document token."""
+    max_document_bytes: int = Limits.max_document_bytes
+    text_documents: TextDocuments = "file"
+    workers: int = 1
+    """Processes that tokenize; 1 works in this process. The output does not depend on it."""
+    strict: bool = False
+    """Stop at the first bad line."""
+    restart: bool = False
+    """Drop what an unfinished run has left, and replace finished files."""
+    piece_bytes: int = Limits.piece_bytes
+    checkpoint_seconds: float = 5.0
+    """How often the work is saved against a kill; 0 is after every piece."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_document_bytes, self.piece_bytes, self.text_documents)
+
+    @property
+    def prefixes(self) -> list[str]:
+        return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder that the job works in until it is done."""
+        return Path(f"{self.output_prefix}{UNFINISHED}")
+
+
+@dataclass
+class Progress:
+    """How far the job is, and in the end what it did."""
+
+    documents: int = 0
+    tokens: int = 0
+    """Over all keys."""
+    input_bytes: int = 0
+    """Bytes of text read, after decompression."""
+    disk_bytes: int = 0
+    """Bytes of the input files that have been read."""
+    disk_total: int | None = None
+    """Bytes of all input files; None if stdin is among them."""
+    bad: dict[str, int] = field(default_factory=dict)
+    """Lines left out, by kind."""
+    faults: list[str] = field(default_factory=list)
+    """The first of them (at most MAX_FAULTS), `file:line: reason`."""
+    kept_documents: int = 0
+    """Of all these, what an earlier run did."""
+    kept_tokens: int = 0
+    kept_bytes: int = 0
+    notice: str = ""
+    """What became of an earlier run's work; empty if there was none."""
+    outputs: list[str] = field(default_factory=list)
+    """Prefixes of the datasets, once they are there."""
+    output_bytes: int = 0
+
+    @property
+    def bad_lines(self) -> int:
+        return sum(self.bad.values())
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_tokenizer(job: PreprocessJob) -> Tokenizer:
+    """The job's tokenizer.
+
+    Raises:
+        ConfigError: there is none, or its files are bad.
+    """
+    tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
+    if tokenizer is None:
+        raise ConfigError("no tokenizer: give --tokenizer-model FILE, or --vocab-file and --merge-file")
+    return tokenizer
+
+
+def check_settings(job: PreprocessJob) -> None:
+    """Raise a ConfigError for settings that cannot work."""
+    if not 1 <= job.workers <= MAX_WORKERS:
+        raise ConfigError(
+            f"workers {job.workers} must be at least 1 and at most {MAX_WORKERS}; try the number of cores"
+        )
+    if job.max_document_bytes < 1:
+        raise ConfigError(
+            f"max_document_bytes {job.max_document_bytes} must be at least 1; try {Limits.max_document_bytes}"
+        )
+    check_keys(job.json_keys)
+    for key in job.json_keys:
+        if "/" in key or "\0" in key:
+            raise ConfigError(
+                f"json_keys: {key!r} cannot be part of a file's name, which {job.output_prefix}_KEY_document is; "
+                "rename the key in the input"
+            )
+
+
+def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
+    """Refuse an --output-prefix that cannot work, or that would overwrite the input. Nothing is written.
+
+    Raises:
+        ConfigError: names the path, what is wrong with it, and the remedy.
+    """
+    prefix, unfinished = job.output_prefix, job.unfinished
+    if not prefix or prefix.endswith("/") or "\0" in prefix:
+        raise ConfigError(
+            f"--output-prefix {prefix!r} must end in the beginning of a file's name; try {prefix.rstrip(chr(0)) or 'data/'}corpus"
+        )
+    targets = _targets(job)
+    _check_folder(unfinished.parent)
+    _check_lengths([unfinished, *targets])
+    for target in targets:
+        try:
+            if stat.S_ISDIR(target.lstat().st_mode):
+                raise ConfigError(f"{target} is a folder, and the output would have that name; {_REMEDY}")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _not_writable(target, str(error.strerror)) from None
+    if unfinished.is_symlink():
+        raise ConfigError(f"{unfinished} is a link; remove it, or {_REMEDY}")
+    outputs, folder = {os.path.realpath(target) for target in targets}, os.path.realpath(unfinished)
+    for item in inputs:
+        path = os.path.realpath(item.path)
+        if item.size is not None and path in outputs:
+            raise ConfigError(f"input {item.path} would be overwritten by the output; {_REMEDY}")
+        if item.size is not None and path.startswith(folder + os.sep):
+            raise ConfigError(
+                f"input {item.path} lies in {unfinished}, the folder of the unfinished output; move it, or {_REMEDY}"
+            )
+
+
+def require_free(job: PreprocessJob) -> None:
+    """Raise a ConfigError if the output exists and may not be replaced."""
+    for prefix in [] if job.restart else job.prefixes:
+        for suffix in SUFFIXES:
+            if os.path.lexists(f"{prefix}{suffix}"):
+                try:
+                    facts = read_side_file(prefix)
+                except ConfigError:
+                    facts = None
+                size = f" ({facts['documents']:,} documents)" if facts else ""
+                raise ConfigError(f"{prefix}{suffix} exists{size}; {_REMEDY}, or --restart to replace it")
+
+
+def _targets(job: PreprocessJob) -> list[Path]:
+    return [Path(f"{prefix}{suffix}") for prefix in job.prefixes for suffix in SUFFIXES]
+
+
+def _check_folder(folder: Path) -> None:
+    """The folder can be written, or made in one that can."""
+    there = Path(os.path.abspath(folder))  # noqa: PTH100 resolve() would fail where there is a loop of links
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise _not_writable(there, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        raise _not_writable(there, os.strerror(errno.EROFS if read_only else errno.EACCES))
+
+
+def _check_lengths(paths: Sequence[Path]) -> None:
+    try:
+        limit = os.pathconf(paths[0].parent, "PC_NAME_MAX")
+    except OSError:  # not made yet
+        limit = _USUAL_NAME_BYTES
+    for part in (part for path in paths for part in path.parts):
+        length = len(os.fsencode(part))
+        if length > limit:
+            raise ConfigError(
+                f"the name {part[:40]}... has {length} bytes, and a file's name may have {limit}; give a shorter "
+                "--output-prefix"
+            )
+
+
+def _not_writable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"the output cannot be written at {path}: {reason}; {_REMEDY}")

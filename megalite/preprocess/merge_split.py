@@ -1,0 +1,281 @@
+"""Datasets merged end to end, and a dataset split into several: whole documents, in order."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalite.config.data import SPLITS
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
+from megalite.data.sources import split_documents
+from megalite.data.token_files import SUFFIXES, read_side_file, side_digests
+from megalite.preprocess.copying import Part, SideFile, Written, first_token, refuse_existing, write_parts
+from megalite.preprocess.output import LISTED_INPUTS
+
+_KEPT_IF_EQUAL = ("key", "keys", "append_eod")
+_OF_ONE_JOB = ("bad_lines", "inputs")
+Side = dict[str, Any]
+"""The facts of a side file."""
+
+
+def merge(
+    prefixes: Sequence[str],
+    output: str,
+    *,
+    dtype: str | None = None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Written:
+    """Write the documents of all datasets, in this order, as one; its bytes are those of preprocessing all inputs.
+
+    If all have side files, the new one has one too; if not, `no_side_file` of the result says why. The sha256 that side
+    files have are compared on the way.
+
+    Args:
+        dtype: type of the new tokens; needed if the datasets' types differ.
+        on_bytes: called with the number of bytes of .bin files just read.
+
+    Raises:
+        ConfigError: a dataset is damaged, their types or tokenizers differ, an id does not fit, or the output exists.
+    """
+    refuse_existing([output])
+    sides = [read_side_file(prefix) for prefix in prefixes]
+    _check_tokenizers(prefixes, sides)
+    parts = [Part.of(IndexedDataset(prefix)) for prefix in prefixes]
+    known = {prefix: side for prefix, side in zip(prefixes, sides, strict=True) if side is not None}
+    vocab_size = _vocab_size_of(sides)
+    written = write_parts(
+        output,
+        parts,
+        dtype=_common_dtype(parts) if dtype is None else np.dtype(dtype).newbyteorder("<"),
+        side_file=SideFile(vocab_size, partial(_merged_side, list(known.values()))) if vocab_size else None,
+        digests={prefix: side_digests(side) for prefix, side in known.items()},
+        on_bytes=on_bytes,
+    )
+    return replace(written, no_side_file=None if vocab_size else _why_no_side_file(prefixes, sides))
+
+
+def _common_dtype(parts: Sequence[Part]) -> np.dtype:
+    first = parts[0]
+    for part in parts:
+        if part.dtype != first.dtype:
+            wide = np.result_type(*(each.dtype for each in parts))
+            assert wide.newbyteorder("<") in TOKEN_DTYPES.values(), wide
+            raise ConfigError(
+                f"{first.prefix} holds {first.dtype.name} tokens, {part.prefix} {part.dtype.name}; give --dtype "
+                f"{wide.name} to store all of them as that"
+            )
+    return first.dtype
+
+
+def split_dataset(
+    prefix: str, outputs: Sequence[tuple[str, range]], *, on_bytes: Callable[[int], None] = lambda count: None
+) -> list[Written]:
+    """Write documents of a dataset as separate datasets, one for each of `outputs`; all of them or none.
+
+    If the dataset has a side file, each part gets one.
+
+    Args:
+        outputs: (prefix, documents) of each part.
+        on_bytes: called with the number of bytes of .bin just read.
+
+    Raises:
+        ConfigError: the dataset is damaged, or an output exists.
+    """
+    refuse_existing([output for output, _ in outputs])
+    side = read_side_file(prefix)
+    dataset = IndexedDataset(prefix)
+    vocab_size = _vocab_size_of([side])
+    begun: list[str] = []
+    done: list[Written] = []
+    try:
+        for output, documents in outputs:
+            part = Part.of(dataset, documents)
+            side_file = SideFile(vocab_size, partial(_part_side, side, part)) if side and vocab_size else None
+            begun.append(output)
+            done.append(write_parts(output, [part], dtype=part.dtype, side_file=side_file, on_bytes=on_bytes))
+    except BaseException:
+        for output in begun:
+            for suffix in SUFFIXES:
+                Path(f"{output}{suffix}").unlink(missing_ok=True)
+        raise
+    return done
+
+
+def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
+    """Documents of each of `parts` parts, each with a document at least, about as many tokens in one as in another.
+
+    Part k ends at the document border nearest to token (k + 1) / parts of all.
+
+    Raises:
+        ConfigError: more parts than documents, or none.
+    """
+    documents, tokens = dataset.num_documents, dataset.num_tokens
+    if not 1 <= parts <= documents:
+        raise ConfigError(f"parts {parts}: {dataset.prefix} has {documents} documents; give 1 to {documents}")
+    ends: list[int] = []
+    for part in range(1, parts):
+        target = tokens * part / parts
+        near = _nearest(lambda i: first_token(dataset, i), documents, target)
+        ends.append(min(max(near, ends[-1] + 1 if ends else 1), documents - (parts - part)))
+    return [range(start, stop) for start, stop in pairwise([0, *ends, documents])]
+
+
+def _nearest(value: Callable[[int], int], count: int, target: float) -> int:
+    """The i whose rising value is nearest to the target; of two that are, the one before it."""
+    above = bisect_left(range(count), target, key=value)
+    return above - 1 if above and target - value(above - 1) <= value(above) - target else above
+
+
+def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
+    """Documents of train, valid and test, cut exactly where a run with this --split cuts.
+
+    Raises:
+        ConfigError: the split is bad, or a run would cut between two sequences of one document.
+    """
+    indices = dataset.document_indices
+    stops = [sequences.stop for sequences in split_documents(split, len(dataset))]
+    above = [bisect_left(indices, stop) for stop in stops]
+    for name, stop, document in zip(SPLITS, stops, above, strict=True):
+        if indices[document] != stop:
+            nearest = [
+                bisect_left(indices, indices[_nearest(lambda i: int(indices[i]), len(indices), stop)])
+                for stop in stops
+            ]
+            cut = " ".join(
+                f"--documents {part.start}:{part.stop}"
+                for part in _ranges(nearest, dataset.num_documents)
+                if part
+            )
+            raise ConfigError(
+                f"split {split}: {name} ends before sequence {stop}, within document {document - 1} (sequences "
+                f"{indices[document - 1]} to {indices[document] - 1}); cut between documents instead: {cut}"
+            )
+    return _ranges(above, dataset.num_documents)
+
+
+def _ranges(stops: Sequence[int], documents: int) -> list[range]:
+    """Documents of each part, all of them; `stops` is where parts end by the sequences that they hold."""
+    borders = [0, *stops]
+    # Documents without a sequence, behind the last that has one, belong to the last part that has any.
+    last = max(i for i in range(1, 4) if i == 1 or borders[i] > borders[i - 1])
+    borders[last:] = [documents] * (4 - last)
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def _tokenizer(side: Side | None) -> Side | None:
+    tokenizer = (side or {}).get("tokenizer")
+    return tokenizer if isinstance(tokenizer, dict) else None
+
+
+def _check_tokenizers(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None:
+    """Datasets must not be merged if their side files name different tokenizers.
+
+    Raises:
+        ConfigError: names the first two that differ, and their tokenizers.
+    """
+    named = [(prefix, _tokenizer(side)) for prefix, side in zip(prefixes, sides, strict=True)]
+    known = [(prefix, tokenizer) for prefix, tokenizer in named if tokenizer is not None]
+    for prefix, tokenizer in known[1:]:
+        if tokenizer != known[0][1]:
+            raise ConfigError(
+                f"{known[0][0]} was made with {_name(known[0][1])}, {prefix} with {_name(tokenizer)}: the same id means "
+                "different text; preprocess one of them again with the other's tokenizer"
+            )
+
+
+def _name(tokenizer: Side) -> str:
+    name = str(tokenizer.get("kind", tokenizer.get("name", "a tokenizer")))
+    return f"{name} {str(tokenizer['sha256'])[:12]}" if "sha256" in tokenizer else name
+
+
+def _vocab_size_of(sides: Sequence[Side | None]) -> int | None:
+    """The vocabulary that all side files name; None if one names none or is missing: the output then has no side file."""
+    sizes = {(_tokenizer(side) or {}).get("vocab_size") for side in sides}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if type(size) is int and size > 0 else None
+
+
+def _why_no_side_file(prefixes: Sequence[str], sides: Sequence[Side | None]) -> str:
+    """Why merged datasets have no side file, and what was not checked without one."""
+    prefix, side = next(
+        (prefix, side) for prefix, side in zip(prefixes, sides, strict=True) if _vocab_size_of([side]) is None
+    )
+    what = "has none" if side is None else "has one that names no vocab_size"
+    unchecked = "; that the tokenizers agree was not checked" if len(prefixes) > 1 else ""
+    return f"no side file: {prefix} {what}{unchecked}"
+
+
+def _merged_side(sides: Sequence[Side], written: Written) -> Side:
+    """The side file of merged datasets: as preprocessing all their inputs at once would give it."""
+    facts = _counted(sides, written)
+    for name in _KEPT_IF_EQUAL:
+        if any(side.get(name) != sides[0].get(name) for side in sides):
+            facts.pop(name, None)
+    for name in _OF_ONE_JOB:
+        values = [value for value in (side.get(name) for side in sides) if isinstance(value, dict)]
+        if len(values) == len(sides):
+            facts[name] = _add_up(values)
+        else:
+            facts.pop(name, None)
+    if "bad_lines" in facts:
+        facts["bad_lines"] = dict(sorted(facts["bad_lines"].items()))
+    if len(facts.get("inputs", {}).get("list", ())) > LISTED_INPUTS:
+        del facts["inputs"]["list"]
+    return facts
+
+
+def _part_side(side: Side, part: Part, written: Written) -> Side:
+    """The side file of some documents of a dataset; which inputs and bad lines were theirs is unknown."""
+    facts = {name: value for name, value in _counted([side], written).items() if name not in _OF_ONE_JOB}
+    facts["part_of"] = {
+        "documents": side["documents"],
+        "tokens": side["tokens"],
+        "first_document": part.documents.start,
+        "bin_sha256": side_digests(side).get(".bin"),
+    }
+    return facts
+
+
+def _counted(sides: Sequence[Side], written: Written) -> Side:
+    """The first side file with the new dataset's counts."""
+    assert written.statistics is not None
+    facts = {name: value for name, value in sides[0].items() if name not in ("format", "part_of")}
+    return facts | {
+        "documents": written.documents,
+        "tokens": written.tokens,
+        "dtype": written.dtype.name,
+        "files": written.files,
+        "document_lengths": written.statistics.lengths(),
+        "token_histogram": written.statistics.histogram(_text_of(sides)),
+    }
+
+
+def _text_of(sides: Sequence[Side]) -> Callable[[int], str]:
+    """From id to text, for the tokens that are common in any of the datasets; else empty."""
+    texts: dict[int, str] = {}
+    for side in sides:
+        histogram = side.get("token_histogram")
+        common = histogram.get("most_common") if isinstance(histogram, dict) else None
+        for entry in common if isinstance(common, list) else []:
+            match entry:
+                case {"id": int(token), "text": str(text)}:
+                    texts[token] = text
+    return lambda token: texts.get(token, "")
+
+
+def _add_up(values: Sequence[Side]) -> Side:
+    """Numbers summed and lists joined, name by name; what is not known of all is left out."""
+    total: Side = {}
+    for name in dict.fromkeys(name for value in values for name in value):
+        items = [value[name] for value in values if name in value]
+        if all(type(item) is int for item in items):
+            total[name] = sum(items)
+        elif all(isinstance(item, list) for item in items) and len(items) == len(values):
+            total[name] = [entry for item in items for entry in item]
+    return total

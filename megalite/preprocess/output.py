@@ -1,0 +1,275 @@
+"""From a piece of input to the growing files of an output: tokens, counts, statistics and the side file."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
+from megalite.preprocess.documents import read_piece
+from megalite.preprocess.inputs import Input
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, require_tokenizer
+from megalite.preprocess.pieces import Piece
+from megalite.tokenizers.base import Tokenizer
+
+LISTED_INPUTS = 1000
+"""A side file does not list more."""
+_LARGEST_VOCABULARY = 1 << 24
+"""Ids of a larger vocabulary are not counted: the table would take more memory than all else."""
+_MOST_COMMON, _TEXT_LIMIT = 20, 40
+
+
+@dataclass(frozen=True)
+class TokenizedPiece:
+    """The good documents of a piece, and what was left out."""
+
+    lines: int
+    """Lines of the piece, bad and blank ones included."""
+    tokens: list[NDArray]
+    """For each key the tokens of all documents, one after another, in the type that they are stored in."""
+    lengths: list[NDArray[np.int64]]
+    """For each key the tokens of each document `[documents]`."""
+    bad: dict[str, int]
+    """Lines left out, by kind."""
+    faults: list[tuple[int, str]]
+    """(line within the piece, reason) of the first of them, in order."""
+
+
+class PieceTokenizer:
+    """Tokenizes pieces; built once in each process."""
+
+    def __init__(self, job: PreprocessJob, tokenizer: Tokenizer | None = None) -> None:
+        self._keys, self._limits = job.json_keys, job.limits
+        self._tokenizer = tokenizer or require_tokenizer(job)
+        self._ending = [self._tokenizer.eod] if job.append_eod else []
+        self._dtype = token_dtype(self._tokenizer.vocab_size)
+
+    def __call__(self, piece: Piece) -> TokenizedPiece:
+        """Read the piece and tokenize it. A document is left out as a whole, so that all keys keep in step.
+
+        Raises:
+            ConfigError: the tokenizer gives ids outside its vocabulary.
+        """
+        read = read_piece(piece, self._keys, self._limits)
+        left_out: dict[int, tuple[str, str]] = {}
+        encoded = [
+            self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)
+        ]
+        good = [i for i in range(len(encoded[0])) if i not in left_out]
+        bad = [(line.line, line.kind, line.reason) for line in read.bad]
+        bad = sorted([*bad, *((read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
+        kinds: dict[str, int] = {}
+        for _, kind, _ in bad:
+            kinds[kind] = kinds.get(kind, 0) + 1
+        joined = [self._join([ids[i] for i in good]) for ids in encoded]
+        return TokenizedPiece(
+            lines=read.lines,
+            tokens=[tokens for tokens, _ in joined],
+            lengths=[lengths for _, lengths in joined],
+            bad=kinds,
+            faults=[(line, reason) for line, _, reason in bad[:MAX_FAULTS]],
+        )
+
+    def _encode(
+        self, key: str, texts: Sequence[str], left_out: dict[int, tuple[str, str]]
+    ) -> Sequence[Sequence[int] | NDArray]:
+        """[document] ids; adds document -> (kind, reason) to `left_out` for those that have none."""
+        try:
+            encoded: Sequence[Sequence[int] | NDArray] = self._tokenizer.encode_batch(texts)
+        except ConfigError:
+            encoded = [self._encode_one(i, text, left_out) for i, text in enumerate(texts)]
+        where = f" under {key!r}" if len(self._keys) > 1 else ""
+        for i, document in enumerate(encoded):
+            if not len(document):
+                left_out.setdefault(i, ("no tokens", f"no tokens{where}"))
+        return encoded
+
+    def _encode_one(self, i: int, text: str, left_out: dict[int, tuple[str, str]]) -> list[int]:
+        try:
+            return self._tokenizer.encode(text)
+        except ConfigError as error:
+            left_out.setdefault(i, ("not tokenized", str(error)))
+            return []
+
+    def _join(self, documents: Sequence[Sequence[int] | NDArray]) -> tuple[NDArray, NDArray[np.int64]]:
+        """(all tokens in the stored type, tokens of each document), ends of documents included."""
+        lengths = np.array([len(ids) + len(self._ending) for ids in documents], dtype=np.int64)
+        if documents and isinstance(documents[0], np.ndarray):
+            ending = np.array(self._ending, dtype=self._dtype)
+            tokens = np.concatenate([part for ids in documents for part in (ids, ending)])
+        else:
+            flat: list[int] = []
+            for ids in documents:
+                flat += ids
+                flat += self._ending
+            tokens = np.fromiter(flat, np.int64, len(flat))
+        size = self._tokenizer.vocab_size
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+            raise ConfigError(
+                f"{self._tokenizer.name} gives token id {wrong}, but its vocabulary is {size} ids; its files do not belong "
+                "together: fetch them again"
+            )
+        return tokens.astype(self._dtype), lengths
+
+
+class DatasetStatistics:
+    """Counts of token ids and of document lengths, for the side file; the result does not depend on how data came in."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        counted = vocab_size <= _LARGEST_VOCABULARY
+        self._counts: NDArray[np.int64] | None = np.zeros(vocab_size, dtype=np.int64) if counted else None
+        self._documents = self._tokens = self._longest = 0
+        self._shortest: int | None = None
+        # Bucket b holds lengths from 2^(b-1) to 2^b - 1; bucket 0 is for empty documents.
+        self._buckets = np.zeros(33, dtype=np.int64)
+
+    def add_tokens(self, tokens: NDArray) -> None:
+        """Count ids, all of them in the vocabulary."""
+        if self._counts is not None and len(tokens):
+            found = np.bincount(tokens)
+            self._counts[: len(found)] += found
+
+    def add_lengths(self, lengths: NDArray) -> None:
+        if not len(lengths):
+            return
+        low, high = int(lengths.min()), int(lengths.max())
+        self._documents += len(lengths)
+        self._tokens += int(lengths.sum(dtype=np.int64))
+        self._shortest = low if self._shortest is None else min(self._shortest, low)
+        self._longest = max(self._longest, high)
+        self._buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
+
+    def lengths(self) -> dict[str, Any]:
+        """`document_lengths` of the side file."""
+        buckets = enumerate(self._buckets.tolist())
+        return {
+            "min": self._shortest or 0,
+            "mean": round(self._tokens / max(self._documents, 1), 2),
+            "max": self._longest,
+            "buckets": {str(1 << (b - 1) if b else 0): count for b, count in buckets if count},
+        }
+
+    def histogram(self, text_of: Callable[[int], str]) -> dict[str, Any] | None:
+        """`token_histogram` of the side file; None if the vocabulary is too large for one."""
+        counts = self._counts
+        if counts is None:
+            return None
+        used = np.flatnonzero(counts)
+        common = used[np.argsort(-counts[used], kind="stable")][:_MOST_COMMON].tolist()
+        shares = counts[used] / max(int(counts.sum()), 1)
+        return {
+            "most_common": [
+                {"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common
+            ],
+            "unused": self._vocab_size - len(used),
+            "max_id": int(used[-1]) if len(used) else -1,
+            # Rounded, since the last bits of a sum of logarithms depend on the processor.
+            "entropy_bits": round(abs(float(-(shares * np.log2(shares)).sum())), 4),
+        }
+
+
+class OutputState(NamedTuple):
+    """What the files of one key hold."""
+
+    documents: int
+    tokens: int
+    bin_sha256: str
+    """Of the .bin up to here."""
+    lengths_sha256: str
+    """Of the documents' lengths up to here."""
+
+    @classmethod
+    def of(cls, counts: TokenCounts) -> "OutputState":
+        digests = counts.bin_sha256.hexdigest(), counts.lengths_sha256.hexdigest()
+        return cls(counts.documents, counts.tokens, *digests)
+
+
+class Output:
+    """The growing files of one key in the folder of an unfinished run.
+
+    Args:
+        counts, statistics: of what the files hold and is to be kept; what is beyond that is cut off.
+        name: what errors call it.
+    """
+
+    def __init__(
+        self, folder: Path, number: int, counts: TokenCounts, statistics: DatasetStatistics, *, name: str
+    ) -> None:
+        self.folder, self.number, self.counts, self.statistics = folder, number, counts, statistics
+        kept = {".bin": counts.tokens * counts.dtype.itemsize, ".lengths": counts.documents * LENGTH.itemsize}
+        for suffix, size in kept.items():
+            if self.path(suffix).exists():
+                os.truncate(self.path(suffix), size)
+        self._stream = TokenStream(self.path(".bin"), self.path(".lengths"), counts, name=name)
+
+    def path(self, suffix: str) -> Path:
+        return self.folder / f"{self.number}{suffix}"
+
+    def append(self, tokens: NDArray, lengths: NDArray[np.int64]) -> None:
+        """Add documents; tokens `[sum(lengths)]`."""
+        self._stream.append(tokens, lengths)
+        self.statistics.add_tokens(tokens)
+        self.statistics.add_lengths(lengths)
+
+    def state(self) -> OutputState:
+        """What the files hold once `sync` has returned; hands everything to the system."""
+        self._stream.flush()
+        return OutputState.of(self.counts)
+
+    def sync(self) -> None:
+        self._stream.sync()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def side_facts(
+        self,
+        job: PreprocessJob,
+        inputs: Sequence[Input],
+        tokenizer: Tokenizer,
+        progress: Progress,
+        files: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """The side file (`megalite.data.token_files` says what each field means); `files` are .bin and .idx."""
+        return {
+            "documents": self.counts.documents,
+            "tokens": self.counts.tokens,
+            "dtype": self.counts.dtype.name,
+            "key": job.json_keys[self.number],
+            "keys": list(job.json_keys),
+            "append_eod": job.append_eod,
+            "bad_lines": dict(sorted(progress.bad.items())),
+            "tokenizer": {
+                "kind": tokenizer.name,
+                "sha256": tokenizer.fingerprint(),
+                "vocab_size": tokenizer.vocab_size,
+                "eod": tokenizer.eod,
+            },
+            "files": dict(files),
+            "inputs": _input_facts(inputs),
+            "document_lengths": self.statistics.lengths(),
+            "token_histogram": self.statistics.histogram(lambda i: tokenizer.decode([i])),
+        }
+
+
+def _input_facts(inputs: Sequence[Input]) -> dict[str, Any]:
+    """Names from the folder that all share, since the machine's paths mean nothing elsewhere."""
+    paths = [os.path.abspath(item.path) for item in inputs if item.size is not None]  # noqa: PTH100 keeps links
+    shared = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
+    facts: dict[str, Any] = {"files": len(inputs), "bytes": sum(item.size or 0 for item in inputs)}
+    if len(inputs) <= LISTED_INPUTS:
+        facts["list"] = [
+            {"name": item.path}
+            if item.size is None
+            else {"name": os.path.relpath(os.path.abspath(item.path), shared), "bytes": item.size}  # noqa: PTH100
+            for item in inputs
+        ]
+    return facts

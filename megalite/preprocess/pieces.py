@@ -1,0 +1,330 @@
+"""Inputs cut into pieces of work that end between documents.
+
+Where a piece ends depends on the (decompressed) content and on piece_bytes alone: a run resumes at any of these places.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import BinaryIO, Literal
+
+from megalite.config.errors import ConfigError
+from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
+from megalite.preprocess.streams import (
+    Blocks,
+    Column,
+    changed,
+    cut_parquet,
+    file_blocks,
+    pipe_blocks,
+    read_ahead,
+)
+
+TextDocuments = Literal["file", "line", "paragraph"]
+Form = Literal["json", "line", "paragraph", "file", "rows"]
+"""What a document is: a line of JSON, a line, paragraph or all of a text file, or a row of a parquet file."""
+
+LINE_END = re.compile(rb"\n")
+PARAGRAPH_END = re.compile(rb"\n\r?\n")
+_SEPARATOR_BYTES = 3
+"""The longest of them."""
+_SLACK = 8
+"""More than the line ends around a document; with them it may exceed max_document_bytes by that much."""
+FOREIGN_HEADS = (
+    (b"\x1f\x8b", "gzip data", "gzip -dc"),
+    (b"\x28\xb5\x2f\xfd", "zstd data", "zstd -dc"),
+    (b"BZh", "bzip2 data", "bzip2 -dc"),
+    (b"\xfd7zX", "xz data", "xz -dc"),
+    (b"\xff\xfe", "UTF-16 text", "iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "iconv -f UTF-16 -t UTF-8"),
+)
+"""How other kinds of content begin, what they are, and the program that makes text of them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of an input is held at a time."""
+
+    max_document_bytes: int = 8 << 20
+    """A longer line, paragraph or text file is a bad document. A tokenizer may need 70 times its size in memory."""
+    piece_bytes: int = 1 << 18
+    """About how much text a piece holds; it extends to the end of the document that crosses this."""
+    text_documents: TextDocuments = "file"
+    """What a document is in a text file: the file, each line, or each paragraph (empty lines divide them)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place between two documents of the inputs."""
+
+    source: int
+    """Number of the input, from 0."""
+    offset: int
+    """Bytes of (decompressed) content before it, or rows of a parquet file."""
+    lines: int = 0
+    """Lines (rows) before it."""
+    digest: str = ""
+    """For standard input: sha256 of the content before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of one input, for one worker; it can be sent to another process."""
+
+    source: int
+    """Number of the input, from 0."""
+    path: str
+    form: Form
+    start: int
+    """Where it starts: bytes of (decompressed) content, or rows of a parquet file."""
+    stop: int
+    content: bytes = b""
+    """Its bytes; fewer than stop - start if its last document is too long."""
+    dropped_lines: int = 0
+    """Line ends in the bytes that are not in `content`."""
+    columns: tuple[Column, ...] = ()
+    """The rows of a parquet file, a column for each key."""
+    disk_bytes: int = 0
+    """How much of the file on disk has been read when the piece ends."""
+    digest: str = ""
+    """For standard input: sha256 of it from its beginning to `stop`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of (decompressed) content; for parquet, bytes of the texts."""
+        return (
+            sum(len(column.data) for column in self.columns)
+            if self.form == "rows"
+            else self.stop - self.start
+        )
+
+    def after(self, lines: int, before: Place | None = None) -> Place:
+        """The place where it ends, if it has `lines` lines and `before` is where it began."""
+        earlier = before.lines if before is not None and before.source == self.source else 0
+        return Place(self.source, self.stop, lines + earlier, self.digest)
+
+
+def cut(
+    inputs: Sequence[Input], *, keys: Sequence[str], limits: Limits, after: Place | None = None
+) -> Generator[Piece, None, None]:
+    """All pieces, in the order of the inputs, read by a thread a few pieces ahead; with `after`, those from that place on.
+
+    Raises:
+        ConfigError: keys or limits do not fit the inputs; an input is missing, damaged or has changed.
+    """
+    check_keys(keys)
+    plain = next((item for item in inputs if item.kind == "text"), None)
+    if plain and len(keys) > 1:
+        raise ConfigError(
+            f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key"
+        )
+    if limits.max_document_bytes < 1 or limits.piece_bytes < 1:
+        raise ConfigError(
+            f"max_document_bytes {limits.max_document_bytes} and piece_bytes {limits.piece_bytes} must be at least 1; try "
+            f"{Limits()}"
+        )
+    assert after is None or (0 <= after.source < len(inputs) and after.offset >= 0), after
+
+    def pieces(stop: Event) -> Iterator[Piece]:
+        first = after.source if after else 0
+        for source, item in enumerate(inputs[first:], first):
+            place = after if after and after.source == source else Place(source, 0)
+            yield from _cut_input(item, keys, limits, place, stop)
+
+    return read_ahead(pieces)
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise a ConfigError for no key or two equal ones."""
+    if not keys or len(set(keys)) != len(keys):
+        raise ConfigError(f"json_keys {' '.join(keys)!r} must name one or more different keys; try text")
+
+
+def _cut_input(
+    item: Input, keys: Sequence[str], limits: Limits, place: Place, stop: Event
+) -> Iterator[Piece]:
+    forms: dict[str, Form] = {"jsonl": "json", "text": limits.text_documents, "parquet": "rows"}
+    form = forms[item.kind]
+    make = partial(Piece, source=place.source, path=item.path, form=form)
+    if item.size is None:
+        stream = _Stream(item.path, pipe_blocks(stdin_number(), stop), limits, make, hashed=True)
+        yield from stream.cut(form, place)
+        return
+    with open_regular(item.path) as file:
+        _check_size(item, file)
+        if form == "rows":
+            rows = cut_parquet(item.path, item.size, keys, limits.piece_bytes, place.offset, stop)
+            for start, end, columns, disk_bytes in rows:
+                yield make(start=start, stop=end, columns=columns, disk_bytes=disk_bytes)
+        elif form == "file" and item.compression is None and item.size > limits.max_document_bytes:
+            if not place.offset:
+                yield make(start=0, stop=item.size, disk_bytes=item.size)
+        else:
+            stream = _Stream(
+                item.path, file_blocks(item.path, file, item.compression, stop), limits, make, hashed=False
+            )
+            yield from stream.cut(form, place, file if item.compression is None else None)
+        _check_size(item, file)
+
+
+def _check_size(item: Input, file: BinaryIO) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != item.size:
+        raise changed(item.path, f"it had {item.size} bytes and now has {size}")
+
+
+class _Stream:
+    """A stream of bytes, cut into pieces; holds at most piece_bytes + max_document_bytes and some blocks.
+
+    Args:
+        path: its name, for messages.
+        blocks: its content from the beginning.
+        make: makes a piece.
+        hashed: keep a running sha256 of the content, for a stream that no file identifies.
+    """
+
+    def __init__(
+        self, path: str, blocks: Blocks, limits: Limits, make: Callable[..., Piece], *, hashed: bool
+    ) -> None:
+        self._path, self._blocks, self._limits, self._make = path, blocks, limits, make
+        self._sha256 = hashlib.sha256() if hashed else None
+        self._buffer = bytearray()
+        self._start = 0
+        """Of the piece at the beginning of the buffer."""
+        self._dropped = self._dropped_lines = 0
+        """Bytes, and line ends among them, of this piece that are not in the buffer: inside a document too long."""
+        self._hashed = 0
+        """Bytes of the buffer that the sha256 has."""
+        self._disk_bytes = 0
+        self._is_plain = False
+
+    def cut(self, form: Form, place: Place, file: BinaryIO | None = None) -> Iterator[Piece]:
+        """The pieces from `place` on.
+
+        Args:
+            file: the file, if it is not compressed: it need not be read up to `place`.
+        """
+        if form == "file":
+            if not place.offset:
+                yield self._whole()
+            return
+        if form == "json":
+            self._check_head()
+        self._is_plain = file is not None
+        if file is not None and place.offset > len(self._buffer):
+            self._buffer.clear()
+            self._start = file.seek(place.offset - 1)
+        self._skip(place)
+        yield from self._cut(PARAGRAPH_END if form == "paragraph" else LINE_END)
+
+    def _cut(self, separator: re.Pattern[bytes]) -> Iterator[Piece]:
+        """Each piece to the first separator that ends `piece_bytes` behind its start or later."""
+        nominal = self._limits.piece_bytes
+        head = nominal + _SLACK
+        look_from = first_look = max(0, nominal - _SEPARATOR_BYTES)
+        while True:
+            end = _find_end(separator, self._buffer, look_from, nominal)
+            if end is not None:
+                yield self._take(end)
+                look_from = first_look
+                continue
+            look_from = max(first_look, len(self._buffer) - _SEPARATOR_BYTES + 1)
+            if len(self._buffer) > head + self._limits.max_document_bytes:
+                self._drop_inside(head, look_from)
+                look_from = head
+            if not self._more():
+                break
+        if self._buffer:
+            yield self._take(len(self._buffer))
+
+    def _whole(self) -> Piece:
+        """All of it; nothing of its content is kept if it is too long."""
+        while self._more():
+            if self._dropped + len(self._buffer) > self._limits.max_document_bytes:
+                self._drop_inside(0, len(self._buffer))
+        content = b"" if self._dropped else bytes(self._buffer)
+        length = self._dropped + len(self._buffer)
+        return self._make(start=0, stop=length, content=content, disk_bytes=self._disk_bytes)
+
+    def _check_head(self) -> None:
+        """Content that is not what the name says is one error instead of one for each line."""
+        while len(self._buffer) < 4 and self._more():
+            pass
+        for mark, what, remedy in FOREIGN_HEADS:
+            if self._buffer.startswith(mark):
+                how = (
+                    f"pipe it through {remedy}"
+                    if self._path == STDIN
+                    else f"run {remedy} on it, or rename it"
+                )
+                raise ConfigError(f"input {self._path} holds {what}, not lines of JSON; {how}")
+
+    def _skip(self, place: Place) -> None:
+        """Continue at a place.
+
+        Raises:
+            ConfigError: no piece can have ended there, or (standard input) the content before it was another.
+        """
+        last = b"\n"
+        while (left := place.offset - self._start) > 0:
+            if not self._buffer and not self._more():
+                raise changed(self._path, f"it ends {left} bytes before the place to resume at")
+            count = min(left, len(self._buffer))
+            last = bytes(self._buffer[count - 1 : count])
+            self._drop(count)
+        if last != b"\n" and (self._buffer or self._more()):
+            raise changed(self._path, f"byte {place.offset} is not the beginning of a line any more")
+        if self._sha256 and place.digest and self._sha256.hexdigest() != place.digest:
+            raise changed(self._path, f"its first {place.offset} bytes are not those that were read before")
+
+    def _more(self) -> bool:
+        """Read one more block; false at the end."""
+        content, self._disk_bytes = next(self._blocks, (b"", self._disk_bytes))
+        self._buffer += content
+        return bool(content)
+
+    def _drop(self, count: int) -> None:
+        if self._sha256:
+            self._sha256.update(self._buffer[self._hashed : count])
+        del self._buffer[:count]
+        self._start += count
+        self._hashed = 0
+
+    def _drop_inside(self, start: int, stop: int) -> None:
+        """Let go of bytes inside a document that is too long."""
+        if self._sha256:
+            self._sha256.update(self._buffer[self._hashed : stop])
+        self._hashed = start
+        self._dropped += stop - start
+        self._dropped_lines += self._buffer.count(b"\n", start, stop)
+        del self._buffer[start:stop]
+
+    def _take(self, end: int) -> Piece:
+        head, length = self._limits.piece_bytes + _SLACK, self._dropped + end
+        kept = head if length > head + self._limits.max_document_bytes else length
+        content, start = bytes(self._buffer[:kept]), self._start
+        dropped_lines = self._dropped_lines + self._buffer.count(b"\n", len(content), end)
+        self._drop(end)
+        self._start = start + length
+        self._dropped = self._dropped_lines = 0
+        return self._make(
+            start=start,
+            stop=start + length,
+            content=content,
+            dropped_lines=dropped_lines,
+            disk_bytes=start + length if self._is_plain else self._disk_bytes,
+            digest=self._sha256.hexdigest() if self._sha256 else "",
+        )
+
+
+def _find_end(separator: re.Pattern[bytes], content: bytearray, look_from: int, least: int) -> int | None:
+    """Where the first separator ends that starts at `look_from` or later and ends at `least` or later."""
+    while found := separator.search(content, look_from):
+        if found.end() >= least:
+            return found.end()
+        look_from = found.start() + 1
+    return None

@@ -1,0 +1,327 @@
+"""Bytes of files and of standard input in bounded blocks, rows of parquet files, and reading ahead in a thread.
+
+zstandard's own stream reader does not notice a truncated file; its frames are decoded one by one here.
+"""
+
+import gzip
+import os
+import queue
+import select
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+T = TypeVar("T")
+Compression = Literal["gz", "zst"]
+Blocks = Generator[tuple[bytes, int], None, None]
+"""(bytes, how much has been read from the disk so far)"""
+
+AHEAD_ITEMS = 8
+_READ_BYTES = 1 << 18
+_ZSTD_INPUT = 1 << 10
+"""A zstd block of 4 bytes may stand for 128 KiB: 32 MiB."""
+_ZSTD_WINDOW = 1 << 27
+_POLL_SECONDS = 0.1
+
+
+_ROWS = 16
+"""Read at a time: however large the texts after these are, or how well they are compressed."""
+_BUFFER_BYTES = 1 << 18
+_SHOWN_COLUMNS = 20
+
+
+class Stopped(Exception):
+    """The consumer of these bytes has gone."""
+
+
+def unreadable(path: str, reason: object) -> ConfigError:
+    """The error for an input that is missing, damaged or not allowed."""
+    why = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
+    return ConfigError(f"input {path} cannot be read: {why}; fix the file or leave it out")
+
+
+def changed(path: str, how: str) -> ConfigError:
+    """The error for an input that is no longer what it was."""
+    return ConfigError(
+        f"input {path} has changed since it was found: {how}; start again once nothing writes to it"
+    )
+
+
+def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop: Event) -> Blocks:
+    """The (decompressed) content of an open file.
+
+    Several gzip members or zstd frames one after the other are one content. Memory is bounded, also for content that
+    is compressed many thousandfold.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged, ends early, or zstandard is not installed.
+        Stopped: `stop` is set.
+    """
+    try:
+        if compression == "zst":
+            yield from _zstd_blocks(path, file, stop)
+            return
+        # read1: read would lose what comes before damage.
+        read = gzip.GzipFile(fileobj=file).read1 if compression else file.read
+        while block := read(_READ_BYTES):
+            check(stop)
+            yield block, file.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        if isinstance(error, EOFError):
+            raise unreadable(path, "it ends in the middle (a download that broke off?)") from None
+        raise unreadable(path, f"as gzip it is damaged ({error})") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs the package zstandard, which is not installed: pip install 'megalite[data]'"
+        ) from None
+    decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    frame: Any = None
+    try:
+        while data := file.read(_ZSTD_INPUT):
+            check(stop)
+            while data:
+                frame = frame or decoder.decompressobj()
+                if content := frame.decompress(data):
+                    yield content, file.tell()
+                data = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        if "too much memory" in str(error):
+            raise unreadable(
+                path,
+                f"it was compressed with a window above {_ZSTD_WINDOW >> 20} MiB; compress it again with zstd --long=27 or "
+                "without --long",
+            ) from None
+        raise unreadable(path, f"as zstd it is damaged ({str(error).rpartition(': ')[2]})") from None
+    if frame is not None:
+        raise unreadable(path, "it ends in the middle (a download that broke off?)")
+
+
+def pipe_blocks(number: int, stop: Event) -> Blocks:
+    """What comes out of standard input, without ever waiting in a call that cannot be stopped.
+
+    Raises:
+        ConfigError: it cannot be read.
+        Stopped: `stop` is set.
+    """
+    total = 0
+    try:
+        while True:
+            while not select.select([number], [], [], _POLL_SECONDS)[0]:
+                check(stop)
+            check(stop)
+            block = os.read(number, _READ_BYTES)
+            if not block:
+                return
+            total += len(block)
+            yield block, total
+    except OSError as error:
+        raise unreadable("-", error) from None
+
+
+def check(stop: Event) -> None:
+    if stop.is_set():
+        raise Stopped
+
+
+def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]:
+    """The items of an iterator that a thread runs, at most AHEAD_ITEMS ahead.
+
+    The thread ends with this generator, also if that is closed early: `make` gets an event that is then set and on
+    which it raises Stopped. What else it raises is raised here, after the items before it.
+    """
+    stop = Event()
+    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD_ITEMS)
+
+    def put(item: T | None, error: BaseException | None = None) -> None:
+        while True:
+            check(stop)
+            try:
+                return items.put((item, error), timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            try:
+                for item in make(stop):
+                    put(item)
+            except Stopped:
+                raise
+            except BaseException as error:
+                put(None, error)
+            else:
+                put(None)
+        except Stopped:
+            pass
+
+    thread = Thread(target=work, name="input reader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Column:
+    """The texts of some rows of a column: row i is data[offsets[i]:offsets[i + 1]]."""
+
+    data: bytes
+    offsets: NDArray[np.int64]
+    """[rows + 1]"""
+    nulls: tuple[int, ...]
+    """Rows without a value."""
+
+
+def cut_parquet(
+    path: str, size: int, keys: Sequence[str], piece_bytes: int, start: int, stop: Event
+) -> Iterator[tuple[int, int, tuple[Column, ...], int]]:
+    """(first row, row after the last, columns, disk bytes) from row `start` on, about piece_bytes of text at a time and
+    never across row groups.
+
+    Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory grows neither
+    with the row groups nor with how well they are compressed.
+
+    Raises:
+        ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
+            installed.
+        Stopped: `stop` is set.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs the package pyarrow, which is not installed: pip install 'megalite[data]'"
+        ) from None
+    try:
+        # pyarrow compares the checksums of pages (where the writer left some) only on request.
+        with pyarrow.parquet.ParquetFile(
+            path,
+            buffer_size=_BUFFER_BYTES,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        ) as file:
+            _check_columns(path, file.schema_arrow, keys)
+            rows = file.metadata.num_rows
+            if start > rows:
+                raise changed(path, f"it has {rows} rows, and row {start} is the one to resume at")
+            for begin, end, parts in _pieces(file, keys, piece_bytes, start):
+                check(stop)
+                yield begin, end, tuple(map(_column, zip(*parts, strict=True))), size * end // rows
+    except (ConfigError, Stopped):
+        raise
+    # pyarrow raises its own errors, OSError, ValueError, TypeError, KeyError, MemoryError ... for damaged files.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise unreadable(path, f"as parquet it is damaged ({reason})") from None
+
+
+def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> None:
+    import pyarrow
+
+    names = schema.names
+    shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
+    for key in keys:
+        if names.count(key) != 1:
+            what = "no" if key not in names else "more than one"
+            raise ConfigError(f"input {path} has {what} column {key!r}; there are {shown or 'none'}")
+        kind = schema.field(key).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+        if not any(test(kind) for test in is_text):
+            raise ConfigError(
+                f"input {path}: column {key!r} is of type {kind}, expected string; there are {shown}"
+            )
+
+
+def _pieces(
+    file: "pyarrow.parquet.ParquetFile", keys: Sequence[str], piece_bytes: int, start: int
+) -> Iterator[tuple[int, int, list[list["pyarrow.Array"]]]]:
+    """(first row, row after the last, [part][key] texts) from row `start` on; a piece may have parts of several batches.
+
+    Where pieces end depends on the content alone: from row `start`, where one ended, they end as they did then.
+    """
+    row = 0
+    for number in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(number).num_rows
+        if row + rows <= start:
+            row += rows
+            continue
+        parts: list[list[pyarrow.Array]] = []
+        first, held = max(row, start), 0
+        for batch in file.iter_batches(_ROWS, row_groups=[number], columns=list(keys), use_threads=False):
+            columns = batch.select(list(keys)).columns
+            at = max(first - row, 0)
+            lengths = np.sum([_lengths(column) for column in columns], axis=0)
+            for index, length in enumerate(lengths.tolist()):
+                if row + index < start:
+                    continue
+                held += length
+                if held >= piece_bytes:
+                    parts.append([column.slice(at, index + 1 - at) for column in columns])
+                    yield first, row + index + 1, parts
+                    parts, first, held, at = [], row + index + 1, 0, index + 1
+            row += batch.num_rows
+            if first < row:
+                parts.append([column.slice(at) for column in columns])
+        if first < row:
+            yield first, row, parts
+
+
+def _lengths(array: "pyarrow.Array") -> NDArray[np.int64]:
+    """Bytes of each text, 0 where there is none; a dictionary is not decoded for it."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(array.type):
+        lengths = np.append(_lengths(array.dictionary), 0)
+        return lengths[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+    return np.diff(_texts(array)[0])
+
+
+def _column(arrays: Sequence["pyarrow.Array"]) -> Column:
+    """The bytes of one key's texts, without the parts of the batches that are not in it."""
+    import pyarrow
+
+    decoded = [
+        array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array for array in arrays
+    ]
+    array = pyarrow.concat_arrays(decoded)
+    nulls = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
+    offsets, data = _texts(array)
+    content = bytes(memoryview(data)[offsets[0] : offsets[-1]]) if data else b""
+    return Column(content, offsets - offsets[0], tuple(nulls))
+
+
+def _texts(array: "pyarrow.Array") -> tuple[NDArray[np.int64], "pyarrow.Buffer | None"]:
+    import pyarrow
+
+    array = array.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+    _, ends, data = array.buffers()
+    return np.frombuffer(ends, np.int64)[array.offset : array.offset + len(array) + 1], data

@@ -1,0 +1,351 @@
+"""What finished datasets hold: which ones a command line means, their facts, and the first byte that is wrong."""
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_blocks
+from megalite.data.token_files import SUFFIXES, read_side_file, side_digests, side_file_path
+from megalite.preprocess.copying import BLOCK, first_token, lengths_in_blocks, token_ends
+from megalite.preprocess.output import DatasetStatistics
+
+
+def find_prefixes(entries: Sequence[str]) -> list[str]:
+    """Prefixes of datasets, in the order of the entries; those in a folder by name.
+
+    An entry is a prefix, one of a dataset's files (so that a shell may expand `data/*.idx` or `data/*`), or a folder
+    of datasets. The different files of one dataset count once. Half a pair counts too: opening it says what is missing.
+
+    Raises:
+        ConfigError: a dataset is named twice, or an entry is none or a folder without any.
+    """
+    found: list[str] = []
+    seen: dict[tuple[str, str], dict[str, str]] = {}
+    for entry in entries:
+        prefixes, suffix = _of_entry(entry)
+        for prefix in prefixes:
+            name = prefix + suffix
+            # Two names of one dataset lead to the same files.
+            names = seen.setdefault(
+                (os.path.realpath(f"{prefix}.bin"), os.path.realpath(f"{prefix}.idx")), {}
+            )
+            if names and (not suffix or "" in names or suffix in names):
+                other = names.get(suffix) or next(iter(names.values()))
+                what = f"{name} is given twice" if name == other else f"{other} and {name} are one dataset"
+                raise ConfigError(f"{what}; give each dataset once")
+            if not names:
+                found.append(prefix)
+            names[suffix] = name
+    return found
+
+
+def _of_entry(entry: str) -> tuple[list[str], str]:
+    """Prefixes, and the suffix if the entry is one file of a dataset."""
+    # An .idx is what makes a dataset; a .bin alone is half a one.
+    for sign in (".idx", ".bin"):
+        if Path(f"{entry}{sign}").exists():
+            return [entry], ""
+        for suffix in SUFFIXES:
+            prefix = entry.removesuffix(suffix)
+            if prefix != entry and Path(f"{prefix}{sign}").exists():
+                return [prefix], suffix
+    folder = Path(entry)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{entry}: neither {entry}.idx nor a folder of datasets exists; give a path without .bin"
+        )
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}; give a folder that can be") from None
+    stems = sorted({name[:-4] for name in names if name.endswith((".bin", ".idx"))} - {""})
+    if not stems:
+        raise ConfigError(f"{folder} holds no dataset, a pair of .bin and .idx; give the folder that does")
+    return [str(folder / stem) for stem in stems], ""
+
+
+def parse_documents(text: str, dataset: IndexedDataset) -> range:
+    """`3:10` (3 up to and without 10), `3:`, `:10` or `3` as a range of the documents of a dataset.
+
+    Raises:
+        ConfigError: something else, or a range that is empty or extends beyond the last document.
+    """
+    first, colon, last = text.partition(":")
+    count = dataset.num_documents
+    if not count:
+        raise ConfigError(f"documents {text!r}: {dataset.prefix} has no documents; give a dataset that has")
+    example = f"give a range such as 0:{min(count, 3)}"
+    try:
+        start = int(first) if first or not colon else 0
+        stop = start + 1 if not colon else int(last) if last else count
+    except ValueError:
+        raise ConfigError(f"documents {text!r} is not a range of numbers; {example}") from None
+    if 0 <= stop <= start <= count and last:
+        how = "ends before it starts" if stop < start else "is empty"
+        raise ConfigError(f"documents {text!r}: the range {how} (the end is not part of it); {example}")
+    if not 0 <= start < stop <= count:
+        raise ConfigError(
+            f"documents {text!r}: {dataset.prefix} has the documents 0 to {count - 1}; {example}"
+        )
+    return range(start, stop)
+
+
+@dataclass(frozen=True)
+class Document:
+    number: int
+    sequences: int
+    length: int
+    """All its tokens."""
+    tokens: list[int]
+    """The first of them."""
+
+
+def inspect(dataset: IndexedDataset) -> dict[str, Any]:
+    """The facts of a dataset; reads its index and side file. Memory does not grow with the files.
+
+    Raises:
+        ConfigError: the side file is damaged.
+    """
+    statistics = DatasetStatistics(0)
+    empty = 0
+    for lengths in lengths_in_blocks(dataset, range(dataset.num_documents)):
+        statistics.add_lengths(lengths)
+        empty += int((lengths == 0).sum())
+    return {
+        "prefix": dataset.prefix,
+        "dtype": dataset.dtype.name,
+        "documents": dataset.num_documents,
+        "empty_documents": empty,
+        "sequences": len(dataset),
+        "tokens": dataset.num_tokens,
+        "bytes": {path.suffix: path.stat().st_size for path in (dataset.bin_path, dataset.idx_path)},
+        "document_lengths": statistics.lengths(),
+        "side_file": read_side_file(dataset.prefix),
+    }
+
+
+def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int) -> Iterator[Document]:
+    """Documents with at most `max_tokens` of their tokens each."""
+    indices = dataset.document_indices
+    for number in documents:
+        start, stop = first_token(dataset, number), first_token(dataset, number + 1)
+        tokens = dataset.tokens[start : min(stop, start + max_tokens)].tolist()
+        yield Document(number, int(indices[number + 1] - indices[number]), stop - start, tokens)
+
+
+@dataclass(frozen=True)
+class Fault:
+    path: str
+    """The file."""
+    offset: int | None
+    """The byte, where one byte (or item) is wrong."""
+    text: str
+    """File, byte, what is there and what should be."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    prefix: str
+    fault: Fault | None
+    """None: sound."""
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    """Length of both files."""
+    dtype: str = ""
+    largest_id: int | None = None
+    """None if there are no tokens."""
+    vocab_size: int | None = None
+    """What every id was compared with, if anything."""
+    hashed: bool = False
+    """The sha256 of both files was compared with the side file's."""
+    eod: int | None = None
+    """The id that every document was checked to end with; None if the side file does not promise one."""
+    has_side_file: bool = False
+    bad_side_file: str | None = None
+    """Why the side file could not be used: the pair was checked without it."""
+
+
+def verify(
+    prefix: str,
+    *,
+    vocab_size: int | None = None,
+    hashes: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Verified:
+    """Check a pair of token files against each other, the vocabulary and the side file, if there is one.
+
+    Checked, in this order: header, counts, lengths, offsets and document indices of .idx against the sizes of the
+    files; documents, tokens and dtype against the side file; the sha256 of .idx; each token id, at least 0 and below
+    `vocab_size`; the end-of-document id at the end of each document that has tokens, if the side file says that it
+    was appended; the sha256 of .bin. Memory does not grow with the files.
+
+    Args:
+        vocab_size: ids must be below it and below the side file's.
+        hashes: compare sha256 with the side file.
+        on_bytes: called with the number of bytes just read.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read, or is of a kind that is not supported.
+    """
+    side: dict[str, Any] | None = None
+    bad_side_file = None
+    try:
+        side = read_side_file(prefix)
+    except ConfigError as error:
+        bad_side_file = str(error)
+    try:
+        dataset = IndexedDataset(prefix)
+    except DatasetFault as damage:
+        text = str(damage)
+        if isinstance(damage, UnsupportedDataset):
+            if side is None:
+                raise
+            # No writer of side files writes such a dataset.
+            text += (
+                f"; {side_file_path(prefix)} is of one with {side['dtype']} tokens: bytes have changed since"
+            )
+        return Verified(prefix, Fault(damage.path, damage.offset, text), bad_side_file=bad_side_file)
+    facts = side or {}
+    tokenizer = facts.get("tokenizer")
+    known = tokenizer if isinstance(tokenizer, dict) else {}
+    sizes = [size for size in (known.get("vocab_size"), vocab_size) if type(size) is int]
+    eod = known.get("eod") if type(known.get("eod")) is int and facts.get("append_eod") is True else None
+    digests = side_digests(facts) if hashes else {}
+    tokens = _TokenCheck(dataset, min(sizes, default=None), eod)
+    fault = _compare_counts(dataset, facts) or _check_index_hash(dataset, digests, on_bytes)
+    fault = fault or tokens.run(on_bytes, digests.get(".bin"))
+    return Verified(
+        prefix,
+        fault,
+        documents=dataset.num_documents,
+        sequences=len(dataset),
+        tokens=dataset.num_tokens,
+        bytes=dataset_bytes(prefix),
+        dtype=dataset.dtype.name,
+        largest_id=tokens.largest,
+        vocab_size=tokens.vocab_size,
+        hashed=len(digests) == 2,
+        eod=eod,
+        has_side_file=side is not None,
+        bad_side_file=bad_side_file,
+    )
+
+
+def dataset_bytes(prefix: str) -> int:
+    """Length of .bin and .idx together; a missing file counts 0."""
+    paths = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _compare_counts(dataset: IndexedDataset, side: dict[str, Any]) -> Fault | None:
+    path = str(side_file_path(dataset.prefix))
+    found = {"documents": dataset.num_documents, "tokens": dataset.num_tokens, "dtype": dataset.dtype.name}
+    for name, value in found.items():
+        if name in side and side[name] != value:
+            text = f"{path}: {name} is {side[name]!r}, expected {value!r} as in {dataset.idx_path}"
+            return Fault(path, None, f"{text}; the side file is another dataset's")
+    return None
+
+
+def _check_index_hash(
+    dataset: IndexedDataset, digests: dict[str, str], on_bytes: Callable[[int], None]
+) -> Fault | None:
+    on_bytes(dataset.idx_path.stat().st_size)
+    if ".idx" not in digests:
+        return None
+    with dataset.idx_path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return _compare_hash(dataset.idx_path, dataset.prefix, found, digests[".idx"])
+
+
+def _compare_hash(path: Path, prefix: str, found: str, expected: str) -> Fault | None:
+    if found == expected:
+        return None
+    text = f"{path}: sha256 is {found[:16]}..., expected {expected[:16]}... as in {side_file_path(prefix)}"
+    return Fault(str(path), None, f"{text}: bytes have changed since it was written")
+
+
+class _TokenCheck:
+    """One pass over .bin."""
+
+    def __init__(self, dataset: IndexedDataset, vocab_size: int | None, eod: int | None) -> None:
+        self.dataset, self.vocab_size, self.eod = dataset, vocab_size, eod
+        self.largest: int | None = None
+        self._ends = np.empty(0, dtype=np.int64)
+        """Ends of documents that have not been read yet, all after `_end`."""
+        self._end = 0
+        """End of the last document that was read completely."""
+        self._document = 0
+        """The first document whose end is not in `_ends` yet."""
+
+    def run(self, on_bytes: Callable[[int], None], sha256: str | None) -> Fault | None:
+        """The fault at the lowest offset, or else bytes that are not those of the sha256."""
+        dataset, digest = self.dataset, hashlib.sha256()
+        for first, tokens in token_blocks(dataset, range(dataset.num_tokens)):
+            if sha256 is not None:
+                digest.update(tokens.data)
+            fault = self._check(tokens, first)
+            if fault is not None:
+                return fault
+            on_bytes(tokens.nbytes)
+        if sha256 is None:
+            return None
+        return _compare_hash(dataset.bin_path, dataset.prefix, digest.hexdigest(), sha256)
+
+    def _check(self, tokens: NDArray, first: int) -> Fault | None:
+        high = int(tokens.max())
+        low = int(tokens.min()) if tokens.dtype.kind == "i" else 0
+        self.largest = high if self.largest is None else max(self.largest, high)
+        outside = None
+        if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
+            bad = tokens < 0 if self.vocab_size is None else (tokens < 0) | (tokens >= self.vocab_size)
+            outside = int(np.argmax(bad))
+        unended = None if self.eod is None else self._first_unended(tokens, first, self.eod)
+        if outside is not None and (unended is None or outside <= unended):
+            expected = "at least 0" if self.vocab_size is None else f"an id from 0 to {self.vocab_size - 1}"
+            return self._fault(first + outside, f"token id {tokens[outside]}", expected)
+        if unended is not None:
+            found = f"the document ends with token id {tokens[unended]}"
+            return self._fault(first + unended, found, f"its end {self.eod}")
+        return None
+
+    def _first_unended(self, tokens: NDArray, first: int, eod: int) -> int | None:
+        """The first of `tokens` that is the last of its document and not the end-of-document id."""
+        dataset, stop = self.dataset, first + len(tokens)
+        while True:
+            seen = int(np.searchsorted(self._ends, stop, side="right"))
+            ends, self._ends = self._ends[:seen], self._ends[seen:]
+            if seen:
+                starts = np.concatenate(([self._end], ends[:-1]))
+                self._end = int(ends[-1])
+                last = (ends - 1 - first)[starts < ends]
+                wrong = tokens[last] != eod
+                if wrong.any():
+                    return int(last[np.argmax(wrong)])
+            if len(self._ends) or self._document == dataset.num_documents:
+                return None
+            documents = range(self._document, min(self._document + BLOCK, dataset.num_documents))
+            self._ends, self._document = token_ends(dataset, documents), documents.stop
+
+    def _fault(self, token: int, found: str, expected: str) -> Fault:
+        dataset = self.dataset
+        offset = token * dataset.dtype.itemsize
+        sequence = bisect_right(range(len(dataset)), offset, key=lambda i: int(dataset.pointers[i])) - 1
+        documents = range(dataset.num_documents)
+        document = bisect_right(documents, token, key=lambda i: first_token(dataset, i)) - 1
+        place = f"document {document}"
+        if len(dataset) != dataset.num_documents:
+            place += f", sequence {sequence}"
+        within = token - int(dataset.pointers[sequence]) // dataset.dtype.itemsize
+        text = f"{dataset.bin_path}: byte {offset}: {found} ({place}, token {within}), expected {expected}"
+        return Fault(str(dataset.bin_path), offset, text)

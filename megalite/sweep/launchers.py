@@ -1,0 +1,323 @@
+"""Launchers of runs: torchrun on this machine, or jobs of Slurm."""
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megalite.config.errors import ConfigError
+from megalite.sweep import guard
+from megalite.sweep.candidates import Run
+from megalite.sweep.results import LOG
+from megalite.sweep.spec import SbatchSpec
+
+CONFIG = "config.yaml"
+"""In a run's folder: what it is started with. Training writes it again, resolved."""
+
+
+class Launched(Protocol):
+    """A run that has been started."""
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it is under way."""
+
+    def seconds(self) -> float:
+        """That it has been running; waiting in a queue does not count."""
+
+    def end(self) -> None:
+        """End it with all its processes; returns when they are gone."""
+
+
+class Launcher(Protocol):
+    """Starts runs."""
+
+    at_once: int
+    """Runs that may be under way at one time."""
+
+    def fault(self, run: Run) -> str | None:
+        """Why it cannot start this run, or None."""
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
+        """Start a run whose config is in `folder`, and whose log is to be there.
+
+        Raises:
+            ConfigError: it cannot be started at all: no such program, or a queue that takes no jobs.
+        """
+
+    def clear(self, folder: Path) -> None:
+        """End what a sweep that was killed may have left at work in a run's folder."""
+
+
+def training_command(config: Path, program: Path | None) -> list[str]:
+    """What torchrun is to start, with its arguments."""
+    start = ["-m", "megalite.cli.main", "train"] if program is None else [str(program.resolve())]
+    return [*start, "--config", str(config)]
+
+
+_END_SECONDS = guard.END_SECONDS
+
+
+class LocalLauncher:
+    """Starts `torchrun --standalone`; a run ends when the sweep does, in whatever way that ends.
+
+    Args:
+        environment: variables of the runs.
+        program: script that trains, in place of `megalite train`.
+    """
+
+    at_once = 1
+
+    def __init__(self, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        self._environment = dict(environment)
+        self._program = program
+
+    def fault(self, run: Run) -> str | None:
+        """None: torchrun starts any number of ranks."""
+        return None
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
+        """Start a run; see `Launcher`."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ranks = ["--nproc-per-node", str(run.ranks)]
+        command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]
+        try:
+            return LocalRun(command, folder / LOG, environment=self._environment)
+        except OSError as error:
+            raise ConfigError(f"cannot start {run.label}: {error.strerror}: {error.filename}") from None
+
+    def clear(self, folder: Path) -> None:
+        """Nothing: its runs end with the sweep."""
+
+
+class LocalRun:
+    """A command under way, below a guard that ends with this process and leaves nothing behind.
+
+    Args:
+        command: and its arguments.
+        log: file for all that it says.
+        environment: all of its variables.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> None:
+        with log.open("wb") as file:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", guard.__name__, str(os.getpid()), *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs in order
+            )
+        self._started = time.monotonic()
+
+    def poll(self) -> int | None:
+        """Exit status of the command."""
+        return self._guard.poll()
+
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    def end(self) -> None:
+        """End the command and all that it has started."""
+        self._guard.terminate()
+        try:
+            self._guard.wait(3 * _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            guard.kill_below(self._guard.pid)
+            self._guard.kill()
+            self._guard.wait()
+
+
+SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
+_PORT = 29400
+_SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
+_UNKNOWN_STATUS = 1
+"""Of a job that is gone and left none: it was killed."""
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
+_LOOKS_AFTER_END = 3
+"""The file system of the nodes may show a job's last files a little later than the queue."""
+_ANSWER_SECONDS = 60.0
+
+
+def job_script(
+    run: Run,
+    folder: Path,
+    *,
+    spec: SbatchSpec,
+    timeout: float,
+    environment: Mapping[str, str],
+    program: Path | None,
+) -> str:
+    """The script of a run's job: torchrun on every node, and its exit status in a file."""
+    nodes = -(-run.ranks // spec.gpus_per_node)
+    a_node = run.ranks // nodes
+    folder = folder.resolve()
+    options = {
+        "job-name": f"sweep-{run.key}",
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(a_node),
+        "time": str(max(math.ceil(timeout / 60.0), 1)),
+        "output": str(folder / LOG).replace("%", "%%"),  # Slurm puts a job's number for %j
+        **spec.options,
+    }
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--nproc-per-node", str(a_node)),
+        *("--rdzv-backend", "c10d"),
+    ]
+    training = training_command(folder / CONFIG, program)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items()),
+            f"cd {shlex.quote(str(Path.cwd()))}",
+            *spec.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f'srun {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:{_PORT}" '
+            f"{shlex.join(training)}",
+            f"echo $? > {shlex.quote(str(folder / STATUS))}",
+            "",
+        ]
+    )
+
+
+def _quoted(value: str) -> str:
+    """One word of a line that sbatch reads: it knows both quotes, and # begins a comment. No value has a quote in it."""
+    return f"'{value}'" if _SPECIAL.search(value) else value
+
+
+class SbatchLauncher:
+    """Submits a job for each run.
+
+    Args:
+        environment: variables that each script exports.
+        program: script that trains, in place of `megalite train`.
+    """
+
+    def __init__(
+        self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None
+    ) -> None:
+        self.at_once = spec.at_once
+        self._spec = spec
+        self._environment = dict(environment)
+        self._program = program
+
+    def fault(self, run: Run) -> str | None:
+        """Ranks that do not fill all of their nodes alike."""
+        a_node = self._spec.gpus_per_node
+        nodes = -(-run.ranks // a_node)
+        if run.ranks % nodes == 0:
+            return None
+        return (
+            f"{run.ranks} ranks do not divide over {nodes} nodes of {a_node}; use a number of ranks that does, such as "
+            f"{nodes * a_node}"
+        )
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
+        """Submit a run; see `Launcher`."""
+        if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
+            raise ConfigError(
+                f"sbatch cannot write a log below {folder.resolve()}: its name has a quote, a backslash or a line break; "
+                f"give another folder with --output"
+            )
+        script = folder / SCRIPT
+        script.write_text(
+            job_script(
+                run,
+                folder,
+                spec=self._spec,
+                timeout=timeout,
+                environment=self._environment,
+                program=self._program,
+            )
+        )
+        answer = _ask("sbatch", "--parsable", str(script))
+        job = answer.strip().partition(";")[0]
+        if not job.isdecimal():
+            raise ConfigError(f"sbatch was to answer with the number of a job, and said {answer.strip()!r}")
+        (folder / JOB).write_text(job)
+        return Job(job, folder, every=self._spec.poll_seconds)
+
+    def clear(self, folder: Path) -> None:
+        """Cancel the job that a killed sweep has left in the queue."""
+        with contextlib.suppress(FileNotFoundError):
+            _cancel((folder / JOB).read_text().strip())
+
+
+class Job:
+    """A job of Slurm."""
+
+    def __init__(self, job: str, folder: Path, *, every: float) -> None:
+        self._job = job
+        self._folder = folder
+        self._every = every
+        self._looked = -math.inf
+        self._started: float | None = None
+        self._missing = 0
+
+    def poll(self) -> int | None:
+        """Exit status from the script's file, once the job has left the queue."""
+        now = time.monotonic()
+        if now - self._looked < self._every:
+            return None
+        self._looked = now
+        state = _state(self._job)
+        if state is not None:
+            if self._started is None and state not in _WAITING:
+                self._started = now
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / STATUS).read_text())
+        self._missing += 1
+        return _UNKNOWN_STATUS if self._missing >= _LOOKS_AFTER_END else None
+
+    def seconds(self) -> float:
+        """Since it was first seen running."""
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def end(self) -> None:
+        """Cancel it."""
+        _cancel(self._job)
+
+
+def _state(job: str) -> str | None:
+    """PENDING, RUNNING, ...; None once the queue does not know the job."""
+    answer = subprocess.run(
+        ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
+        capture_output=True,
+        text=True,
+        timeout=_ANSWER_SECONDS,
+        check=False,
+    )
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        return "UNKNOWN"  # the controller is busy: ask again
+    return answer.stdout.strip().partition("\n")[0] or None
+
+
+def _cancel(job: str) -> None:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(["scancel", job], capture_output=True, timeout=_ANSWER_SECONDS, check=False)
+
+
+def _ask(*command: str) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot start {command[0]}: {error.strerror}; use --launcher local, or a machine of the cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]} has not answered for {_ANSWER_SECONDS:g} s") from None
+    if answer.returncode != 0:
+        raise ConfigError(f"{command[0]} refused the job: {answer.stderr.strip() or answer.stdout.strip()}")
+    return answer.stdout

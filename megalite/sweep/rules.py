@@ -1,0 +1,327 @@
+"""What may stand in a sweep.yaml: values by type, conditions over settings, and what the sweep decides itself."""
+
+import ast
+import operator
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from megalite.config.describe import replace, settings, values_of
+from megalite.config.errors import ConfigError
+from megalite.config.files import level_from_text
+from megalite.config.records import read_yaml
+from megalite.config.run import RunConfig
+from megalite.config.values import coerce, nearest
+
+Reader = Callable[[Any, str], Any]
+"""From a value and where it stands to the value with its type; raises ConfigError."""
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        ConfigError: there is no such file, it is not YAML, holds something else, or gives a key twice.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{what} file {path} does not exist")
+    return read_yaml(path, kind=what)
+
+
+def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: str) -> dict[str, Any]:
+    """Each value read by its key's reader.
+
+    Raises:
+        ConfigError: a key that nobody reads (the nearest are named), or a value of another type.
+    """
+    found = {}
+    for key, value in tree.items():
+        if key not in readers:
+            raise ConfigError(
+                f"{source}: unknown key {key}{nearest(str(key), readers)} (one of {', '.join(readers)})"
+            )
+        found[key] = readers[key](value, f"{source}: {key}")
+    return found
+
+
+def whole(value: Any, where: str) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {reprlib.repr(value)}")
+    return value
+
+
+def count(value: Any, where: str) -> int:
+    """A whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{where} takes a whole number such as 3, got {reprlib.repr(value)}")
+    return value
+
+
+def seconds(value: Any, where: str) -> float:
+    """A length of time above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{where} takes a number of seconds such as 300, got {reprlib.repr(value)}")
+    return float(value)
+
+
+def text(value: Any, where: str) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where} takes text, got {reprlib.repr(value)}; write it in quotes if you mean it")
+    return value
+
+
+def texts(value: Any, where: str) -> tuple[str, ...]:
+    """One text or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(text(each, where) for each in values)
+
+
+def entries(value: Any, where: str) -> list[Any]:
+    """A list that is not empty."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
+    return value
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """A mapping of names that is not empty."""
+    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} takes `name: value` lines, got {reprlib.repr(value)}")
+    return value
+
+
+def words(value: Any, where: str) -> dict[str, str]:
+    """A mapping of names to text; numbers are taken as they are written."""
+    found = {}
+    for name, word in mapping(value, where).items():
+        if isinstance(word, bool) or not isinstance(word, str | int | float):
+            raise ConfigError(f"{where}: {name} takes text or a number, got {reprlib.repr(word)}")
+        found[name] = str(word)
+    return found
+
+
+def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings of training by their own names, whichever spelling a mapping has, each with its type.
+
+    Raises:
+        ConfigError: no such setting, a value of another type, or a key that stands for a rule over other settings.
+    """
+    level = level_from_text(yaml.safe_dump(dict(tree)), where)
+    if level.derived:
+        flag = next(iter(level.derived))
+        raise ConfigError(
+            f"{where}: {flag.removeprefix('--').replace('-', '_')} is worked out of other settings and cannot be varied; "
+            f"use vpp, pipeline_layers or num_query_groups"
+        )
+    return {name: given.value for name, given in level.given.items()}
+
+
+RANKS = "ranks"
+"""Beside the settings: the number of ranks that a configuration runs on."""
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+)
+_COMPARE: Mapping[type, Callable[[Any, Any], bool]] = MappingProxyType(
+    {
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+        ast.In: lambda value, among: value in among,
+        ast.NotIn: lambda value, among: value not in among,
+    }
+)
+_EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One entry of `exclude` or `only`."""
+
+    where: str
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Setting -> the values that it may have; all of them must hold."""
+    formula: ast.expr | None = None
+
+    def holds(self, of: Mapping[str, Any]) -> bool:
+        """Whether it is true of these settings.
+
+        Raises:
+            ConfigError: the formula cannot be worked out, as where a setting in it has no value.
+        """
+        if self.formula is None:
+            return all(of[name] in allowed for name, allowed in self.values)
+        try:
+            return bool(_value(self.formula, of))
+        except (TypeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"{self.where}: {ast.unparse(self.formula)} cannot be worked out: {error}"
+            ) from None
+
+
+def read_condition(given: Any, where: str) -> Condition:
+    """A condition as it stands in a file.
+
+    Raises:
+        ConfigError: neither a mapping nor a formula, a name that is no setting, or something else in a formula.
+    """
+    if isinstance(given, dict) and given:
+        return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
+    if not isinstance(given, str) or not given.strip():
+        raise ConfigError(f"{where} takes conditions such as {_EXAMPLE}, got {reprlib.repr(given)}")
+    try:
+        formula = ast.parse(given.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        raise ConfigError(f"{where}: {given} is not a formula such as {_EXAMPLE}") from None
+    _check(formula, where)
+    return Condition(where, formula=formula)
+
+
+def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
+    """Setting and values; a list is several values, or one where the setting itself is a list."""
+    if name == RANKS:
+        return RANKS, tuple(value) if isinstance(value, list) else (value,)
+    several = isinstance(value, list) and not (name in settings() and settings()[name].is_list)
+    found: list[Any] = []
+    canonical = str(name)
+    for each in value if several else [value]:
+        if each is None and canonical in settings():
+            found.append(coerce(settings()[canonical], None, where))
+            continue
+        given = plain_settings({name: each}, where)
+        if len(given) != 1:
+            raise ConfigError(f"{where}: {name} stands for {' and '.join(given)}; write those")
+        ((canonical, plain),) = given.items()
+        found.append(plain)
+    return canonical, tuple(found)
+
+
+def _check(node: ast.expr, where: str) -> None:
+    """Only numbers, text, settings, sums and comparisons."""
+    children: list[ast.expr]
+    match node:
+        case ast.Name():
+            known = (*settings(), RANKS)
+            if node.id not in known:
+                raise ConfigError(f"{where}: {node.id} is not a setting{nearest(node.id, known)}")
+            return
+        case ast.Constant() if node.value is None or isinstance(node.value, bool | int | float | str):
+            return
+        case ast.BoolOp():
+            children = node.values
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            children = [node.operand]
+        case ast.BinOp() if type(node.op) in _BINARY:
+            children = [node.left, node.right]
+        case ast.Compare() if all(type(op) in _COMPARE for op in node.ops):
+            children = [node.left, *node.comparators]
+        case ast.List() | ast.Tuple():
+            children = node.elts
+        case _:
+            raise ConfigError(
+                f"{where}: {ast.unparse(node)} is more than a condition takes; use settings, numbers, + - * / // %, "
+                f"comparisons, in, and, or, not, as in {_EXAMPLE}"
+            )
+    for child in children:
+        _check(child, where)
+
+
+def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Name():
+            return of[node.id]
+        case ast.Constant():
+            return node.value
+        case ast.BoolOp():
+            wanted = isinstance(node.op, ast.Or)
+            return wanted if any(bool(_value(each, of)) == wanted for each in node.values) else not wanted
+        case ast.UnaryOp():
+            value = _value(node.operand, of)
+            return not value if isinstance(node.op, ast.Not) else -value
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_value(node.left, of), _value(node.right, of))
+        case ast.Compare():
+            left = _value(node.left, of)
+            for op, right_node in zip(node.ops, node.comparators):
+                right = _value(right_node, of)
+                if not _COMPARE[type(op)](left, right):
+                    return False
+                left = right
+            return True
+        case ast.List() | ast.Tuple():
+            return [_value(each, of) for each in node.elts]
+    raise AssertionError(node)
+
+
+_WHY = {
+    "train_iters": "the length of a run is steps",
+    "train_samples": "the length of a run is steps",
+    "exit_interval": "the length of a run is steps",
+    "rampup_batch_size": "every step has the full batch",
+    "eval_interval": "the runs of a sweep only train",
+    "eval_iters": "the runs of a sweep only train",
+    "test_data_path": "the runs of a sweep only train",
+    "run_dir": "each run has a folder of its own",
+    "tensorboard_dir": "each run has a folder of its own",
+    "log_interval": "every step is written",
+    "trace": "tracing takes time of its own",
+    "trace_steps": "tracing takes time of its own",
+    "profile": "profiling takes time of its own",
+    "profile_step_start": "profiling takes time of its own",
+    "profile_step_end": "profiling takes time of its own",
+    "profile_ranks": "profiling takes time of its own",
+    "record_memory_history": "noting allocations takes time of its own",
+    "metrics": "the sweep reads metrics.jsonl alone",
+    "wandb_project": "the sweep reads metrics.jsonl alone",
+    "wandb_entity": "the sweep reads metrics.jsonl alone",
+    "wandb_exp_name": "the sweep reads metrics.jsonl alone",
+    "min_lr": "so short a run needs no schedule of the learning rate",
+}
+
+
+def _why(name: str) -> str | None:
+    """Why the sweep itself decides a setting, or None."""
+    if settings()[name].section == "checkpoint":
+        return "the runs of a sweep neither load nor save"
+    if name.startswith("lr_"):
+        return _WHY["min_lr"]
+    return _WHY.get(name)
+
+
+def refuse_fixed(names: Iterable[str], where: str) -> None:
+    """Raise ConfigError for the first setting that the sweep decides."""
+    for name in names:
+        why = _why(name)
+        if why is not None:
+            raise ConfigError(f"{where}: {name} cannot be set: {why}; remove it")
+
+
+def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
+    """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
+    plain = RunConfig()
+    values: dict[str, Any] = values_of(plain)
+    names = frozenset(name for name in settings() if _why(name) is not None)
+    fixed = {name: values[name] for name in names} | {"train_iters": steps, "log_interval": 1}
+    return replace(config, **fixed), names
+
+
+def ignored(config: RunConfig) -> list[str]:
+    """Settings of the base that no run of the sweep goes by, though they are not the default."""
+    given, plain = values_of(config), values_of(RunConfig())
+    return [name for name in settings() if _why(name) is not None and given[name] != plain[name]]

@@ -1,0 +1,166 @@
+"""What every tokenizer offers, and the two that need no library: bytes, and text that is already ids."""
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+from megalite.config.reading import open_regular
+
+MAX_TOKENIZER_BYTES = 1 << 30
+"""A tokenizer file has at most tens of megabytes; a corpus given in its place is not read into memory."""
+
+
+class Tokenizer(ABC):
+    """Text to ids and back."""
+
+    name: str
+    """Kind of tokenizer, as --tokenizer-type spells it."""
+    vocab_size: int
+    """Ids are below this."""
+    eod: int
+    """Id of the end-of-document token."""
+    _fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; nothing is added at the start or the end.
+
+        Raises:
+            ConfigError: the text has no ids: it holds half of a surrogate pair, or (NullTokenizer) no numbers.
+        """
+        return list(self.encode_batch([text])[0])
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int] | NDArray[np.uint8]]:
+        """Ids of each text, as `encode` gives them, as fast as the library can in one thread."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
+
+    def fingerprint(self) -> str:
+        """Sha256 (hex) of what defines the tokenizer: equal fingerprints give equal ids."""
+        return self._fingerprint
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of document.
+
+    Megatron-LM's byte tokenizer ends a document with id 0, which a NUL in a text also is, and drops bytes that are
+    not UTF-8 when it decodes. Here every text comes back as it was; token files take two bytes an id.
+    """
+
+    name = "ByteLevelTokenizer"
+    vocab_size = 257
+    eod = 256
+
+    def __init__(self) -> None:
+        self._fingerprint = digest(self.name.encode())
+
+    def encode(self, text: str) -> list[int]:
+        return list(utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint8]]:
+        return [np.frombuffer(utf8(text), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if 0 <= i < self.eod).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """Text is ids in decimal, separated by white space; the last id of the vocabulary is the end of document.
+
+    Raises:
+        ConfigError: vocab_size is missing or below 1.
+    """
+
+    name = "NullTokenizer"
+
+    def __init__(self, vocab_size: int | None) -> None:
+        if vocab_size is None or vocab_size < 1:
+            raise ConfigError(
+                f"NullTokenizer needs a vocab_size of at least 1, got {vocab_size}; try --vocab-size 32000"
+            )
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self._fingerprint = digest(f"{self.name} {vocab_size}".encode())
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < self.vocab_size):
+                raise ConfigError(
+                    f"NullTokenizer: {word[:40]!r} is not a number from 0 to {self.vocab_size - 1}"
+                )
+        return list(map(int, words))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def read_tokenizer_file(path: str | Path) -> bytes:
+    """All of a tokenizer file.
+
+    Raises:
+        ConfigError: it cannot be read, is not a regular file, or is longer than MAX_TOKENIZER_BYTES.
+    """
+    remedy = "give the path of an existing file"
+    try:
+        opened = open_regular(path)
+    except ValueError:
+        raise ConfigError(f"tokenizer file {str(path)!r} is not a path; {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"tokenizer file {path} cannot be read: {error.strerror}; {remedy}") from None
+    with opened as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_TOKENIZER_BYTES:
+            raise ConfigError(
+                f"tokenizer file {path} has {size} bytes, more than any tokenizer ({MAX_TOKENIZER_BYTES}); "
+                "give the tokenizer's own file"
+            )
+        return file.read()
+
+
+def digest(*contents: bytes) -> str:
+    """Sha256 of one file's bytes, or of several with their lengths between them."""
+    sha256 = hashlib.sha256()
+    for content in contents:
+        if len(contents) > 1:
+            sha256.update(len(content).to_bytes(8, "little"))
+        sha256.update(content)
+    return sha256.hexdigest()
+
+
+def utf8(text: str) -> bytes:
+    """The text's bytes.
+
+    Raises:
+        ConfigError: it holds half of a surrogate pair: a JSON escape such as \\ud83d can stand alone, a character cannot.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a text holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}; fix or "
+            "drop that document"
+        ) from None
+
+
+def require_characters(texts: Sequence[str]) -> None:
+    """Raise the ConfigError of `utf8` if a text holds half of a surrogate pair."""
+    for text in texts:
+        if not text.isascii():
+            utf8(text)
+
+
+def is_failure(error: BaseException) -> bool:
+    """The library failed, rather than the user stopped it: a Rust library's panic is not an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,0 +1,196 @@
+"""From the tokenizer settings to a tokenizer; the kind of a file is known by its content."""
+
+import json
+import re
+from pathlib import Path
+
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer, Tokenizer, read_tokenizer_file
+from megalite.tokenizers.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
+
+SENTENCEPIECE, HUGGING_FACE, TIKTOKEN = "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"
+_GPT2 = "GPT2BPETokenizer"
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")
+"""Kinds that tokenizer_type alone makes."""
+_DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
+_EXAMPLES = {
+    SENTENCEPIECE: "tokenizer.model",
+    HUGGING_FACE: "tokenizer.json",
+    TIKTOKEN: "cl100k_base.tiktoken",
+}
+_MARK = b"\xef\xbb\xbf"
+_OBJECT = re.compile(rb'\s*\{\s*["}]')
+_MODEL = re.compile(rb'"model"\s*:\s*\{')
+_LIST = re.compile(rb"\s*\[\s*[{\]]")
+_RANKED = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
+
+
+def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer that `data` names, or None if it names none.
+
+    Without tokenizer_type, vocab_file and merge_file make a GPT-2 BPE, and the content of tokenizer_model decides.
+    tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json and
+    merges.txt: the first of them that is of tokenizer_type, if that is set.
+
+    Args:
+        data: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read.
+        vocab_size: for NullTokenizer, which has no file, and for a tiktoken file in JSON.
+
+    Raises:
+        ConfigError: a file is missing or garbled, or the settings contradict each other.
+    """
+    model, vocab_file, merge_file = data.tokenizer_model, data.vocab_file, data.merge_file
+    if model is not None and (vocab_file is not None or merge_file is not None):
+        raise ConfigError(
+            f"tokenizer_model {model} and vocab_file {vocab_file} / merge_file {merge_file} are given at once; "
+            "a tokenizer has either one model file or a vocab.json and a merges.txt"
+        )
+    if data.tokenizer_type in WITHOUT_FILES:
+        return _without_files(data, vocab_size)
+    if model is not None and Path(model).is_dir():
+        model, vocab_file, merge_file = look_into(Path(model), data.tokenizer_type)
+    kind = data.tokenizer_type or _kind_of(model, vocab_file, merge_file)
+    if kind is None:
+        if data.tiktoken_pattern is not None:
+            raise ConfigError(
+                f"tiktoken_pattern ({data.tiktoken_pattern}) is given without a tokenizer; give --tokenizer-model FILE"
+            )
+        return None
+    if kind == SENTENCEPIECE and data.tokenizer_type is None and data.tiktoken_pattern is not None:
+        kind = TIKTOKEN  # the content proves nothing, and only this kind has the setting
+    if kind != TIKTOKEN and data.tiktoken_pattern is not None:
+        raise ConfigError(
+            f"{kind} ({model or vocab_file}) does not read tiktoken_pattern ({data.tiktoken_pattern}); leave it out or "
+            "give a tiktoken file"
+        )
+    if kind == _GPT2:
+        _refuse(kind, tokenizer_model=model)
+        if vocab_file is None or merge_file is None:
+            raise ConfigError(
+                f"{kind} needs vocab_file and merge_file, got {vocab_file} and {merge_file}; "
+                "give --vocab-file vocab.json --merge-file merges.txt"
+            )
+        return GPT2BPETokenizer(vocab_file, merge_file)
+    _refuse(kind, vocab_file=vocab_file, merge_file=merge_file)
+    if kind not in _EXAMPLES:
+        raise ConfigError(
+            f"tokenizer_type {kind} is unknown; use one of {', '.join((*_EXAMPLES, _GPT2, *WITHOUT_FILES))}"
+        )
+    if model is None:
+        raise ConfigError(
+            f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {_EXAMPLES[kind]}"
+        )
+    detected = detect_kind(read_tokenizer_file(model), model)
+    if detected != kind and detected in _DESCRIPTIONS:
+        raise ConfigError(
+            f"tokenizer_model {model} is {_DESCRIPTIONS[detected]}, which tokenizer_type {kind} does not read; give "
+            f"--tokenizer-type {detected} or leave that out"
+        )
+    if kind == TIKTOKEN:
+        return TikTokenizer(model, data.tiktoken_pattern, vocab_size)
+    return SentencePieceTokenizer(model) if kind == SENTENCEPIECE else HuggingFaceTokenizer(model)
+
+
+def _without_files(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    kind = data.tokenizer_type
+    assert kind is not None
+    _refuse(
+        kind,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        tiktoken_pattern=data.tiktoken_pattern,
+    )
+    return NullTokenizer(vocab_size) if kind == "NullTokenizer" else ByteLevelTokenizer()
+
+
+def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
+    """(model, vocab_file, merge_file) of a folder as Hugging Face, Meta and OpenAI lay them out.
+
+    Args:
+        wanted: the tokenizer_type; of several tokenizers the first of this kind is taken.
+
+    Raises:
+        ConfigError: there is none, or several of which none is wanted more than another.
+    """
+    ranked = sorted(folder.glob("*.tiktoken"))
+    named = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    models = [*named, *ranked]
+    if wanted is not None and len(models) > 1:
+        models = [path for path in models if detect_kind(read_tokenizer_file(path), path) == wanted] or models
+    vocab_file, merge_file = folder / "vocab.json", folder / "merges.txt"
+    if vocab_file.is_file() and merge_file.is_file() and (wanted == _GPT2 or not models):
+        return None, str(vocab_file), str(merge_file)
+    if models and models[0] in ranked and len(ranked) > 1:
+        raise ConfigError(
+            f"tokenizer_model {folder} holds several tokenizers: {', '.join(path.name for path in ranked[:5])}; give the "
+            "path of one file"
+        )
+    if models:
+        return str(models[0]), None, None
+    raise ConfigError(
+        f"tokenizer_model {folder} is a folder without tokenizer.json, tokenizer.model, a .tiktoken file, or vocab.json "
+        "and merges.txt; give the path of the model file"
+    )
+
+
+def detect_kind(content: bytes, path: str | Path) -> str:
+    """Kind of tokenizer: a JSON object is Hugging Face's, a JSON list or lines of base64 and a number are tiktoken's.
+
+    Anything else may be SentencePiece's protocol buffer, which has no mark of its kind.
+
+    Raises:
+        ConfigError: it is half of a GPT-2 BPE, which --vocab-file and --merge-file take.
+    """
+    plain = content.removeprefix(_MARK)
+    half = "merge" if plain.startswith(b"#version") else None
+    if _OBJECT.match(plain):
+        # "model" may be a word of a vocabulary; only in a tokenizer.json is it an object.
+        if _MODEL.search(plain) or not _is_vocabulary(plain):
+            return HUGGING_FACE
+        half = "vocab"
+    if half is not None:
+        name, other = ("merges.txt", "vocab") if half == "merge" else ("vocab.json", "merge")
+        raise ConfigError(
+            f"{path} is the {name} of a GPT-2 BPE; give --{half}-file {path} and --{other}-file"
+        )
+    return TIKTOKEN if is_tiktoken(content) else SENTENCEPIECE
+
+
+def is_tiktoken(content: bytes) -> bool:
+    """The rule of `detect_kind` for tiktoken's files alone; raises nothing."""
+    plain = content.removeprefix(_MARK)
+    return bool(_LIST.match(plain) or _RANKED.match(plain))
+
+
+def is_tiktoken_model(model: str) -> bool:
+    """tokenizer_model, a file or a folder, is tiktoken's.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = look_into(Path(model), None)[0] if Path(model).is_dir() else model
+    return file is not None and is_tiktoken(read_tokenizer_file(file))
+
+
+def _is_vocabulary(content: bytes) -> bool:
+    try:
+        values = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and bool(values) and all(type(i) is int for i in values.values())
+
+
+def _kind_of(model: str | None, vocab_file: str | None, merge_file: str | None) -> str | None:
+    if vocab_file is not None or merge_file is not None:
+        return _GPT2
+    return None if model is None else detect_kind(read_tokenizer_file(model), model)
+
+
+def _refuse(kind: str, **settings: str | None) -> None:
+    """Settings that this kind would not read are a mistake, not a default."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ConfigError(f"{kind} does not read {name} ({value}); leave it out or change tokenizer_type")

@@ -1,0 +1,237 @@
+"""Subword tokenizers that libraries run: SentencePiece models, Hugging Face's tokenizer.json and GPT-2's two files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sentencepiece
+
+from megalite.config.errors import ConfigError
+from megalite.tokenizers.base import Tokenizer, digest, is_failure, read_tokenizer_file, require_characters
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+"""Names of the end of document in a tokenizer.json, where no setting names it; the first is GPT-2's."""
+GPT2_END = END_OF_DOCUMENT[0]
+TOKENIZER_NAME, SETTINGS_NAME = "tokenizer.json", "tokenizer_config.json"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; its </s> is the end of document.
+
+    Raises:
+        ConfigError: the file is missing, not a SentencePiece model, or without </s>.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, model_file: str | Path) -> None:
+        content = read_tokenizer_file(model_file)
+        self._path = model_file
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            loaded = self._processor.LoadFromSerializedProto(content)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"{model_file} is not a SentencePiece model: {error}") from None
+        self.vocab_size = self._processor.get_piece_size() if loaded else 0
+        if not self.vocab_size:
+            raise ConfigError(
+                f"{model_file} is not a SentencePiece model ({len(content)} bytes); give a .model file"
+            )
+        self._fingerprint = digest(content)
+        self.eod = self._processor.eos_id()
+        if self.eod < 0:
+            raise ConfigError(
+                f"{model_file} has no end-of-sequence piece (eos_id -1), which ends documents; train it with eos_id >= 0, "
+                "as `megalite train-tokenizer` does"
+            )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        require_characters(texts)
+        try:
+            ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"{self._path}: the model fails on a text: {str(error)[:200]}") from None
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Control pieces such as </s> are left out.
+        return str(self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size]))
+
+
+class _TokenizersLibrary(Tokenizer):
+    """What a tokenizer of the package `tokenizers` does; subclasses load it."""
+
+    _path: str | Path
+    _tokenizer: "tokenizers.Tokenizer"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # TOKENIZERS_PARALLELISM=false in the environment keeps the library to one thread.
+        require_characters(texts)
+        # encode_batch_fast skips the character offsets of tokens; older versions lack it.
+        encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+        try:
+            return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Special tokens are left out.
+        return str(self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size]))
+
+
+class HuggingFaceTokenizer(_TokenizersLibrary):
+    """A tokenizer.json. Its end of document is the eos_token of the tokenizer_config.json beside it; without one, the
+    first of END_OF_DOCUMENT in the vocabulary.
+
+    Special tokens written out in a text are recognised, as Hugging Face does it.
+
+    Raises:
+        ConfigError: a file is missing or garbled, there is no end-of-document token, or `tokenizers` is not installed.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, tokenizer_file: str | Path) -> None:
+        content = read_tokenizer_file(tokenizer_file)
+        self._path = tokenizer_file
+        try:
+            self._tokenizer = _library(tokenizer_file).Tokenizer.from_str(content.decode("utf-8"))
+        except BaseException as error:  # a plain Exception or a panic for everything wrong in the JSON
+            if isinstance(error, ConfigError) or not is_failure(error):
+                raise
+            raise ConfigError(
+                f"{tokenizer_file} is not a Hugging Face tokenizer.json: {str(error)[:300]}"
+            ) from None
+        # A file may store truncation and padding: settings of an inference server, not of a corpus.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        guess = next((token for token in END_OF_DOCUMENT if token in vocabulary), None)
+        settings = Path(tokenizer_file).with_name(SETTINGS_NAME)
+        end = _named_end(settings) if Path(tokenizer_file).name == TOKENIZER_NAME else None
+        if end is not None and end not in vocabulary:
+            raise ConfigError(f"{settings}: eos_token {end!r} is not in the vocabulary of {tokenizer_file}")
+        self._fingerprint = digest(content) if end in (None, guess) else digest(content, str(end).encode())
+        end = end or guess
+        if end is None:
+            raise ConfigError(
+                f"{tokenizer_file} has no end-of-document token: none of {', '.join(END_OF_DOCUMENT)} is in its "
+                f"vocabulary; name it as eos_token in a {SETTINGS_NAME} beside a {TOKENIZER_NAME}"
+            )
+        self.eod: int = vocabulary[end]
+
+    def beginning(self) -> list[int]:
+        """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
+        plain, marked = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        count = next((at for at in range(len(marked)) if plain and marked[at : at + len(plain)] == plain), 0)
+        return list(marked[:count])
+
+
+class GPT2BPETokenizer(_TokenizersLibrary):
+    """GPT-2's byte-level BPE (Radford et al. 2019): every text has ids and decodes to itself.
+
+    A text that spells out <|endoftext|> gets the ids of its letters: only the caller ends a document.
+
+    Args:
+        vocab_file: vocab.json, token -> id.
+        merge_file: merges.txt, one pair a line, the first to be merged first.
+
+    Raises:
+        ConfigError: a file is missing or garbled, the two do not belong together, <|endoftext|> or a byte is missing,
+            or `tokenizers` is not installed.
+    """
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
+        library = _library(vocab_file)
+        self._path, self._fingerprint = vocab_file, digest(vocab_bytes, merge_bytes)
+        vocabulary = _parse_vocabulary(vocab_bytes, vocab_file)
+        if GPT2_END not in vocabulary:
+            raise ConfigError(f"{vocab_file}: {GPT2_END} is not in the vocabulary; add it with an unused id")
+        self.eod, self.vocab_size = vocabulary[GPT2_END], max(vocabulary.values()) + 1
+        missing = sorted(set(library.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
+        if missing:
+            raise ConfigError(
+                f"{vocab_file}: {len(missing)} of the 256 byte symbols are missing, {missing[0]!r} among them; "
+                "give the vocab.json of a byte-level BPE"
+            )
+        merges = _parse_merges(merge_bytes, merge_file, vocabulary, vocab_file)
+        self._tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
+        self._tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = library.decoders.ByteLevel()
+
+
+def _library(path: str | Path) -> Any:
+    """The package `tokenizers`, which reads the file `path`."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs the package tokenizers, which is not installed: pip install 'megalite[tokenizers]'"
+        ) from None
+    return tokenizers
+
+
+def _named_end(settings: Path) -> str | None:
+    if not settings.exists():
+        return None
+    try:
+        values = json.loads(read_tokenizer_file(settings).decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{settings}: not JSON: {str(error)[:200]}") from None
+    token = values.get("eos_token") if isinstance(values, dict) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
+    try:
+        vocabulary = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}; give the vocab.json of a GPT-2 tokenizer") from None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) != len(ids):
+        raise ConfigError(
+            f"{path}: expected an object of tokens with different ids from 0 on, as in GPT-2's vocab.json"
+        )
+    return dict(vocabulary)
+
+
+def _parse_merges(
+    content: bytes, path: str | Path, vocabulary: dict[str, int], vocab_file: str | Path
+) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order of the file, each once."""
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: {error}; give the merges.txt of a GPT-2 tokenizer"
+        ) from None
+    merges: dict[tuple[str, str], None] = {}
+    for number, line in enumerate(lines, 1):
+        line = line.rstrip("\r")
+        if not line or line.startswith("#version"):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not all(pair):
+            raise ConfigError(
+                f"{path}:{number}: expected two symbols separated by a space, got {line[:60]!r}"
+            )
+        unknown = [token for token in (*pair, "".join(pair)) if token not in vocabulary]
+        if unknown:
+            raise ConfigError(
+                f"{path}:{number}: {unknown[0]!r} is not in {vocab_file}; give the two files of one tokenizer"
+            )
+        merges[pair[0], pair[1]] = None
+    return list(merges)

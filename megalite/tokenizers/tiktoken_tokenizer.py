@@ -1,0 +1,294 @@
+"""tiktoken's BPE files, merged by the optional package `tiktoken`.
+
+The file is parsed here, not by the library: a garbled file must be refused with the place of its fault, and
+Megatron-LM's JSON list is no format of tiktoken's.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from megalite.config.errors import ConfigError
+from megalite.tokenizers.base import Tokenizer, digest, is_failure, read_tokenizer_file, require_characters
+from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, megatron_special
+
+_MAX_RANK = 1 << 24
+"""Far more than any vocabulary, and few enough that a garbled rank costs no memory."""
+_MEGATRON_SPECIAL = 1000
+_MEGATRON_VOCABULARY = 1 << 17
+_WINDOW = 1 << 12
+# Every kind of character in every kind of company: what a pattern does not match, tiktoken drops silently.
+_PROBE = "".join(
+    f"{c}a {c}1\t{c}.{c} {c}{c}\n"
+    for c in [*map(chr, range(0x20, 0x7F)), "\t", "\n", "\r", "\0", *"é½٣日🙂\u0301\u2028"]
+)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a file's ranks become ids."""
+
+    ranks: dict[bytes, int]
+    pattern: str
+    is_implied: bool
+    """The file alone implies the pattern."""
+    special: tuple[tuple[str, int], ...]
+    """The first one is the end of document."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.pattern in PATTERNS.values()
+
+
+class TikTokenizer(Tokenizer):
+    """A tiktoken file: lines of a token in base64 and its rank, or the JSON list that Megatron-LM's TikTokenizer reads.
+
+    Ids are ranks. The files of r50k_base, p50k_base, cl100k_base, o200k_base and Llama 3 are known by their sha256, with
+    their pattern and special tokens. Any other file needs `pattern` (or, if it has as many ranks as the encoding that
+    `pattern` names, it is taken for a copy of that one); its end of document is the first id after its ranks. In
+    Megatron-LM's JSON list ids are rank + 1000, the first 1000 being special tokens with </s> = 2 as the end of
+    document; the default pattern is v2, and entries past vocab_size (default 131072) ids are left out.
+
+    Special tokens spelled out in a text get the ids of their letters: only the caller ends a document.
+
+    Args:
+        pattern: the regular expression that splits text into words, or a name of PATTERNS.
+        vocab_size: for a JSON list, number of ids.
+
+    Raises:
+        ConfigError: the file is missing or garbled, the pattern is needed, invalid or leaves characters out, or
+            `tiktoken` is not installed.
+    """
+
+    name = "TikTokenizer"
+
+    def __init__(
+        self, model_file: str | Path, pattern: str | None = None, vocab_size: int | None = None
+    ) -> None:
+        content = read_tokenizer_file(model_file)
+        try:
+            import tiktoken
+        except ImportError:
+            raise ConfigError(
+                f"{model_file} needs the package tiktoken, which is not installed: pip install 'megalite[tokenizers]'"
+            ) from None
+        self._make_encoding = tiktoken.Encoding
+        self._path = model_file
+        is_list = content.lstrip()[:1] == b"["
+        if is_list:
+            self._plan = _plan_list(content, model_file, pattern, vocab_size)
+        else:
+            self._plan = _plan_lines(content, model_file, pattern)
+        self._encoding = self._make(self._plan.pattern)
+        self._token_bytes = {rank: token for token, rank in self._plan.ranks.items()}
+        self._token_bytes |= {i: name.encode() for name, i in self._plan.special}
+        self.vocab_size = max(self._token_bytes) + 1
+        self.eod: int = self._plan.special[0][1]
+        # What the file alone does not imply is part of what defines the tokenizer.
+        chosen = [] if self._plan.is_implied else [self._plan.pattern.encode("utf-8", "backslashreplace")]
+        self._fingerprint = digest(content, *chosen, *([b"%d" % self.vocab_size] if is_list else []))
+        self._require_all_characters()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        require_characters(texts)
+        return [self._encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Special tokens are spelled out.
+        return b"".join(self._token_bytes.get(int(i), b"") for i in ids).decode("utf-8", errors="replace")
+
+    def _require_all_characters(self) -> None:
+        fault = ""
+        try:
+            if self.decode(self.encode(_PROBE)) == _PROBE:
+                return
+        except ConfigError as error:
+            fault = f" ({error})"
+        raise ConfigError(
+            f"{self._path}: the pattern {self._plan.pattern[:100]!r} leaves characters out or matches nothing; every "
+            rf"character must be in a match: end it with |\s+|\S{fault}"
+        )
+
+    def _make(self, pattern: str) -> Any:
+        try:
+            return self._make_encoding(
+                Path(self._path).name,
+                pat_str=pattern,
+                mergeable_ranks=self._plan.ranks,
+                special_tokens=dict(self._plan.special),
+            )
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise ConfigError(
+                f"{self._path}: tiktoken refuses the file or the pattern {pattern[:100]!r}: {str(error)[:200]}"
+            ) from None
+
+    def _encode(self, text: str) -> list[int]:
+        if self._plan.is_known and _has_long_space(text):
+            return self._encode_by_words(text)
+        try:
+            ids: list[int] = self._encoding.encode_ordinary(text)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            if self._plan.is_known:
+                return self._encode_by_words(text)
+            # A pattern of the user's may mean something else to another engine.
+            raise ConfigError(
+                f"{self._path}: the pattern {self._plan.pattern[:100]!r} fails on a text of {len(text)} characters: "
+                f"{str(error)[:200]}; use a simpler pattern, or drop that document"
+            ) from None
+        return ids
+
+    def _encode_by_words(self, text: str) -> list[int]:
+        """The same ids, for texts on which tiktoken's regular expressions panic.
+
+        That happens in runs of some 100,000 characters of white space, as (?!\\S) keeps a step for each. The package
+        `regex` splits the words without a bound, and tiktoken merges each.
+        """
+        # To `regex`, `$` is also before a last line end; ours come after \s++, which leaves none.
+        words = regex.compile(self._plan.pattern).finditer(text)
+        encode = self._word_encoding.encode_ordinary
+        return [i for word in words for i in encode(word.group())]
+
+    @cached_property
+    def _word_encoding(self) -> Any:
+        """An encoder that takes its whole input as one word."""
+        return self._make(r"(?s).+")
+
+
+def _plan_lines(content: bytes, path: str | Path, pattern: str | None) -> _Plan:
+    ranks = _parse_ranks(_lines(content, path), path)
+    sha256, last = digest(content), max(ranks.values())
+    known = next((name for name, e in ENCODINGS.items() if e.sha256 == sha256), None)
+    if known is None and pattern in ENCODINGS and len(ranks) == ENCODINGS[pattern].ranks:
+        known = pattern
+    if known is None and pattern is None:
+        alike = [name for name, encoding in ENCODINGS.items() if encoding.ranks == len(ranks)]
+        raise ConfigError(
+            f"{path}: this file of {len(ranks)} ranks does not say which pattern splits text into words; give "
+            f"--tiktoken-pattern NAME ({', '.join(PATTERNS)}) or the regular expression itself"
+            + (f"; it has as many ranks as {alike[0]}" if alike else "")
+        )
+    special = ENCODINGS[known].special if known is not None else (("<|endoftext|>", last + 1),)
+    used, special_ids = set(ranks.values()), [i for _, i in special]
+    holes = set(range(last)) - used - set(special_ids)
+    if holes:
+        raise ConfigError(
+            f"{path}: ranks are not contiguous: {min(holes)} is missing of {len(ranks)} ranks up to {last}; give the "
+            "whole file"
+        )
+    taken = [i for i in special_ids if i in used]
+    if taken:
+        raise ConfigError(f"{path}: rank {taken[0]} is a special token of {known}; give {known}'s own file")
+    chosen = PATTERNS.get(pattern or known or "", pattern or "")
+    is_implied = known is not None and (ENCODINGS[known].sha256, ENCODINGS[known].pattern) == (sha256, chosen)
+    return _Plan(ranks, chosen, is_implied, special)
+
+
+def _plan_list(content: bytes, path: str | Path, pattern: str | None, vocab_size: int | None) -> _Plan:
+    size = _MEGATRON_VOCABULARY if vocab_size is None else vocab_size
+    least = _MEGATRON_SPECIAL + 256
+    if size < least:
+        raise ConfigError(
+            f"{path}: vocab_size {size} is too small for {_MEGATRON_SPECIAL} special tokens and 256 bytes; give at least "
+            f"{least}"
+        )
+    ranks = _parse_ranks(_json_entries(content, path), path)
+    shifted = {
+        token: rank + _MEGATRON_SPECIAL for token, rank in ranks.items() if rank < size - _MEGATRON_SPECIAL
+    }
+    if sum(len(token) == 1 for token in shifted) < 256:
+        raise ConfigError(
+            f"{path}: the 256 single bytes are not all among the first {size - _MEGATRON_SPECIAL} ranks; give a larger "
+            "--vocab-size"
+        )
+    chosen = PATTERNS.get(pattern or "v2", pattern or "")
+    return _Plan(shifted, chosen, chosen == PATTERNS["v2"], megatron_special(_MEGATRON_SPECIAL))
+
+
+_Entry = tuple[str, Any, Any]
+"""Where in the file, token in base64, rank."""
+
+
+def _parse_ranks(entries: Sequence[_Entry], path: str | Path) -> dict[bytes, int]:
+    """Token -> rank, in the order of ranks; a lower rank is merged first."""
+    ranks: dict[bytes, int] = {}
+    owners: dict[int, str] = {}
+    for place, text, rank in entries:
+        try:
+            token = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: {place}: {str(text)[:60]!r} is not base64: {error}") from None
+        if not token:
+            raise ConfigError(f"{path}: {place}: the token is empty")
+        if type(rank) is not int or not 0 <= rank < _MAX_RANK:
+            raise ConfigError(
+                f"{path}: {place}: rank {str(rank)[:30]!r} is not a number from 0 to {_MAX_RANK - 1}"
+            )
+        if token in ranks:
+            raise ConfigError(f"{path}: {place}: token {token!r} has rank {ranks[token]} already")
+        if rank in owners:
+            raise ConfigError(f"{path}: {place}: rank {rank} is taken by {owners[rank]} already")
+        ranks[token], owners[rank] = rank, place
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise ConfigError(
+            f"{path}: {len(missing)} of the 256 single bytes are missing, 0x{missing[0]:02x} among them; give the whole "
+            "file of a byte-level BPE"
+        )
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def _lines(content: bytes, path: str | Path) -> list[_Entry]:
+    entries: list[_Entry] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        fields = line.split()
+        if not fields:
+            continue
+        if len(fields) != 2:
+            raise ConfigError(
+                f"{path}: line {number}: expected a token in base64 and its rank, got {line[:60]!r}"
+            )
+        is_rank = fields[1].isdigit() and len(fields[1]) < 12
+        entries.append(
+            (f"line {number}", fields[0], int(fields[1]) if is_rank else fields[1].decode("latin-1"))
+        )
+    return entries
+
+
+def _json_entries(content: bytes, path: str | Path) -> list[_Entry]:
+    try:
+        values = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error)[:200]}; give the undamaged file") from None
+    entries: list[_Entry] = []
+    for i, value in enumerate(values):
+        place = f"entry {i}"
+        fields = {"rank", "token_bytes"}
+        if not isinstance(value, dict) or not fields <= value.keys() <= fields | {"token_str"}:
+            raise ConfigError(
+                f"{path}: {place}: expected an object of rank, token_bytes and token_str, got {str(value)[:60]}"
+            )
+        rank = value["rank"]
+        if type(rank) is int and 0 <= rank < _MAX_RANK and rank != i:
+            raise ConfigError(f"{path}: {place}: rank is {rank}; such a list is in the order of ranks")
+        entries.append((place, value["token_bytes"], rank))
+    return entries
+
+
+def _has_long_space(text: str) -> bool:
+    """White space of 8192 characters in a row: such a run holds two of the places looked at, and all between."""
+    looked = text[::_WINDOW]
+    return any(
+        looked[k : k + 2].isspace() and text[k * _WINDOW : (k + 1) * _WINDOW].isspace()
+        for k in range(len(looked) - 1)
+    )

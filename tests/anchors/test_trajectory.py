@@ -1,0 +1,168 @@
+"""Every layout follows a training run that is not megalite's: twenty steps of plain torch, and a committed record of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.parity.trajectory import Runner
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.training.replica import Programs, build_modules, build_replica
+from tests.anchors import plain_training as plain
+from tests.models import plain_gpt
+from tests.parity.factors import Settings, world_of
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import tiny_config
+
+SETTINGS: Settings = {
+    "num_layers": plain.LAYERS,
+    "hidden_size": plain.HIDDEN,
+    "num_attention_heads": plain.HEADS,
+    "vocab_size": plain.VOCABULARY,
+    "make_vocab_size_divisible_by": plain.ROWS,
+    "seq_length": plain.SEQUENCE,
+    "global_batch_size": plain.BATCH,
+    "micro_batch_size": 2,
+    "train_iters": plain.STEPS,
+    "lr": plain.LR,
+    "min_lr": plain.MIN_LR,
+    "lr_warmup_iters": plain.WARMUP,
+    "clip_grad": plain.CLIP,
+    "weight_decay": plain.WEIGHT_DECAY,
+    "adam_beta1": plain.BETA1,
+    "adam_beta2": plain.BETA2,
+    "adam_eps": plain.EPS,
+}
+MODELS: dict[str, Settings] = {
+    "gpt": {},
+    "llama": {
+        "position_embedding_type": "rope",
+        "rotary_base": plain.ROPE_BASE,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "num_query_groups": 2,
+        "ffn_hidden_size": 4 * plain.HIDDEN,
+        "add_bias_linear": False,
+        "tie_embeddings": False,
+    },
+}
+SP: Settings = {"tp": 2, "sequence_parallel": True}
+Z1: Settings = {"dp_strategy": "distributed-optimizer"}
+Z3: Settings = {"dp_strategy": "fully-sharded"}
+FULL: Settings = {"recompute_granularity": "full"}
+LAYOUTS: dict[str, tuple[str, Settings]] = {
+    "one": ("gpt", {}),
+    "one-llama": ("llama", {}),
+    "one-micro-1": ("gpt", {"micro_batch_size": 1}),
+    "dp2": ("gpt", {"dp": 2}),
+    "dp4-llama": ("llama", {"dp": 4}),
+    "tp2": ("gpt", {"tp": 2}),
+    "tp2-llama": ("llama", {"tp": 2}),
+    "tp4": ("gpt", {"tp": 4}),
+    "tp2-sp": ("gpt", SP),
+    "tp2-sp-overlap-llama": ("llama", {**SP, "tp_comm_overlap": True}),
+    "pp2-1f1b": ("gpt", {"pp": 2}),
+    "pp2-gpipe": ("gpt", {"pp": 2, "pipeline_schedule": "gpipe"}),
+    "pp2-zb-h1-llama": ("llama", {"pp": 2, "pipeline_schedule": "zb-h1"}),
+    "pp2-zb-h2": ("gpt", {"pp": 2, "pipeline_schedule": "zb-h2"}),
+    "pp2-vpp2": ("gpt", {"pp": 2, "vpp": 2}),
+    "pp2-looped-bfs": ("llama", {"pp": 2, "vpp": 2, "pipeline_schedule": "looped-bfs"}),
+    "pp2-zb-v": ("gpt", {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}),
+    "pp2-dualpipe-v": ("gpt", {"pp": 2, "vpp": 2, "pipeline_schedule": "dualpipe-v"}),
+    "cp2": ("gpt", {"cp": 2}),
+    "cp2-llama": ("llama", {"cp": 2}),
+    "cp2-a2a-llama": ("llama", {"cp": 2, "cp_comm_type": "a2a"}),
+    "dp2-zero1": ("gpt", {"dp": 2, **Z1}),
+    "dp2-zero2-llama": ("llama", {"dp": 2, **Z1, "shard_gradients": True}),
+    "dp2-zero3": ("gpt", {"dp": 2, **Z3}),
+    "dp2-fused": ("gpt", {"dp": 2, "dp_strategy": "fused-all-reduce"}),
+    "dp2-server": ("gpt", {"dp": 2, "dp_strategy": "sharded-parameter-server"}),
+    "recompute-selective": ("gpt", {"recompute_granularity": "selective"}),
+    "recompute-full-llama": ("llama", FULL),
+    "tp2-sp-pp2-zero1": ("gpt", {**SP, "pp": 2, "dp": 2, **Z1}),
+    "tp2-cp2-recompute-llama": ("llama", {**SP, "cp": 2, **FULL}),
+    "pp2-vpp2-dp2-zero1": ("llama", {"pp": 2, "vpp": 2, "dp": 2, **Z1}),
+    "tp2-dp2-zero3-llama": ("llama", {"tp": 2, "dp": 2, **Z3}),
+}
+SHARP = ("one", "one-llama")
+"""Also in float64, in which no fault is small enough to hide."""
+TOLERANCES = {"fp32": 2e-6, "fp64": 1e-11}
+
+
+class Samples:
+    """Those of the plain run; a `SampleSource`."""
+
+    def sample(self, k: int) -> np.ndarray:
+        """Sample k."""
+        return plain.sample(k)
+
+    def packing(self, k: int) -> None:
+        """A stretch of a stream."""
+
+
+def trained(context: RankContext, model: str, world: int, settings: Settings) -> dict[str, list[float]]:
+    """The record of a layout that starts from the plain run's weights."""
+    config = tiny_config(world, **settings)
+    topology, programs = context.topology_of(config), Programs(config)
+    modules = build_modules(config, topology, programs)
+    full = plain.initial_weights(plain.MODELS[model])
+    for stage in modules.stages.values():
+        for parameter in stage.parameters():
+            assert isinstance(parameter, ShardedParameter)
+            spec = parameter.info.spec
+            assert spec.global_shape == tuple(full[spec.name].shape), spec.name
+            parameter.data.copy_(full[spec.name][tuple(slice(*bounds) for bounds in spec.slice)])
+    runner = Runner(build_replica(config, topology, programs, modules))
+    runner.loader.dataset, runner.loader.eod_token = Samples(), plain.END
+    steps = [runner.step() for _ in range(plain.STEPS)]
+    return {
+        "loss": [step.loss for step in steps],
+        "grad_norm": [step.grad_norm for step in steps],
+        "evaluation": [runner.evaluate()],
+    }
+
+
+@pytest.fixture(scope="module")
+def committed() -> Any:
+    return json.loads(plain.COMMITTED.read_text())
+
+
+def assert_follows(ours: dict[str, list[float]], theirs: dict[str, list[float]], tolerance: float) -> None:
+    """All numbers of a record to a relative tolerance."""
+    assert ours.keys() == theirs.keys()
+    for name, numbers in theirs.items():
+        np.testing.assert_allclose(ours[name], numbers, rtol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("model", plain.MODELS)
+def test_the_committed_record_is_what_the_plain_run_gives(model: str, committed: Any) -> None:
+    assert_follows(plain.train(plain.MODELS[model]), committed[model], 1e-10)
+    losses = committed[model]["loss"]
+    assert len(losses) == plain.STEPS and losses[-1] < losses[0] - 0.5
+    norms = committed[model]["grad_norm"]
+    assert min(norms) < plain.CLIP < max(norms), "some steps are clipped and some are not"
+
+
+def test_the_plain_run_has_nothing_of_megalite() -> None:
+    for module in (plain, plain_gpt):
+        assert module.__file__ is not None
+        assert not re.search(r"^\s*(import|from) megalite", Path(module.__file__).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [*((layout, "fp32") for layout in LAYOUTS), *((layout, "fp64") for layout in SHARP)],
+)
+def test_a_layout_follows_it(layout: str, precision: str, committed: Any) -> None:
+    model, own = LAYOUTS[layout]
+    settings = {**SETTINGS, **MODELS[model], "precision": precision, **own}
+    world = world_of(settings)
+    if world == 1:
+        records = [trained(RankContext(0), model, 1, settings)]
+    else:
+        records = run_ranks(world, trained, model, world, settings)
+    for record in records:
+        assert_follows(record, committed[model], TOLERANCES[precision])

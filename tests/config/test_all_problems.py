@@ -1,0 +1,103 @@
+"""Everything that is wrong with flags and files is in one answer, and nothing that only follows from it."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config.describe import replace, settings
+from megalite.config.errors import ConfigError, Problems, Reported, hide
+from megalite.config.flags import parse_arguments
+from megalite.config.rules.ranges import BOUNDS
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+
+
+def refused(flags: str, world_size: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        invocation = parse_arguments(flags.split(), world_size=world_size)
+        validate(invocation.config, world_size or 1, invocation.explicit, startable=world_size is not None)
+    return error.value.problems
+
+
+def test_flags_and_files_together(tmp_path: Path) -> None:
+    """One of each kind: unknown flag, unknown key, wrong type, unknown choice, out of range, two that contradict."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {num_layers: four, hiden_size: 64}\noptimizer: {lr: -1}\nseed: 3\nseed: 4\n")
+    flags = f"--config {file} --vocab-size 64 --train-iter 3 --pp x --precision b16 --split 9,1,0 --mock-data"
+    assert refused(flags, world_size=2) == (
+        "unknown flag --train-iter: did you mean --train-iters? (--help-all lists all)",
+        "--pp: pp takes a whole number such as 4, got 'x'",
+        "--precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)",
+        f"file {file}: seed is given twice, on lines 3 and 4; keep one of them",
+        f"file {file}, model: num_layers takes a whole number such as 4, got 'four'",
+        f"file {file}, model: unknown key hiden_size: did you mean hidden_size?",
+        "lr is -1; it must be above 0, e.g. 0.001",
+        "split 9,1,0 has no effect with mock_data; use data_path or remove it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        # What is wrong by itself is the only problem: what else depends on it is not known.
+        ("--tp 0 --sequence-parallel", 1),
+        ("--tpp 2 --sequence-parallel", 1),
+        ("--num-attention-heads 0 --hidden-size 7", 1),
+        ("--rampup-batch-size 4 --global-batch-size 7 --micro-batch-size 2", 2),
+        ("--confg run.yaml --ep 2", 1),
+        ("--config nowhere.yaml --seqence-parallel", 2),
+        # Contradictions do not hide one another, and those of one setting are all named.
+        ("--ep 2 --save-interval 5 --keep-every 7 --min-lr 1 --lr 0.1", 5),
+        ("--optimizer sgd --adam-beta1 0.5 --adam-beta2 0.5 --muon-steps 3", 3),
+    ],
+)
+def test_how_many(flags: str, problems: int) -> None:
+    assert len(refused(flags)) == problems, refused(flags)
+
+
+def test_what_a_run_needs_beside_what_is_wrong() -> None:
+    found = refused("--lr -1 --tp 2", world_size=1)
+    assert [text.split(";")[0].split(" is ")[0] for text in found] == [
+        "lr",
+        "world size 1",
+        "the length of the run",
+        "there",
+    ]
+    assert "--train-iters" not in str(refused("--train-iter 5", world_size=1)[1:])
+
+
+def test_the_dry_run_says_as_much_as_the_run() -> None:
+    assert refused("--dry-run --world-size 3 --tp 2 --lr fast") == (
+        "--lr: lr takes a number such as 0.1, got 'fast'",
+        "world size 3 is not a multiple of tp·pp·cp = 2·1·1 = 2; start 2 or 4 ranks, or choose tp, pp, cp with a product "
+        "among 1, 3",
+    )
+
+
+@pytest.mark.parametrize("name", settings())
+def test_no_rule_breaks_on_a_wrong_setting(name: str) -> None:
+    """Whatever is wrong, rules neither fail nor report what they cannot know."""
+    setting = settings()[name]
+    problems = Problems()
+    problems.add(f"{name} is wrong", name)
+    validate(RunConfig(), 1, problems=problems)
+    assert list(problems.found) == [f"{name} is wrong"]
+    if name in BOUNDS and not setting.is_list:
+        low = BOUNDS[name].low - 1
+        with pytest.raises(ConfigError) as error:
+            validate(replace(RunConfig(), **{name: setting.type(low)}), 1, frozenset({name}))
+        assert error.value.problems[0].startswith(f"{name} is ") and len(error.value.problems) == 1
+
+
+def test_a_hidden_setting_cannot_be_read_and_the_others_can() -> None:
+    model = hide(RunConfig().model, {"num_attention_heads", "tp"})
+    assert model.num_layers == 2
+    for name in ("num_attention_heads", "head_size", "query_groups"):
+        with pytest.raises(Reported):
+            getattr(model, name)
+
+
+def test_one_is_one_line_and_very_many_are_cut() -> None:
+    assert str(ConfigError("a")) == "a"
+    assert str(ConfigError("a", "b")) == "there are 2 problems:\n- a\n- b"
+    assert str(ConfigError(*map(str, range(99)))).splitlines()[-2:] == ["- 29", "- and 69 more"]

@@ -1,0 +1,35 @@
+"""Implementations by name: imported when named, added by users, refused where there is none."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.config.registry import Registry
+
+
+def test_what_is_not_named_is_not_imported() -> None:
+    code = (
+        "import sys; from megalite.data_parallel.strategy import STRATEGIES; STRATEGIES.get('gossip'); "
+        "print([n for n in sys.modules if n.startswith('megalite.data_parallel.more.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "more.gossip" in done.stdout
+    assert "more.powersgd" not in done.stdout and "more.server" not in done.stdout
+
+
+def test_a_user_adds_one() -> None:
+    registry: Registry[type] = Registry("thing", {"a": "fractions:Fraction"})
+
+    @registry.register("mine")
+    class Mine:
+        pass
+
+    assert registry.get("mine") is Mine
+    assert registry.get("a").__name__ == "Fraction"
+    assert registry.names == ("a", "mine")
+    with pytest.raises(ConfigError, match="thing mine exists already"):
+        registry.register("mine")(Mine)
+    with pytest.raises(ConfigError, match=r"thing is 'other'; it must be one of a, mine"):
+        registry.get("other")

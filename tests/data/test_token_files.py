@@ -1,0 +1,204 @@
+"""Side files, and token files of another tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.data_index import main
+from megalite.config.errors import ConfigError
+from megalite.data.token_files import (
+    encode_side_file,
+    read_side_file,
+    require_recorded_tokenizer,
+    unused_side_file,
+)
+from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
+from megalite.training.setup import open_data
+from tests.data.token_files import write_by_layout
+from tests.support.ranks import RankContext
+from tests.support.tiny import build, tiny_config
+
+FACTS = {
+    "documents": 2,
+    "tokens": 5,
+    "dtype": "uint16",
+    "files": {".bin": {"bytes": 10, "sha256": "0" * 64}},
+    "text": "\udc80 is half a pair",
+}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_side_file(tmp_path / "d") is None
+    (tmp_path / "d.json").write_bytes(encode_side_file(FACTS))
+    assert read_side_file(tmp_path / "d") == {"format": 1, **FACTS}
+    assert unused_side_file(tmp_path / "d") is None
+
+
+CHANGES = {
+    "documents is -1, expected a number": {"documents": -1},
+    "documents is True, expected a number": {"documents": True},
+    "documents is None, expected a number": {"documents": None},
+    "tokens is '5', expected a number": {"tokens": "5"},
+    "dtype is 8, expected the name": {"dtype": 8},
+    "files  is \\[\\], expected bytes": {"files": []},
+    "files .bin is .*, expected bytes and sha256": {"files": {".bin": {"bytes": 10, "sha256": "0"}}},
+    "files .idx is None, expected bytes": {"files": {".idx": None}},
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_field_that_cannot_be_is_named(tmp_path: Path, message: str) -> None:
+    (tmp_path / "d.json").write_text(json.dumps({"format": 1, **FACTS, **CHANGES[message]}))
+    with pytest.raises(ConfigError, match=rf"d\.json: {message}.*; move it away, or write the dataset again"):
+        read_side_file(tmp_path / "d")
+
+
+def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('{"format": 1, "documents": 2, "tokens": 5}')
+    with pytest.raises(ConfigError, match=r"d\.json: dtype is missing; move it away"):
+        read_side_file(tmp_path / "d")
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('{"format": 2}')
+    for read in (read_side_file, unused_side_file):
+        with pytest.raises(
+            ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"
+        ):
+            read(tmp_path / "d")
+
+
+FOREIGN = [b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}", b"null", b"{}"]
+FOREIGN += [b'{"format": "jsonl"}', b'{"format": true}', b'{"format": null}', b'{"format": 0}']
+FOREIGN += [b'{"text": "one"}\n{"text": "two"}\n', b'{"version": "1.0", "model": {"type": "BPE"}}']
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_file_of_another_program_is_not_used(tmp_path: Path, content: bytes) -> None:
+    """Texts in JSON beside the tokens that were made of them, or a tokenizer.json, say."""
+    path = tmp_path / "d.json"
+    path.write_bytes(content)
+    assert read_side_file(tmp_path / "d") is None
+    assert unused_side_file(tmp_path / "d") == f"{path} is not a side file of megalite: not used"
+
+
+def test_one_of_an_earlier_version_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps({"documents": 2, "tokenizer_sha256": "0" * 64, "bin_sha256": "0" * 64}))
+    assert read_side_file(tmp_path / "d") is None
+    assert unused_side_file(tmp_path / "d") == f"{path} is of an earlier version: not used"
+
+
+def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    with (tmp_path / "long.json").open("wb") as file:
+        file.write(encode_side_file(FACTS))
+        file.truncate(1 << 40)
+    for name in ("folder", "long"):
+        assert read_side_file(tmp_path / name) is None
+        assert "is not a side file of megalite" in str(unused_side_file(tmp_path / name))
+
+
+BYTES = ByteLevelTokenizer()
+RECORDED: dict[str, Any] = {"documents": 50, "tokens": 1000, "dtype": "uint16"}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Made with ByteLevelTokenizer, as its side file says."""
+    write_by_layout(tmp_path / "d", [[1] * 20] * 50)
+    made_with = {"kind": BYTES.name, "sha256": BYTES.fingerprint(), "vocab_size": 257, "eod": 256}
+    (tmp_path / "d.json").write_bytes(encode_side_file({**RECORDED, "tokenizer": made_with}))
+    return str(tmp_path / "d")
+
+
+def refusal(prefix: str) -> str:
+    return (
+        f"{prefix}.bin was made with another tokenizer: ByteLevelTokenizer (sha256 {BYTES.fingerprint()[:12]}...), and this "
+        f"run has NullTokenizer (sha256 {NullTokenizer(300).fingerprint()[:12]}...); give that one, or move "
+        f"{prefix}.json away if the two are known to give the same ids"
+    )
+
+
+def test_training_refuses_it(prefix: str) -> None:
+    def read(tokenizer: ByteLevelTokenizer | NullTokenizer | None) -> None:
+        config = tiny_config(1, data_path=[prefix], split="1", vocab_size=300, eod_mask_loss=False)
+        assert open_data(build(RankContext(0), config), tokenizer).train is not None
+
+    read(BYTES)
+    read(None)
+    with pytest.raises(ConfigError) as error:
+        read(NullTokenizer(300))
+    assert str(error.value) == refusal(prefix)
+    Path(f"{prefix}.json").unlink()
+    read(NullTokenizer(300))
+
+
+def test_so_does_data_index(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--seq-length", "8", "--train-iters", "5", "--global-batch-size", "2", "--split", "1"]
+    words = ["--data-path", prefix, *sizes, "--tokenizer-type"]
+    assert main([*words, "NullTokenizer", "--vocab-size", "300"]) == 2
+    assert capsys.readouterr().err == f"error: {refusal(prefix)}\n"
+    assert main([*words, "ByteLevelTokenizer"]) == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[1]",
+        '{"tokenizer": {"sha256": "0"}}',
+        json.dumps({"format": 1, "tokenizer": {"sha256": "0"}}),
+        json.dumps({"format": 2, **RECORDED, "tokenizer": {"sha256": "0"}}),
+        json.dumps({"format": 1, **RECORDED}),
+        json.dumps({"format": 1, **RECORDED, "tokenizer": "ByteLevelTokenizer"}),
+        json.dumps({"format": 1, **RECORDED, "tokenizer": {"kind": "x", "sha256": 7}}),
+    ],
+)
+def test_what_is_no_sound_side_file_says_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "d.json").write_text(content)
+    require_recorded_tokenizer(str(tmp_path / "d"), BYTES)
+    require_recorded_tokenizer(str(tmp_path / "none"), BYTES)
+
+
+def test_a_file_without_tokens(tmp_path: Path) -> None:
+    write_by_layout(tmp_path / "d", [[], []])
+    config = tiny_config(1, data_path=[str(tmp_path / "d")], eod_mask_loss=False)
+    with pytest.raises(ConfigError, match=r"data path .*/d: .*/d\.bin holds no tokens; leave it out"):
+        open_data(build(RankContext(0), config), None)
+
+
+def test_a_split_without_documents_names_the_split_that_is_in_force(tmp_path: Path) -> None:
+    write_by_layout(tmp_path / "d", [[1] * 40] * 3)
+
+    def message(**settings: Any) -> str:
+        config = tiny_config(1, eod_mask_loss=False, **settings)
+        with pytest.raises(ConfigError) as error:
+            open_data(build(RankContext(0), config), None)
+        return str(error.value)
+
+    path = [str(tmp_path / "d")]
+    assert "the training split is empty (split 0,1,0)" in message(data_path=path, split="0,1,0")
+    assert "no validation data (split 969,30,1); give it a larger share of --split" in message(
+        data_path=path, eval_interval=5
+    )
+
+
+def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
+    """The user never chose a vocab_size where the tokenizer has one."""
+    write_by_layout(tmp_path / "d", [[1] * 400, [998]])
+
+    def message(tokenizer: ByteLevelTokenizer | NullTokenizer) -> str:
+        size = tokenizer.vocab_size
+        settings = {"data_path": [str(tmp_path / "d")], "split": "1", "eod_mask_loss": False}
+        config = tiny_config(1, vocab_size=size, **settings)
+        with pytest.raises(ConfigError) as error:
+            open_data(build(RankContext(0), config), tokenizer)
+        return str(error.value)
+
+    said = message(BYTES)
+    assert "holds token id 998, but ByteLevelTokenizer (sha256 " in said and "ids below 257" in said
+    assert "it is not the tokenizer that wrote the file" in said and "vocab_size" not in said
+    assert "set vocab_size to at least 999" in message(NullTokenizer(300))

@@ -1,0 +1,60 @@
+"""What stands between `pretrain_gpt.py` and a step: few frames, and few modules."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+from tests.e2e.programs import REPOSITORY
+
+MOST_FRAMES, MOST_MODULES = 8, 184
+
+PROBE = """
+import json, runpy, sys
+
+def probe(frame, event, _):
+    if event == "call" and frame.f_code.co_qualname == "Executor.run":
+        sys.setprofile(None)
+        names = []
+        while frame.f_globals["__name__"] != "runpy":
+            names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        modules = sorted(name for name in sys.modules if name.split(".")[0] == "megalite")
+        print("FOUND" + json.dumps({"frames": names[::-1], "modules": modules}))
+
+sys.setprofile(probe)
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+RUN = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 1 --train-iters 1"
+)
+
+
+@cache
+def at_the_first_step() -> dict[str, Any]:
+    """The frames and megalite's modules at the first `Executor.run` of one rank, fp32, all-reduce."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *RUN.split()],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    [found] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    result: dict[str, Any] = json.loads(found.removeprefix("FOUND"))
+    return result
+
+
+def test_the_spine_is_short() -> None:
+    frames = at_the_first_step()["frames"]
+    assert frames[0] == "<module>" and frames[-1] == "Executor.run"
+    assert len(frames) <= MOST_FRAMES, frames
+
+
+def test_the_start_is_lean() -> None:
+    modules = at_the_first_step()["modules"]
+    assert len(modules) <= MOST_MODULES, modules

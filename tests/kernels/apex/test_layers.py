@@ -1,0 +1,264 @@
+"""apex's kernels of the layers against float64, through stand-ins that take what apex takes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.kernels import probes
+from megalite.kernels.cross_entropy import cross_entropy_forward
+from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
+from megalite.kernels.registry import IMPLEMENTATIONS, Use
+from megalite.kernels.unfused_attention import (
+    causal_softmax_backward,
+    causal_softmax_forward,
+    unfused_attention,
+)
+from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.topology.group import Group
+from tests.kernels.apex.conftest import Adapter
+
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+SOFTMAX = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+"""Scores, probabilities and dropped probabilities are each rounded."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(found: list[torch.Tensor], exact: list[torch.Tensor], limit: float) -> None:
+    for ours, right in zip(found, exact, strict=True):
+        assert ours.dtype == found[0].dtype and ours.shape == right.shape
+        assert (ours.double() - right).norm() <= limit * right.norm()
+
+
+def through(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Output and gradients, for a gradient that is not dense, as of a permuted output."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+    y = function(*leaves)
+    grad = torch.arange(y.numel()).view(y.shape).double().cos().to(y.dtype)
+    grad = grad.transpose(0, -2).contiguous().transpose(0, -2)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("size", [17, 1000])  # in no list of sizes that were compiled
+@pytest.mark.parametrize("name, torchs", [("rmsnorm", rms_norm), ("layernorm", layer_norm)])
+def test_norms(
+    adapter: Adapter,
+    name: str,
+    torchs: Callable[..., torch.Tensor],
+    size: int,
+    dtype: torch.dtype,
+    zero_centered: bool,
+) -> None:
+    x = drawn(size, 3, 5, dtype=dtype).permute(2, 1, 0)
+    inputs = [x, 0.1 * drawn(size, dtype=dtype, seed=1) + (not zero_centered)]
+    if name == "layernorm":
+        inputs.append(drawn(size, dtype=dtype, seed=2))
+    ours = getattr(adapter("layers"), name)
+    found = through(lambda *given: ours(*given, 1e-5, zero_centered=zero_centered), inputs)
+    wide = [tensor.double() for tensor in inputs]
+    exact = through(lambda *given: torchs(*given, 1e-5, zero_centered=zero_centered), wide)
+    assert_near(found, exact, ROUNDING[dtype])
+
+
+def test_the_factor_is_not_rounded(adapter: Adapter) -> None:
+    x, weight = drawn(8, 64, dtype=torch.bfloat16), 0.1 * drawn(64, dtype=torch.bfloat16, seed=1)
+    exact = rms_norm(x.double(), weight.double(), 1e-5, zero_centered=True)
+    rmsnorm = adapter("layers").rmsnorm
+
+    def error(y: torch.Tensor) -> float:
+        return ((y - exact) / exact).abs().max().item()
+
+    assert error(rmsnorm(x, weight, 1e-5, zero_centered=True)) < 2**-8  # of one rounding
+    assert error(rmsnorm(x, 1 + weight, 1e-5)) > 1.25 * 2**-8  # of two
+
+
+def test_more_than_an_int_can_address(adapter: Adapter) -> None:
+    layers = adapter("layers")
+    layers.check_elements("rmsnorm", torch.empty(1, dtype=torch.bfloat16).expand(2**16, 2**15))  # no memory
+    x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta").view(-1, 8)
+    refused = r"rmsnorm=apex takes less than 2\^31 elements .* use rmsnorm=torch"
+    with pytest.raises(ConfigError, match=refused):
+        layers.rmsnorm(x, torch.ones(8, dtype=torch.bfloat16, device="meta"), 1e-5)
+
+
+def tables(s: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = drawn(s, 1, 1, d // 2, seed=3)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rope(adapter: Adapter, dtype: torch.dtype) -> None:
+    x, (cos, sin) = drawn(7, 2, 3, 24, dtype=dtype)[..., 8:16], tables(7, 8)  # a part of a wider row
+    found = through(lambda x: adapter("layers").rope(x, cos, sin), [x])
+    exact = through(lambda x: apply_rope(x, cos.double(), sin.double()), [x.double()])
+    assert_near(found, exact, ROUNDING[dtype])
+
+
+def test_tables_are_doubled_once(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, kernels, seen = adapter("layers"), probes.extension("fused_rotary_positional_embedding"), []
+    forward = kernels.forward_cached
+    monkeypatch.setattr(
+        kernels, "forward_cached", lambda *given: (seen.append(given[1].data_ptr()), forward(*given))[1]
+    )
+    cos, sin = tables(4, 8)
+    for _ in range(3):
+        module.rope(torch.randn(4, 1, 2, 8), cos, sin)
+    assert len(seen) == 3 and len(set(seen)) == 1
+    assert len(module._full_tables) == 2
+    del cos, sin
+    assert len(module._full_tables) == 0
+
+
+def test_positions_of_each_sequence_are_refused(adapter: Adapter) -> None:
+    cos = torch.ones(4, 3, 1, 4)
+    with pytest.raises(ConfigError, match=r"rope=apex takes one table for all sequences.*use rope=torch"):
+        adapter("layers").rope(torch.ones(4, 3, 2, 8), cos, cos)
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX)
+@pytest.mark.parametrize("head_size", [16, 24])  # a scale that a half type holds, and one that it does not
+@pytest.mark.parametrize("drops", [False, True])
+def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: bool) -> None:
+    q, k, v = (
+        drawn(20, 2, n, head_size, dtype=dtype, seed=n + i).permute(1, 2, 0, 3)
+        for i, n in enumerate((4, 2, 2))
+    )
+    keep = drawn(2, 4, 20, 20) >= -0.5 if drops else None
+    layers, visible = adapter("layers"), torch.ones(20, 20, dtype=torch.bool).tril()
+    causal = layers.causal_softmax_forward, layers.causal_softmax_backward
+    given = {"keep": keep, "p": 0.3}
+    found = through(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), [q, k, v])
+    wide = [tensor.double() for tensor in (q, k, v)]
+    exact = through(lambda *x: unfused_attention(*x, visible=visible, **given), wide)
+    assert_near(found, exact, SOFTMAX[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_torchs_own_is_the_masked_softmax_to_the_bit(dtype: torch.dtype) -> None:
+    tensors = [drawn(2, 4, 20, 8, dtype=dtype, seed=seed) for seed in range(3)]
+    given = {"keep": drawn(2, 4, 20, 20) >= -0.5, "p": 0.3}
+    visible = torch.ones(20, 20, dtype=torch.bool).tril()
+    causal = causal_softmax_forward, causal_softmax_backward
+    found = through(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), tensors)
+    right = through(lambda *x: unfused_attention(*x, visible=visible, **given), tensors)
+    assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape, reason",
+    [
+        ((2, 4, 16), "it takes sequences of 17 to 16384 tokens, not 16"),
+        ((2, 4, 22), "it takes sequences of a multiple of 4 tokens, not 22"),
+        ((2, 3, 20), "it takes 8 matrices of 20 x 20 scores at a time, and there are 6"),
+        ((1, 3, 132), "it takes 4 matrices of 132 x 132 scores at a time, and there are 3"),
+    ],
+)
+def test_scores_that_are_refused(adapter: Adapter, shape: tuple[int, int, int], reason: str) -> None:
+    scores = torch.zeros(*shape, shape[-1], dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=f"softmax=apex cannot be used: {reason}; use softmax=torch"):
+        adapter("layers").causal_softmax_forward(scores, 0.25)
+    assert [n for n in (16, 17, 20, 16384, 16388) if probes.softmax_limit(n) is None] == [20, 16384]
+
+
+def test_the_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own parameter is of the scores' type."""
+    layers, seen = adapter("layers"), []
+    kernels = probes.extension("scaled_upper_triang_masked_softmax_cuda")
+    monkeypatch.setattr(kernels, "forward", lambda scores, scale: (seen.append(scale), scores)[1])
+    for scale in (24**-0.5, 0.25):
+        layers.causal_softmax_forward(torch.ones(2, 4, 20, 20, dtype=torch.bfloat16), scale)
+    assert seen == [1.0, 0.25]
+
+
+def logits_and_labels(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, v], and labels of which some are 0."""
+    labels = torch.randint(40, (12,), generator=torch.Generator().manual_seed(0))
+    labels[::4] = 0
+    return (5 * drawn(12, 40)).to(dtype), labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_parts_of_the_vocabulary_add_up(adapter: Adapter, dtype: torch.dtype, parts: int) -> None:
+    module, (logits, labels) = adapter("layers"), logits_and_labels(dtype)
+    grad, exact = drawn(12, seed=1).abs(), logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    (right,) = torch.autograd.grad(losses, exact, grad.double())
+    pieces = list(enumerate(logits.chunk(parts, dim=1)))  # not dense: the kernel must not see their strides
+    width = 40 // parts
+    found = [module.cross_entropy_forward(part, labels, width * place) for place, part in pieces]
+    stats = torch.stack([each for each, _ in found])
+    maximum, total, picked = stats.unbind(1)
+    logsumexp = (maximum + total.log()).logsumexp(0)
+    loss = logsumexp - (picked + maximum).gather(0, (labels // width).unsqueeze(0)).squeeze(0)
+    assert stats.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), losses.detach(), atol=1e-5, rtol=1e-5)
+    over_all = None if parts == 1 else logsumexp
+    grads = [
+        module.cross_entropy_backward(saved, labels, width * place, over_all, grad)
+        for place, (_, saved) in enumerate(found)
+    ]
+    assert grads[0].dtype == dtype
+    assert_near([torch.cat(grads, dim=1)], [right], ROUNDING[dtype])
+
+
+def test_token_0_is_a_token(adapter: Adapter) -> None:
+    """apex's own wrapper takes 0 for padding, without loss or gradient."""
+    module, (logits, labels) = adapter("layers"), logits_and_labels(torch.float32)
+    logits.requires_grad_()
+    kernel = module.cross_entropy_forward, module.cross_entropy_backward
+    where = {"first": 0, "vocab_size": 40, "tp": Group.solo("tp"), "kernel": kernel}
+    losses = vocab_parallel_cross_entropy(logits.view(6, 2, 40), labels.view(6, 2), **where).flatten()
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert bool((losses[labels == 0] > 0.1).all())
+    assert bool((logits.grad[labels == 0, 0] < 0).all())
+
+
+def test_bf16_logits_are_not_served(installed: Adapter) -> None:
+    module, (logits, labels) = installed("layers"), logits_and_labels(torch.bfloat16)
+    found = IMPLEMENTATIONS["cross_entropy"]["apex"]
+    assert found.why_not(Use("cpu", torch.bfloat16, 40)) == "it takes float32, float16, not bfloat16"
+    _, (_, log_sum) = module.cross_entropy_forward(logits, labels, 0)
+    # What it would have to go by: half a digit of bf16, 1 % and more of each probability.
+    assert (log_sum.double() - logits.double().logsumexp(1)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("wide", [True, False])
+def test_weight_gradients_are_added(adapter: Adapter, dtype: torch.dtype, wide: bool) -> None:
+    main = torch.float32 if wide else dtype
+    # Rows that are not dense: the kernel reads plain memory.
+    grad_y, x = drawn(6, 33, dtype=dtype).t(), drawn(33, 20, dtype=dtype, seed=1)[:, ::2]
+    main_grad = drawn(6, 10, dtype=main, seed=2)
+    exact = main_grad.double() + grad_y.double().t() @ x.double()
+    adapter("layers").accumulate_weight_grad(main_grad, grad_y, x)
+    assert_near([main_grad], [exact], ROUNDING[main])
+
+
+def test_no_rows(adapter: Adapter) -> None:
+    """No launch, which would fail."""
+    layers = adapter("layers")
+    x, factors = torch.empty(4, 0, 32, requires_grad=True), [torch.ones(32, requires_grad=True) for _ in "ab"]
+    for function, count in ((layers.rmsnorm, 1), (layers.layernorm, 2)):
+        y = function(x, *factors[:count], 1e-5)
+        grads = torch.autograd.grad(y.sum(), [x, *factors[:count]])
+        assert y.shape == x.shape == grads[0].shape
+        assert all(bool((grad == 0).all()) for grad in grads[1:])
+    heads = torch.empty(0, 2, 2, 8, requires_grad=True)
+    rotated = layers.rope(heads, *tables(0, 8))
+    assert rotated.shape == heads.shape
+    rotated.sum().backward()
+    logits, labels = torch.empty(0, 40), torch.empty(0, dtype=torch.int64)
+    stats, saved = layers.cross_entropy_forward(logits, labels, 0)
+    assert stats.shape == cross_entropy_forward(logits, labels, 0)[0].shape
+    assert layers.cross_entropy_backward(saved, labels, 0, None, torch.empty(0)).shape == (0, 40)
+    main_grad = torch.ones(6, 10)
+    layers.accumulate_weight_grad(main_grad, torch.empty(0, 6), torch.empty(0, 10))
+    assert bool((main_grad == 1).all())

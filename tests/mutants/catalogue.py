@@ -1,0 +1,19 @@
+"""The mutants: what each part of training could get wrong without a crash, and the test that sees it.
+
+If a mutant's text has changed, write the same fault into the new text; do not remove it.
+"""
+
+from tests.mutants import model_mutants as model
+from tests.mutants import training_mutants as training
+
+MUTANTS = (
+    *training.OBJECTIVE,
+    *training.GRADIENTS,
+    *training.NORM_AND_UPDATE,
+    *training.SHARDS_AND_PRECISION,
+    *model.RANDOMNESS,
+    *model.ATTENTION,
+    *model.EXPERTS,
+    *model.SCHEDULES_AND_PLANS,
+    *model.FILES,
+)

@@ -1,0 +1,75 @@
+"""What is true of every optimizer: it loads by name, keeps the states that its config states, and continues from them."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, STATES, state_names
+from megalite.optimizers.base import OPTIMIZERS
+from tests.data_parallel.toy import ToyRun
+from tests.support.ranks import RankContext
+
+CASES: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in STATES}
+CASES |= {name: {"optimizer": name, "freeze_step": 2} for name in ONEBIT_OPTIMIZERS}
+CASES |= {
+    "sgd without momentum": {"optimizer": "sgd", "sgd_momentum": 0.0},
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+}
+
+
+def made(case: str) -> ToyRun:
+    torch.set_num_threads(1)
+    return ToyRun(RankContext(0, {}).topology(dp=1), CASES[case])
+
+
+def test_the_table_has_the_choices_of_the_config() -> None:
+    assert OPTIMIZERS.names == tuple(STATES)
+    with pytest.raises(ConfigError, match="optimizer is 'adamw'; it must be one of adam, sgd"):
+        OPTIMIZERS.get("adamw")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_its_states_are_those_that_the_config_states_and_start_from_zero(case: str) -> None:
+    run = made(case)
+    for flat in run.optimizer.parameters:
+        state = run.optimizer.state(flat.param)
+        assert tuple(state) == state_names(run.config.optimizer, hidden_matrix=flat.orthogonal)
+        assert all(not values.any() and values.shape == flat.param.shape for values in state.values())
+    assert run.optimizer.updates == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_counters_and_updates_are_all_there_is(case: str) -> None:
+    """Another optimizer that gets them makes the same steps, to the bit."""
+    one, other = made(case), made(case)
+    for _ in range(4):
+        one.step()
+    for source, target in zip(one.optimizer.parameters, other.optimizer.parameters, strict=True):
+        target.param.data.copy_(source.param.data)
+        for name, values in other.optimizer.state(target.param).items():
+            values.copy_(one.optimizer.state(source.param)[name])
+    tensors = one.optimizer.tensor_state()
+    for key, values in other.optimizer.tensor_state().items():
+        values.copy_(tensors[key])
+    other.strategy.load_counters(one.strategy.counters())
+    other.steps, other.optimizer.updates = one.steps, one.optimizer.updates
+    other.optimizer.load_counters(one.optimizer.counters())
+    for run in (one, other):
+        run.step()
+        run.step()
+    assert one.optimizer.updates == other.optimizer.updates == 6
+    for name, values in one.weights().items():
+        assert torch.equal(values, other.weights()[name]), name
+
+
+def test_an_optimizer_is_imported_when_it_is_named() -> None:
+    code = (
+        "import sys, megalite.training.build as build; build.OPTIMIZERS.get('sgd'); "
+        "print(*(name for name in sys.modules if name.startswith('megalite.optimizers.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"megalite.optimizers.base", "megalite.optimizers.sgd"}

@@ -1,0 +1,125 @@
+"""An elastic start: rank 0 looks and plans, all take its answer; and what it makes of damaged checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
+from megalite.config.describe import replace, value_of
+from megalite.config.run import RunConfig
+from megalite.planner.elastic import _saved, newest_layout, take_layout
+from megalite.planner.search.relayout import LAYOUT
+from megalite.training.replica import build_replica
+from megalite.training.saving import save
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import TINY, Runner, tiny_config
+
+
+def saved(context: RankContext, world: int, layout: dict[str, Any], folder: str) -> None:
+    """Train two steps on some ranks, and save."""
+    config = tiny_config(world, **layout)
+    # dp follows from the ranks, and the checkpoint's config leaves it open
+    asked = replace(config, dp=None)
+    runner = Runner(build_replica(config, context.topology_of(config), asked=asked))
+    runner.step()
+    runner.step()
+    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of tp 2 x pp 2."""
+    folder = tmp_path_factory.mktemp("four") / "checkpoints"
+    run_ranks(4, saved, 4, {"tp": 2, "pp": 2}, str(folder))
+    return folder
+
+
+def elastic(folder: str, **changes: Any) -> RunConfig:
+    """The settings of an elastic run that goes on from `folder`."""
+    more = {"elastic": True, "load": folder, "save": folder, "save_interval": 2, "mock_data": True}
+    return replace(RunConfig(), **{**TINY, "eod_mask_loss": False, **more, **changes})
+
+
+def taken(context: RankContext, world: int, folder: str, files: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """(layout or error, log) of one rank."""
+    group = context.topology(dp=world).world
+    config, lines = elastic(folder, **files, **flags), list[str]()
+    try:
+        found, explicit = take_layout(
+            config,
+            explicit=frozenset(files | flags),
+            fixed=frozenset(flags),
+            world=group,
+            device=torch.device("cpu"),
+            log=lines.append,
+        )
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}", lines
+    assert "elastic" in explicit
+    return {name: value_of(found, name) for name in LAYOUT}, lines
+
+
+def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
+    (first, said), (second, silence) = run_ranks(2, taken, 2, str(of_four), {"tp": 2, "pp": 2}, {})
+    assert first == second
+    assert first["tp"] * first["pp"] * first["dp"] == 2
+    assert silence == []
+    (line,) = said
+    assert line.startswith(
+        "elastic: 2 ranks; the checkpoint of step 2 is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, "
+        f"recompute none; going on as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}"
+    )
+    assert "(planned" in line
+
+
+def test_on_the_same_ranks_nothing_changes(of_four: Path) -> None:
+    found = run_ranks(4, taken, 4, str(of_four), {}, {})
+    assert all((layout["tp"], layout["pp"], layout["dp"]) == (2, 2, 1) for layout, _ in found)
+    assert found[0][1] == [
+        "elastic: 4 ranks; going on as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of "
+        "the checkpoint of step 2)"
+    ]
+
+
+def test_no_layout_is_one_error_on_every_rank(of_four: Path) -> None:
+    found = run_ranks(3, taken, 3, str(of_four), {}, {"tp": 2})
+    assert len({message for message, _ in found}) == 1
+    assert found[0][0].startswith("ConfigError: elastic: no layout of 3 ranks is legal with tp 2")
+    assert "Start 2 or 4 ranks" in found[0][0]
+
+
+def test_a_cluster_that_is_not_there_is_one_error(of_four: Path) -> None:
+    found = run_ranks(2, taken, 2, str(of_four), {}, {"elastic_cluster": "dgx-h10"})
+    assert found[0][0] == found[1][0]
+    assert "dgx-h100" in found[0][0]
+
+
+def test_nothing_there_is_no_former_layout(tmp_path: Path) -> None:
+    assert newest_layout(tmp_path) is None
+    assert newest_layout(tmp_path / "none") is None
+
+
+def test_a_damaged_manifest_is_passed_over(of_four: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(of_four, folder)
+    later = folder / "step-0000009"
+    shutil.copytree(folder / "step-0000002", later)
+    text = (later / MANIFEST_NAME).read_text()
+    (later / MANIFEST_NAME).write_text(text.replace('"tp":2', '"tp":4', 1))
+    found = newest_layout(folder)
+    assert found is not None
+    assert (found.step, found.world_size) == (2, 4)
+
+
+def test_settings_of_a_checkpoint_are_not_trusted(of_four: Path) -> None:
+    manifest = Manifest.from_json((of_four / "step-0000002" / MANIFEST_NAME).read_text())
+    parallel = manifest.config["parallel"]
+    assert _saved(manifest.config, "tp") == 2
+    assert _saved({}, "tp") == 1, "a setting that came later"
+    for value in ("2", 2.0, True, [2], None, 0, {"a": 1}):
+        with pytest.raises(CheckpointError):
+            _saved({"parallel": json.loads(json.dumps({**parallel, "tp": value}))}, "tp")

@@ -1,0 +1,64 @@
+"""Small jobs: texts of numbers, whose tokens are these numbers."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megalite.config.data import DataConfig
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.preprocess.job import PreprocessJob, Progress
+from megalite.preprocess.run import preprocess
+
+NUMBERS = DataConfig(tokenizer_type="NullTokenizer")
+NUMBER_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+class Stop(BaseException):
+    """Ends a run as a signal does."""
+
+
+def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def write_numbers(path: Path, count: int, first: int = 0) -> Path:
+    """`count` documents of one to five numbers below 1000."""
+    return write_jsonl(
+        path, [" ".join(str(i * k % 1000) for k in range(i % 5 + 1)) for i in range(first, first + count)]
+    )
+
+
+def number_job(folder: Path, *inputs: Path | str, **settings: object) -> PreprocessJob:
+    """Texts of numbers to folder/out_text_document; every piece is followed by a mark in the journal."""
+    given = {"vocab_size": 1000, "checkpoint_seconds": 0.0} | settings
+    return PreprocessJob(
+        inputs=tuple(map(str, inputs)),
+        output_prefix=str(folder / "out"),
+        tokenizer=NUMBERS,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+def run_numbers(folder: Path, *inputs: Path | str, **settings: object) -> Progress:
+    return preprocess(number_job(folder, *inputs, **settings))
+
+
+def stop_after(documents: int) -> Callable[[Progress], None]:
+    """Stops the run once so many documents are done."""
+
+    def check(progress: Progress) -> None:
+        if progress.documents >= documents:
+            raise Stop
+
+    return check
+
+
+def documents(folder: Path, key: str = "text") -> list[list[int]]:
+    return [document.tolist() for document in IndexedDataset(folder / f"out_{key}_document")]
+
+
+def output_bytes(folder: Path, key: str = "text") -> list[bytes]:
+    """All three files."""
+    return [(folder / f"out_{key}_document{suffix}").read_bytes() for suffix in SUFFIXES]

@@ -1,0 +1,126 @@
+"""Runs a job again and again, killed before the first, second, ... of its calls that change the disk, and once more.
+
+A killed process has lost what it wrote and did not sync. Then the job must go on to the bytes of an undisturbed run
+(without --restart wherever something was kept), and at every instant between, an .idx or .json stands only beside the
+.bin that it describes. Prints what was found as JSON.
+
+A program of its own: it forks, which is safe only where no threads run.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.preprocess.run import preprocess
+from megalite.preprocess.unfinished import read_journal
+from tests.preprocess.jobs import SUFFIXES, number_job, output_bytes, write_numbers
+
+CALLS = ("fsync", "replace", "rename", "unlink", "ftruncate", "truncate", "write", "mkdir", "rmdir")
+KILLED = 77
+
+
+def run_job(folder: Path) -> None:
+    """As a user does: --restart only where there is nothing to go on from, and then earlier output is replaced."""
+    left = read_journal(folder / "work" / "out.unfinished" / "journal")
+    restart = left is None or not left.marks
+    preprocess(number_job(folder / "work", folder / "a.jsonl", piece_bytes=150, restart=restart))
+
+
+def fork(work: Callable[..., None], *arguments: Any) -> int:
+    """The exit status of a child that does this."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work(*arguments)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_until(folder: Path, point: int) -> None:
+    """Run the job and end the process before call number `point`; files in work lose what was not synced."""
+    synced: dict[int, int] = {}
+    seen = [0]
+
+    def patched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if seen[0] == point:
+                for path in (folder / "work").rglob("*"):
+                    if path.suffix in (".bin", ".lengths", ".idx") or path.name == "journal":
+                        keep = synced.get(path.stat().st_ino, 0)
+                        originals["truncate"](path, min(keep, path.stat().st_size))
+                os._exit(KILLED)
+            seen[0] += 1
+            result = original(*arguments, **named)
+            if name == "fsync":
+                status = os.fstat(arguments[0])
+                synced[status.st_ino] = status.st_size
+            return result
+
+        return call
+
+    originals = {name: getattr(os, name) for name in CALLS}
+    for path in (folder / "work").rglob("*"):
+        synced[path.stat().st_ino] = (
+            path.stat().st_size
+        )  # what an earlier run left has been on the disk for long
+    for name, original in originals.items():
+        setattr(os, name, patched(name, original))
+    run_job(folder)
+
+
+def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
+    """An .idx or a side file beside a .bin that is not theirs; `whole` are the outputs (.bin, .idx, .json) there may be."""
+    found = [
+        path.read_bytes() if path.exists() else None
+        for path in (Path(prefix + suffix) for suffix in SUFFIXES)
+    ]
+    for place in (1, 2):
+        known = [(output[0], output[place]) for output in whole]
+        if found[place] is not None and (found[0], found[place]) not in known:
+            return True
+    return False
+
+
+def main(folder: Path) -> None:
+    work = folder / "work"
+    prefix = str(work / "out_text_document")
+    # Earlier output is there, of other input: it must be whole or gone at every instant, never mixed with ours.
+    write_numbers(folder / "a.jsonl", 5, 900)
+    work.mkdir()
+    assert fork(run_job, folder) == 0
+    earlier = folder / "earlier"
+    shutil.copytree(work, earlier)
+    replaced = output_bytes(work)
+    write_numbers(folder / "a.jsonl", 24)
+    assert fork(run_job, folder) == 0
+    expected = output_bytes(work)
+    wrong: list[str] = []
+    kept = point = 0
+    while True:
+        shutil.rmtree(work)
+        shutil.copytree(earlier, work)
+        status = fork(run_until, folder, point)
+        if status != KILLED:
+            break
+        kept += (work / "out.unfinished" / "journal").exists()
+        if mismatch(prefix, (replaced, expected)):
+            wrong.append(f"{point}: files of different datasets side by side")
+        # Killed a second time a little later, then left alone.
+        second = fork(run_until, folder, point // 2)
+        if second not in (0, KILLED) or fork(run_job, folder) != 0:
+            wrong.append(f"{point}: it did not go on")
+        elif output_bytes(work) != expected or (work / "out.unfinished").exists():
+            wrong.append(f"{point}: other bytes")
+        point += 1
+    print(json.dumps({"points": point, "kept": kept, "wrong": wrong, "status": status}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

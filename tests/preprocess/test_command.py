@@ -1,0 +1,295 @@
+import gzip
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import preprocess as command
+from megalite.cli.preprocess import main
+from megalite.cli.preprocess_flags import REFUSED, parse
+from megalite.cli.preprocess_progress import ProgressLine, summary
+from megalite.cli.tokenizer_flags import KINDS, tokenizer_kind
+from megalite.config.errors import ConfigError
+from megalite.preprocess.job import Progress, usable_cores
+from megalite.preprocess.pieces import Place
+from megalite.preprocess.run import BackgroundSaver
+from tests.preprocess.jobs import NUMBER_FLAGS, documents, write_jsonl, write_numbers
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+def run(folder: Path, *words: str) -> int:
+    return main(["--output-prefix", str(folder / "out"), *NUMBER_FLAGS, *words])
+
+
+def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a.jsonl").write_text('x\n{"text": "1 2 3"}\ny\n{"text": ""}\nw\nv\n')
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--append-eod", "--workers", "1") == 0
+    out, err = capsys.readouterr()
+    prefix = tmp_path / "out_text_document"
+    assert out == f"{prefix}.bin, .idx and .json: 1 documents\n"
+    lines = err.splitlines()
+    assert lines[0] == "5 bad lines were left out (1 empty text, 4 invalid JSON), the first of them:"
+    assert [line.split(":")[1] for line in lines[1:4]] == ["1", "3", "4"]
+    assert (
+        lines[4].startswith("1 documents, 4 tokens (4.0 a document) from 39 bytes of text in ")
+        and len(lines) == 5
+    )
+    assert documents(tmp_path) == [[1, 2, 3, 999]]
+    for shown in (0, 5):
+        words = ("--show-bad", str(shown), "--restart")
+        assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), *words) == 0
+        assert capsys.readouterr().err.count("a.jsonl:") == shown
+
+
+def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\nx\n')
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--strict") == 2
+    assert run(tmp_path, "--input", str(tmp_path / "b.jsonl")) == 2
+    (tmp_path / "file").write_text("")
+    assert (
+        main(["--output-prefix", f"{tmp_path}/file/out", "--input", f"{tmp_path}/a.jsonl", *NUMBER_FLAGS])
+        == 2
+    )
+    out, err = capsys.readouterr()
+    first, second, third = err.splitlines()
+    assert out == "" and first.startswith(f"error: {tmp_path / 'a.jsonl'}:2: invalid JSON")
+    assert second.startswith("error: input") and "b.jsonl does not exist" in second
+    assert third.startswith("error: ") and "Not a directory" in third
+
+
+def test_what_a_stopped_run_left_is_said(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_numbers(tmp_path / "a.jsonl", 20)
+    before = signal.getsignal(signal.SIGINT)  # a test run in the background may have it ignored
+    update = ProgressLine.update
+
+    def interrupt(self: ProgressLine, progress: Progress) -> None:
+        update(self, progress)
+        if progress.documents:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressLine, "update", interrupt)
+        assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 130
+    assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "resuming after 20 documents that an earlier run has done"
+    assert "0 documents/s" in lines[1] and lines[1].startswith("20 documents")
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_stop_the_saving(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+) -> None:
+    write_numbers(tmp_path / "a.jsonl", 20)
+    save = BackgroundSaver.save_now
+
+    def interrupt(self: ProgressLine, progress: Progress) -> None:
+        if progress.documents:
+            signal.raise_signal(signal.SIGINT)
+
+    def save_late(self: BackgroundSaver, place: Place | None, progress: Progress) -> None:
+        signal.raise_signal(second)
+        save(self, place, progress)
+
+    monkeypatch.setattr(ProgressLine, "update", interrupt)
+    monkeypatch.setattr(BackgroundSaver, "save_now", save_late)
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 130
+    assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
+
+
+def test_a_signal_while_the_plan_is_made(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "plan", lambda job: signal.raise_signal(signal.SIGTERM))
+    assert run(tmp_path, "--input", "a", "--dry-run") == 143
+    assert capsys.readouterr().err == "terminated\n"
+
+
+def test_the_third_signal_ends_the_process() -> None:
+    code = (
+        "import signal\nfrom megalite.cli.stopping import Stopped, first_signal_raises\n"
+        "with first_signal_raises():\n"
+        "    try:\n        signal.raise_signal(2)\n    except Stopped:\n        signal.raise_signal(15)\n"
+        "        print('saved', flush=True)\n        signal.raise_signal(15)\n        print('never')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "saved\n")
+
+
+@pytest.mark.parametrize("how", ["gone", "closed"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_nobody_reads_what_it_says(tmp_path: Path, number: int, how: str) -> None:
+    write_numbers(tmp_path / "a.jsonl", 20)
+    command_line = f'exec "$@" {number}>' + ("&-" if how == "closed" else " >(true)")
+    words = [sys.executable, "-m", "megalite.cli.main", "preprocess", "--input", str(tmp_path / "a.jsonl")]
+    words += ["--output-prefix", str(tmp_path / "out"), *NUMBER_FLAGS, "--workers", "1"]
+    done = subprocess.run(
+        ["bash", "-c", command_line, "bash", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert len(documents(tmp_path)) == 20
+
+
+def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ["7"])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'x\n\n{"text": "1 2"}\n'))
+    before = sorted(tmp_path.iterdir())
+    assert run(tmp_path, "--input", str(tmp_path), "--dry-run", "--append-eod", "--workers", "3") == 0
+    out, err = capsys.readouterr()
+    assert err == "" and sorted(tmp_path.iterdir()) == before
+    size = (tmp_path / "a.jsonl.gz").stat().st_size
+    assert out.splitlines() == [
+        f"2 inputs, {size + 14} bytes:",
+        f"  {tmp_path}/a.jsonl.gz: jsonl, gz, {size} bytes",
+        f"  {tmp_path}/b.jsonl: jsonl, 14 bytes",
+        "NullTokenizer: 1,000 ids stored as uint16, end of document 999",
+        f"first document, {tmp_path}/a.jsonl.gz:3: 3 characters, 3 tokens",
+        "  '1 2'",
+        "  1 2 999",
+        "3 workers would write:",
+        f"  {tmp_path}/out_text_document.bin, .idx and .json",
+    ]
+    assert run(tmp_path, "--input", str(tmp_path / "c.jsonl"), "--dry-run") == 2
+    assert "c.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_flags_become_the_job() -> None:
+    words = "--input a b - --output-prefix p --json-keys q a --append-eod --strict --restart --max-document-mb 0.5 "
+    words += "--text-documents line --tokenizer-model t --tiktoken-pattern x --show-bad 9 --tokenizer-type "
+    job, flags = parse((words + "gptsentencepiecetokenizer").split())
+    assert (job.inputs, job.output_prefix, job.json_keys) == (("a", "b", "-"), "p", ("q", "a"))
+    assert (job.append_eod, job.strict, job.restart, job.text_documents) == (True, True, True, "line")
+    assert (job.max_document_bytes, flags.show_bad, flags.dry_run) == (1 << 19, 9, False)
+    assert (job.tokenizer.tokenizer_model, job.tokenizer.tiktoken_pattern) == ("t", "x")
+    assert job.tokenizer.tokenizer_type == "SentencePieceTokenizer"
+    assert job.workers == usable_cores() >= 1 and flags.notice == ""
+    assert parse(["--input", "a", "--output-prefix", "p"])[0].max_document_bytes == 8 << 20
+    for given, message in (
+        ("--show-bad 101", "--show-bad 101 must be from 0 to 100"),
+        ("--max-document-mb 0", "--max-document-mb 0.0 must be above 0 and below 1,048,576; try 8"),
+        ("--max-document-mb 1048576", "--max-document-mb 1048576.0 must be above 0 and below 1,048,576"),
+        ("--max-document-mb nan", "--max-document-mb: takes a number such as 0.5, got 'nan'"),
+        ("--max-document-mb inf", "--max-document-mb: takes a number such as 0.5, got 'inf'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(["--input", "a", "--output-prefix", "p", *given.split()])
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flags_of_other_scripts_are_refused_in_one_line(flag: str, capsys: Capture) -> None:
+    for words in ([flag], ["--input", "a", "--output-prefix", "p", flag, "x", "y"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"error: {flag}: {REFUSED[flag]}\n"
+
+
+def test_all_flags_of_other_scripts_are_named_at_once(capsys: Capture) -> None:
+    words = ["--partitions", "2", "--lang", "en", "--log-interval", "9", "--input", "a", "--keep-newlines"]
+    assert main([*words, "--output-prefix", "p", "--lang", "de"]) == 2
+    flags = ("--keep-newlines", "--lang", "--partitions")
+    said = capsys.readouterr().err.removeprefix("error: ").rstrip("\n").split("; ")
+    assert sorted(said) == [f"{flag}: {REFUSED[flag]}" for flag in flags]
+
+
+def test_flags_that_ask_for_what_happens_anyway(tmp_path: Path, capsys: Capture) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["7"])
+    words = ["--dataset-impl", "mmap", "--log-interval", "1000", "--partitions", "1", "--dry-run"]
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), *words) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(f"{flag} {value}" in line for flag, value in zip(words[:6:2], words[1:6:2], strict=True))
+    for bad in (["--dataset-impl", "lazy"], ["--partitions", "11"], ["--log-interval"]):
+        assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), *bad) == 2
+        assert capsys.readouterr().err == f"error: {bad[0]}: {REFUSED[bad[0]]}\n"
+
+
+def test_names_of_tokenizers_as_scripts_have_them() -> None:
+    assert {tokenizer_kind(kind.lower()) for kind in KINDS} == set(KINDS)
+    assert tokenizer_kind("GPTSentencePieceTokenizer") == "SentencePieceTokenizer"
+    with pytest.raises(ConfigError, match="would put <s> before each document; use SentencePieceTokenizer"):
+        tokenizer_kind("Llama2Tokenizer")
+    with pytest.raises(
+        ConfigError, match=r"HugingFaceTokenizer is unknown: did you mean HuggingFaceTokenizer\?"
+    ):
+        tokenizer_kind("HugingFaceTokenizer")
+
+
+class TestProgressLine:
+    def show(self, monkeypatch: pytest.MonkeyPatch, *, tty: bool, total: int | None) -> None:
+        """Half of 2 MB in 10 s after a quarter that an earlier run had done."""
+        clock = [100.0]
+        monkeypatch.setattr("megalite.cli.preprocess_progress.time.monotonic", lambda: clock[0])
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: tty, raising=False)
+        line = ProgressLine()
+        for second in range(11):
+            clock[0] = 100.0 + second
+            done = 500_000 + 50_000 * second
+            line.update(
+                Progress(
+                    documents=1000 + 100 * second,
+                    tokens=done // 4,
+                    input_bytes=done,
+                    disk_bytes=done,
+                    disk_total=total,
+                    bad={"no object": 2} if second else {},
+                    notice="going on",
+                )
+            )
+        line.end()
+
+    @pytest.mark.parametrize(
+        ("columns", "expected"),
+        [
+            (
+                120,
+                " 50 %, 2,000 documents (100/s), 250,000 tokens (12,500/s), 1.0 MB (0.1 MB/s), 2 bad lines, 0:20 left",
+            ),
+            (80, " 50 %, 2,000 documents, 250,000 tokens, 1.0 MB, 2 bad lines, 0:20 left"),
+            (70, " 50 %, 2,000 documents, 250,000 tokens, 2 bad lines, 0:20 left"),
+            (20, " 50 %, 2,000 docume"),
+        ],
+    )
+    def test_a_line_is_rewritten_on_a_terminal(
+        self, columns: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        self.show(monkeypatch, tty=True, total=2_000_000)
+        err = capsys.readouterr().err
+        assert err.startswith("going on\n\r") and err.count("\r") == 10 and err.count("\n") == 2
+        lines = err.removeprefix("going on\n\r").rstrip("\n").split("\r")
+        assert all(line.endswith("\x1b[K") and len(line) - 3 < columns for line in lines)
+        assert lines[-1].removesuffix("\x1b[K") == expected
+
+    def test_a_line_every_few_seconds_elsewhere(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        self.show(monkeypatch, tty=False, total=None)
+        assert capsys.readouterr().err.splitlines() == [
+            "going on",
+            "1,500 documents (100/s), 187,500 tokens (12,500/s), 750.0 KB (0.1 MB/s), 2 bad lines",
+            "2,000 documents (100/s), 250,000 tokens (12,500/s), 1.0 MB (0.1 MB/s), 2 bad lines",
+        ]
+
+    def test_the_summary_counts_the_speed_of_this_run_alone(self) -> None:
+        done = Progress(documents=300, tokens=9000, input_bytes=5_000_000, output_bytes=18_000)
+        done.kept_documents, done.kept_tokens, done.kept_bytes = 100, 3000, 1_000_000
+        assert summary(done, 2.0) == (
+            "300 documents, 9,000 tokens (30.0 a document) from 5.0 MB of text in 2.0 s: 100 documents/s, "
+            "3,000 tokens/s, 2.0 MB/s; 18.0 KB written"
+        )
+
+
+def test_the_tool_runs_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["preprocess_data.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "tools" / "preprocess_data.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and "--append-eod" in out and "--partitions" not in out
+    assert command.main is main

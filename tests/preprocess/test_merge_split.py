@@ -1,0 +1,370 @@
+"""Datasets merged and split."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.preprocess import main as preprocess_main
+from megalite.config.errors import ConfigError
+from megalite.data import indexed_dataset
+from megalite.data.dataset import split_documents
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.token_files import read_side_file
+from megalite.preprocess import copying
+from megalite.preprocess import merge_split as module
+from megalite.preprocess.copying import Written, write_parts
+from megalite.preprocess.merge_split import merge, parts_of_equal_tokens, parts_of_split, split_dataset
+from megalite.preprocess.verify import verify
+from tests.preprocess.layout import LETTERS, MIXED, both, pack, write, write_with_side_file
+
+OTHER = [[], [[20], [21, 22]], [[]]]
+TOKENIZER = {"kind": "NullTokenizer", "sha256": "1" * 64, "vocab_size": 100, "eod": 99}
+
+
+def preprocess(output: Path, *inputs: Path) -> str:
+    """Texts of numbers to tokens; returns the prefix."""
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod", "--workers", "1"]
+    command = ["--input", *map(str, inputs), "--output-prefix", str(output), *flags]
+    assert preprocess_main(command) == 0
+    return f"{output}_text_document"
+
+
+@pytest.mark.parametrize("code", LETTERS)
+def test_sequences_and_documents_stay_as_they_are(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks end within a dataset."""
+    monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(copying, "BLOCK", 2)
+    inputs = [MIXED, [], OTHER, [[]], MIXED]
+    prefixes = [write(tmp_path / f"d{i}", content, code=code) for i, content in enumerate(inputs)]
+    read: list[int] = []
+    written = merge(prefixes, str(tmp_path / "new" / "all"), on_bytes=read.append)
+    together = [document for content in inputs for document in content]
+    assert both(written.prefix) == pack(together, code=code)
+    assert (written.documents, written.sequences, written.tokens) == (16, 19, 29)
+    assert sum(read) == len(both(written.prefix)[0])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["all.bin", "all.idx"]
+
+
+def test_it_is_what_preprocessing_all_inputs_gives(tmp_path: Path) -> None:
+    texts = [["1 2 3", "4", "oops", "7 8"], ["5 6", "", "98 97 1 1 1"], ["2 2 2"]]
+    paths = []
+    for name, lines in zip("abc", texts, strict=True):
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    together = preprocess(tmp_path / "together", *paths)
+    parts = [preprocess(tmp_path / path.stem, path) for path in paths]
+    merged = merge(parts, str(tmp_path / "merged")).prefix
+    assert both(merged) == both(together)
+    assert read_side_file(merged) == read_side_file(together)
+    assert verify(merged).hashed
+
+
+def test_wider_tokens(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", [[[70000]]], code=4)
+    output = str(tmp_path / "all")
+    with pytest.raises(ConfigError, match=r"a holds uint16 tokens, .*b int32; give --dtype int32"):
+        merge([a, b], output)
+    merge([a, b], output, dtype="int32")
+    assert both(output) == pack([*MIXED, [[70000]]], code=4)
+    merge([a], str(tmp_path / "narrow"), dtype="uint8")
+    assert both(tmp_path / "narrow") == pack(MIXED, code=1)
+    with pytest.raises(ConfigError, match=r"b\.bin: token id 70000 does not fit uint16 \(0 to 65535\)"):
+        merge([a, b], str(tmp_path / "no"), dtype="uint16")
+    assert not list(tmp_path.glob("no*"))
+
+
+def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    b = write_with_side_file(tmp_path / "b", MIXED, tokenizer=TOKENIZER | {"sha256": "2" * 64})
+    with pytest.raises(
+        ConfigError, match=r"a was made with NullTokenizer 1{12}, .*b with NullTokenizer 2{12}"
+    ):
+        merge([a, write(tmp_path / "c", MIXED), b], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
+    facts = {"tokenizer": TOKENIZER, "key": "text"}
+    histogram = {"most_common": [{"id": 1, "count": 1, "text": "one"}]}
+    a = write_with_side_file(
+        tmp_path / "a", [[[1, 99]]], append_eod=True, bad_lines={"x": 1}, token_histogram=histogram, **facts
+    )
+    b = write_with_side_file(tmp_path / "b", [[[2, 1]]], append_eod=False, **facts)
+    side = read_side_file(merge([a, b], str(tmp_path / "ab")).prefix)
+    assert side is not None
+    assert (side["documents"], side["tokens"], side["key"], side["tokenizer"]) == (2, 4, "text", TOKENIZER)
+    assert not {"append_eod", "bad_lines", "inputs"} & set(side)
+    assert side["token_histogram"]["most_common"][:2] == [
+        {"id": 1, "count": 2, "text": "one"},
+        {"id": 2, "count": 1, "text": ""},
+    ]
+    assert verify(str(tmp_path / "ab")).fault is None
+    # A part without a side file: nobody knows whose ids these are.
+    written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
+    assert not written.files and not (tmp_path / "ac.json").exists()
+    assert written.no_side_file == (
+        f"no side file: {tmp_path}/c has none; that the tokenizers agree was not checked"
+    )
+
+
+def test_why_there_is_no_side_file(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    nameless = write_with_side_file(tmp_path / "n", MIXED)
+    plain = write(tmp_path / "p", MIXED)
+    foreign = write(tmp_path / "f", MIXED)
+    Path(f"{foreign}.json").write_text('{"text": "x"}\n' * 2)
+
+    def why(*prefixes: str) -> str | None:
+        written = merge(prefixes, str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"))
+        assert (
+            bool(written.files) == (written.no_side_file is None) == Path(f"{written.prefix}.json").exists()
+        )
+        return written.no_side_file
+
+    unchecked = "; that the tokenizers agree was not checked"
+    assert why(a) is None
+    assert why(plain) == f"no side file: {plain} has none"
+    assert why(a, foreign) == f"no side file: {foreign} has none{unchecked}"
+    assert why(nameless, a) == f"no side file: {nameless} has one that names no vocab_size{unchecked}"
+
+
+@pytest.mark.parametrize("at", [".bin", ".idx", ".json", "side file", "folder"])
+def test_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fails on the way from the last byte to the last name."""
+    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
+    before = sorted(tmp_path.iterdir())
+    replace = Path.replace
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    def replace_or_fail(self: Path, target: str) -> Path:
+        return fail() if target.endswith(at) else replace(self, target)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Path, "replace", replace_or_fail)
+    if at in ("side file", "folder"):
+        monkeypatch.setattr(copying, "write_durably" if at == "side file" else "sync_folder", fail)
+    with pytest.raises(OSError, match="disk full"):
+        merge([a], str(tmp_path / "all"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("suffix", "offset"), [(".bin", 2), (".idx", 34 + 12 * 8 + 8)])
+def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> None:
+    """Another id, or another border of a document, would get a sha256 of its own in the new side file."""
+    a = write_with_side_file(tmp_path / "a", MIXED)
+    merge([a], str(tmp_path / "wide"), dtype="int32")
+    data = bytearray(Path(a + suffix).read_bytes())
+    data[offset] ^= 2
+    Path(a + suffix).write_bytes(data)
+    for dtype in (None, "int32"):
+        with pytest.raises(
+            ConfigError, match=rf"a\{suffix}: sha256 is .* as in its side file: it is damaged"
+        ):
+            merge([a], str(tmp_path / "all"), dtype=dtype)
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has written datasets of that name before ours has anything."""
+    a = write(tmp_path / "a", MIXED)
+
+    def fail(*arguments: object, **settings: object) -> None:
+        write(tmp_path / "all", OTHER)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(copying, "_write_index", fail)
+    with pytest.raises(OSError, match="disk full"):
+        merge([a], str(tmp_path / "all"))
+    assert both(tmp_path / "all") == pack(OTHER)
+
+
+def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", MIXED)
+    for output in (f"{tmp_path}/sub/", ""):
+        with pytest.raises(ConfigError, match="has no name; give one such as"):
+            merge([a], output)
+    (tmp_path / "file").write_text("")
+    for folder in ("/proc", tmp_path / "file"):
+        with pytest.raises(
+            ConfigError,
+            match=f"output_prefix {folder}/o: no file can be written in {folder} .*; give a prefix in a",
+        ):
+            merge([a], f"{folder}/o")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_damaged_inputs(tmp_path: Path) -> None:
+    a = write_with_side_file(tmp_path / "a", [[[100]]], tokenizer=TOKENIZER)
+    with pytest.raises(ConfigError, match=r"a\.bin: token id 100, expected 0 to 99"):
+        merge([a], str(tmp_path / "all"))
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"a\.bin: truncated"):
+        merge([a], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "free_bytes", lambda folder: 100)
+    with pytest.raises(ConfigError, match=r"100 bytes free, \d+ are needed for .*all"):
+        merge([write(tmp_path / "a", MIXED)], str(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("changed", [OTHER, [*MIXED[:-1], [[10]]]])
+def test_a_dataset_that_changes_meanwhile(
+    tmp_path: Path, changed: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", MIXED)
+    monkeypatch.setattr(copying, "free_bytes", lambda folder: write(tmp_path / "b", changed) and None)
+    with pytest.raises(ConfigError, match="b changed while it was read"):
+        merge([a, b], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_more_datasets_than_open_files(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    prefixes = [write(tmp_path / f"d{i:03d}", [[[i]]]) for i in range(60)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # What the tests before have left open counts as well.
+    table = Path("/proc/self/fd")
+    taken = max(int(entry.name) for entry in table.iterdir()) if table.is_dir() else 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
+    try:
+        merge(prefixes, str(tmp_path / "all"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert both(tmp_path / "all") == pack([[[i]] for i in range(60)])
+
+
+def outputs(folder: Path, parts: list[range]) -> list[tuple[str, range]]:
+    return [(str(folder / f"part{i}"), part) for i, part in enumerate(parts) if part]
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_parts_merge_to_what_was_split(tmp_path: Path, parts: int) -> None:
+    prefix = write(tmp_path / "d", MIXED)
+    ranges = parts_of_equal_tokens(IndexedDataset(prefix), parts)
+    assert len(ranges) == parts and all(ranges)
+    written = split_dataset(prefix, outputs(tmp_path, ranges))
+    for part, documents in zip(written, ranges, strict=True):
+        assert both(part.prefix) == pack(MIXED[documents.start : documents.stop])
+    assert both(merge([part.prefix for part in written], str(tmp_path / "all")).prefix) == both(prefix)
+
+
+def test_parts_have_about_as_many_tokens(tmp_path: Path) -> None:
+    lengths = [5, 1, 1, 1, 40, 2, 9, 30, 1, 10]
+    dataset = IndexedDataset(write(tmp_path / "d", [[[0] * length] for length in lengths]))
+    for parts in range(1, 11):
+        ranges = parts_of_equal_tokens(dataset, parts)
+        assert [i for documents in ranges for i in documents] == list(range(10))
+        assert all(ranges)
+    # Documents end after 5, 6, 7, 8, 48, 50, 59, 89, 90 and 100 tokens; 8, 50 and 89 are nearest to 25, 50 and 75.
+    assert [documents.stop for documents in parts_of_equal_tokens(dataset, 4)] == [4, 6, 8, 10]
+    for bad in (0, 11):
+        with pytest.raises(ConfigError, match=f"parts {bad}: .* has 10 documents; give 1 to 10"):
+            parts_of_equal_tokens(dataset, bad)
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "50,50", "1", "0,1,0", "2,1,1", "0.9,0.05,0.05"])
+@pytest.mark.parametrize("documents", [1, 3, 10, 101])
+def test_cut_where_a_run_cuts(tmp_path: Path, split: str, documents: int) -> None:
+    prefix = write(tmp_path / "d", [[[i, i]] for i in range(documents)])
+    parts = parts_of_split(IndexedDataset(prefix), split)
+    assert [[*part] for part in parts] == [[*part] for part in split_documents(split, documents)]
+    written = split_dataset(prefix, outputs(tmp_path, parts))
+    assert both(merge([part.prefix for part in written], str(tmp_path / "all")).prefix) == both(prefix)
+
+
+def test_a_run_cuts_sequences(tmp_path: Path) -> None:
+    """Documents without a sequence go with the part before them; a document is not torn apart."""
+    dataset = IndexedDataset(write(tmp_path / "d", [[], [[1], [2]], [], [[3], [4]], []]))
+    assert parts_of_split(dataset, "1,1") == [range(2), range(2, 5), range(5, 5)]
+    assert parts_of_split(dataset, "0,1,0") == [range(0), range(5), range(5, 5)]
+    with pytest.raises(
+        ConfigError, match=r"train ends before sequence 3, within document 3 \(sequences 2 to 3\)"
+    ):
+        parts_of_split(dataset, "3,1")
+    empty = IndexedDataset(write(tmp_path / "e", [[], []]))
+    assert parts_of_split(empty, "1,1") == [range(2), range(2, 2), range(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("split", "cut"),
+    [
+        ("3,1", "--documents 0:2 --documents 2:5"),
+        ("1,2,1", "--documents 0:2 --documents 2:5"),
+        ("0,3,1", "--documents 0:2 --documents 2:5"),
+    ],
+)
+def test_the_cut_offered_instead_covers_all_parts(tmp_path: Path, split: str, cut: str) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", [[], [[1], [2]], [], [[3], [4]], []]))
+    with pytest.raises(ConfigError, match=f"cut between documents instead: {cut}$"):
+        parts_of_split(dataset, split)
+
+
+def test_the_cut_offered_instead_is_near(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", [[[i]] * 5 for i in range(20)]))
+    with pytest.raises(ConfigError, match=r"instead: --documents 0:10 --documents 10:16 --documents 16:20$"):
+        parts_of_split(dataset, "48,30,22")
+
+
+def test_side_files_of_parts(tmp_path: Path) -> None:
+    prefix = write_with_side_file(
+        tmp_path / "d", MIXED, tokenizer=TOKENIZER, append_eod=False, bad_lines={"x": 1}, inputs={"files": 1}
+    )
+    [_, part] = split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)]))
+    side = read_side_file(part.prefix)
+    assert side is not None
+    whole = read_side_file(prefix)
+    assert whole is not None
+    bin_sha256 = whole["files"][".bin"]["sha256"]
+    assert side["part_of"] == {"documents": 6, "tokens": 13, "first_document": 1, "bin_sha256": bin_sha256}
+    assert (side["documents"], side["tokens"], side["tokenizer"]) == (5, 10, TOKENIZER)
+    assert side["document_lengths"] == {"min": 0, "mean": 2.0, "max": 4, "buckets": {"0": 2, "2": 2, "4": 1}}
+    assert side["token_histogram"]["max_id"] == 13
+    assert not {"bad_lines", "inputs"} & set(side)
+    result = verify(part.prefix)
+    assert result.fault is None and result.hashed
+
+
+def test_all_parts_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
+    before = sorted(tmp_path.iterdir())
+
+    def fail_at_the_third(output: str, *arguments: object, **settings: object) -> Written:
+        if output.endswith("2"):
+            raise OSError("disk full")
+        return write_parts(output, *arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "write_parts", fail_at_the_third)
+    with pytest.raises(OSError, match="disk full"):
+        split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 3), range(3, 6)]))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_stopped_just_when_a_part_is_there(
+    tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come before anybody has written down that it is."""
+    prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
+    before = sorted(tmp_path.iterdir())
+
+    def stop(output: str, *arguments: object, **settings: object) -> Written:
+        write_parts(output, *arguments, **settings)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_parts", stop)
+    with pytest.raises(KeyboardInterrupt):
+        split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)])[part:])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_output_that_is_there(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", MIXED)
+    with pytest.raises(ConfigError, match=r"d\.bin exists"):
+        split_dataset(prefix, [(prefix, range(2))])
+    assert both(prefix) == pack(MIXED)

@@ -1,0 +1,208 @@
+"""The command as a process: killed, interrupted, short of disk, fed by a pipe, with workers that die."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.preprocess.jobs import NUMBER_FLAGS, documents, output_bytes, run_numbers, write_numbers
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = 4000
+PATIENCE_SECONDS = 60.0
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.002)
+
+
+class Command:
+    """The driver's process, its output in files."""
+
+    def __init__(
+        self, folder: Path, *words: str, source: str | None = None, stdin: int = subprocess.DEVNULL
+    ) -> None:
+        self.folder = folder
+        self.journal = folder / "out.unfinished" / "journal"
+        command = [sys.executable, "-m", "tests.preprocess.driver"]
+        if words[:1] == ("--file-limit",):
+            command, words = [*command, *words[:2]], words[2:]
+        command += ["--input", source or str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
+        self.errors = folder / "stderr.txt"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, *NUMBER_FLAGS, *words],
+                cwd=ROOT,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def wait_until_kept(self, more_bytes: int) -> bool:
+        """Until the journal has grown by so much; False if the command ends before."""
+        start = self.journal_bytes()
+        wait_for(
+            lambda: self.journal_bytes() >= start + more_bytes or self.process.poll() is not None,
+            "the journal",
+        )
+        return self.process.poll() is None
+
+    def journal_bytes(self) -> int:
+        return self.journal.stat().st_size if self.journal.exists() else 0
+
+    def workers(self) -> list[int]:
+        """Processes that this one has started."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = [int(word) for word in path.read_text().split()]
+        return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+    def end(self) -> tuple[int, str]:
+        """(exit status, what it said on stderr)."""
+        return self.process.wait(PATIENCE_SECONDS), self.errors.read_text()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_numbers(folder, write_numbers(folder / "a.jsonl", DOCUMENTS), checkpoint_seconds=5.0)
+    return output_bytes(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    write_numbers(tmp_path / "a.jsonl", DOCUMENTS)
+    yield tmp_path
+
+
+@pytest.mark.parametrize(("workers", "kills"), [("1", 5), ("2", 3)])
+def test_killed_at_random_it_goes_on_and_leaves_no_process(
+    folder: Path, expected: list[bytes], workers: str, kills: int
+) -> None:
+    draw = random.Random(int(workers))
+    killed = 0
+    while True:
+        command = Command(folder, "--workers", workers)
+        if killed == kills or not command.wait_until_kept(draw.randrange(100, 3000)):
+            break
+        started = command.workers()
+        command.process.kill()
+        assert command.process.wait() == -signal.SIGKILL
+        wait_for(lambda pids=tuple(started): all(map(is_gone, pids)), "the workers to end")
+        killed += 1
+    status, said = command.end()
+    assert status == 0, said
+    assert killed >= 2 and "resuming after" in said
+    assert output_bytes(folder) == expected
+    assert not (folder / "out.unfinished").exists()
+
+
+def test_a_compressed_input_with_two_keys_is_killed_while_workers_are_at_it(tmp_path: Path) -> None:
+    rows = [json.dumps({"q": str(i % 1000), "a": f"{i % 7} {i % 900}"}) for i in range(DOCUMENTS)]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(rows).encode()))
+    words = ("--json-keys", "q", "a", "--workers", "2")
+    command = Command(tmp_path, *words, source=str(path))
+    assert command.wait_until_kept(1500)
+    assert len(command.workers()) == 2
+    command.process.kill()
+    assert command.process.wait() == -signal.SIGKILL
+    code, said = Command(tmp_path, *words, source=str(path)).end()
+    assert code == 0 and "resuming after" in said, said
+    assert documents(tmp_path, "q") == [[i % 1000] for i in range(DOCUMENTS)]
+    assert documents(tmp_path, "a") == [[i % 7, i % 900] for i in range(DOCUMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_with_one_line(
+    folder: Path, expected: list[bytes], number: signal.Signals, status: int, word: str
+) -> None:
+    command = Command(folder, "--workers", "2")
+    assert command.wait_until_kept(500)
+    workers = command.workers()
+    assert len(workers) == 2
+    os.killpg(command.process.pid, number)  # as a terminal does, and a batch system
+    code, said = command.end()
+    assert code == status
+    line, end, rest = said.partition("\n")
+    assert (end, rest) == ("\n", "") and line.startswith(f"{word}; ")
+    assert line.endswith(
+        f" documents are kept in {folder}/out.unfinished: the same command resumes there, --restart drops them"
+    )
+    assert all(map(is_gone, workers))
+    code, said = Command(folder).end()
+    assert code == 0 and f"resuming after {line.split()[1]} documents" in said
+    assert output_bytes(folder) == expected
+
+
+def test_a_worker_that_is_killed_is_one_error(folder: Path, expected: list[bytes]) -> None:
+    command = Command(folder, "--workers", "2")
+    assert command.wait_until_kept(500)
+    first, second = command.workers()
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the parent to act on
+        os.kill(first, number)
+    assert command.wait_until_kept(2000)
+    os.kill(first, signal.SIGKILL)
+    code, said = command.end()
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith("error: a worker process was killed by signal 9 (out of memory?) with 2 workers; ")
+    assert "documents are kept in" in said and is_gone(second)
+    assert Command(folder).end()[0] == 0
+    assert output_bytes(folder) == expected
+
+
+def test_a_full_disk_is_one_error_and_nothing_is_lost(folder: Path, expected: list[bytes]) -> None:
+    code, said = Command(folder, "--file-limit", str(len(expected[0]) // 2)).end()
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith("error: ") and "File too large; make room on the disk" in said
+    kept = int(said.split("; ")[-1].split()[0].replace(",", ""))
+    assert DOCUMENTS // 4 < kept < DOCUMENTS
+    assert not (folder / "out_text_document.bin").exists()
+    code, said = Command(folder).end()
+    assert code == 0 and f"resuming after {kept:,} documents" in said
+    assert output_bytes(folder) == expected
+
+
+def test_a_pipe_must_bring_the_same_again(folder: Path, expected: list[bytes]) -> None:
+    content = (folder / "a.jsonl").read_bytes()
+
+    def feed(data: bytes, *, and_wait: bool = False) -> tuple[int, str]:
+        command = Command(folder, source="-", stdin=subprocess.PIPE)
+        assert command.process.stdin is not None
+        with command.process.stdin as pipe:
+            try:
+                pipe.write(data)
+                pipe.flush()
+            except BrokenPipeError:
+                pass
+            if and_wait:
+                assert command.wait_until_kept(500)
+                command.process.kill()
+        return command.end()
+
+    assert feed(content[: len(content) // 2], and_wait=True)[0] == -signal.SIGKILL
+    code, said = feed(content.replace(b'"0 ', b'"1 ', 1))
+    assert code == 2 and "\nerror: input - has changed" in said and said.count("\n") == 2
+    code, said = feed(content)
+    assert code == 0 and "resuming after" in said
+    assert output_bytes(folder)[:2] == expected[:2]

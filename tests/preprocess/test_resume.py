@@ -1,0 +1,442 @@
+"""Runs that were stopped, and what the next one makes of what they left."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megalite.checkpoint.files import lock_folder
+from megalite.config.errors import ConfigError
+from megalite.data.token_files import read_side_file
+from megalite.preprocess.job import Progress
+from megalite.preprocess.pieces import Place
+from megalite.preprocess.run import BackgroundSaver, preprocess
+from megalite.preprocess.unfinished import Journal, Mark
+from tests.preprocess.jobs import (
+    Stop,
+    documents,
+    number_job,
+    output_bytes,
+    run_numbers,
+    stop_after,
+    write_numbers,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> list[bytes]:
+    """The output of 200 documents in one go."""
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    run_numbers(folder, write_numbers(tmp_path / "a.jsonl", 200), append_eod=True)
+    return output_bytes(folder)
+
+
+def leave_unfinished(folder: Path, *, after: int = 100, **settings: object) -> Path:
+    """A run of a.jsonl that is stopped after so many documents."""
+    job = number_job(folder, folder / "a.jsonl", **({"append_eod": True, "piece_bytes": 100} | settings))
+    with pytest.raises(Stop) as stopped:
+        preprocess(job, stop_after(after))
+    kept = int(stopped.value.__notes__[0].split()[0])
+    assert 0 <= kept - after < 10
+    assert stopped.value.__notes__ == [
+        f"{kept} documents are kept in {folder}/out.unfinished: the same command resumes there, --restart drops them"
+    ]
+    return folder / "out.unfinished"
+
+
+@pytest.mark.parametrize("stops", [[1], [100], [199], [3, 4, 120, 121]])
+def test_a_stopped_run_goes_on_where_it_was(
+    tmp_path: Path, undisturbed: list[bytes], stops: list[int]
+) -> None:
+    for after in stops:
+        leave_unfinished(tmp_path, after=after)
+    seen: list[int] = []
+    result = preprocess(
+        number_job(tmp_path, tmp_path / "a.jsonl", append_eod=True),
+        lambda progress: seen.append(progress.documents),
+    )
+    assert result.kept_documents == seen[0] >= stops[-1]
+    assert result.notice == f"resuming after {seen[0]} documents that an earlier run has done"
+    assert output_bytes(tmp_path) == undisturbed
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_bad_lines_of_the_part_that_is_kept_are_not_forgotten(tmp_path: Path) -> None:
+    lines = ["x", '{"text": "1"}', "", "y", '{"text": "2"}', '{"text": ""}', '{"text": "3"}', "z"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    whole = run_numbers(tmp_path, tmp_path / "a.jsonl")
+    expected = output_bytes(tmp_path)
+    for after in (1, 2):
+        job = number_job(tmp_path, tmp_path / "a.jsonl", piece_bytes=1, restart=after == 1)
+        with pytest.raises(Stop):
+            preprocess(job, stop_after(after))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: invalid JSON.*stopped by --strict"):
+        run_numbers(tmp_path, tmp_path / "a.jsonl", strict=True)
+    again = run_numbers(tmp_path, tmp_path / "a.jsonl")
+    assert (again.bad, again.faults) == (whole.bad, whole.faults)
+    assert [fault.split(":")[1] for fault in again.faults] == ["1", "4", "6", "8"]
+    assert output_bytes(tmp_path) == expected
+
+
+def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
+    rows = [json.dumps({"q": str(i), "a": f"{i} {i + 1}"}) for i in range(200)]
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress("\n".join(rows[:150]).encode()))
+    (tmp_path / "2.jsonl").write_text("\n".join(rows[150:]))
+    inputs = (tmp_path / "1.jsonl.gz", tmp_path / "2.jsonl")
+    for after in (60, 149, 151):
+        with pytest.raises(Stop):
+            preprocess(number_job(tmp_path, *inputs, json_keys=("q", "a"), piece_bytes=64), stop_after(after))
+    run_numbers(tmp_path, *inputs, json_keys=("q", "a"))
+    assert documents(tmp_path, "q") == [[i] for i in range(200)]
+    assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200)]
+
+
+@pytest.mark.parametrize("name", ["0.bin", "0.lengths"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_stretch_is_done_again(
+    tmp_path: Path, undisturbed: list[bytes], name: str, damage: str
+) -> None:
+    path = leave_unfinished(tmp_path) / name
+    content = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 0x80
+        path.write_bytes(content if damage == "flip" else content[: len(content) // 2 + 1])
+    result = run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
+    assert output_bytes(tmp_path) == undisturbed
+    if damage == "remove":
+        assert result.kept_documents == 0 and "is damaged and is done again" in result.notice
+    else:
+        assert 30 < result.kept_documents < 70 and "more are damaged in" in result.notice
+
+
+def test_of_two_keys_the_shorter_good_part_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": str(i), "a": str(i)}) for i in range(100)))
+    job = number_job(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"), piece_bytes=64)
+    with pytest.raises(Stop):
+        preprocess(job, stop_after(80))
+    for name, at in (("0.bin", 120), ("1.bin", 41)):
+        path = tmp_path / "out.unfinished" / name
+        content = bytearray(path.read_bytes())
+        content[at] ^= 3
+        path.write_bytes(content)
+    result = preprocess(job)
+    assert 10 < result.kept_documents <= 20
+    assert documents(tmp_path, "q") == documents(tmp_path, "a") == [[i] for i in range(100)]
+    facts = [read_side_file(tmp_path / f"out_{key}_document") for key in ("q", "a")]
+    assert facts[0] and facts[1] and facts[0]["token_histogram"] == facts[1]["token_histogram"]
+
+
+@pytest.mark.parametrize("bytes_lost", [1, 30, 400])
+def test_a_torn_journal_is_read_as_far_as_it_goes(
+    tmp_path: Path, undisturbed: list[bytes], bytes_lost: int
+) -> None:
+    journal = leave_unfinished(tmp_path) / "journal"
+    content = journal.read_bytes()
+    journal.write_bytes(content[:-bytes_lost])
+    leave_unfinished(tmp_path, after=150)
+    journal.write_bytes(journal.read_bytes() + b'0123 {"place": [0, 9')
+    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents >= 150
+    assert output_bytes(tmp_path) == undisturbed
+
+
+def test_a_journal_that_says_nothing_is_a_new_start(tmp_path: Path, undisturbed: list[bytes]) -> None:
+    folder = leave_unfinished(tmp_path)
+    (folder / "journal").write_bytes(b"\xff" + (folder / "journal").read_bytes()[1:])
+    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents == 0
+    assert output_bytes(tmp_path) == undisturbed
+
+
+OTHER_JOBS = {
+    "append_eod was True, now it is False": {"append_eod": False},
+    "tokenizer's sha256 was [0-9a-f]{64}, now it is [0-9a-f]{64}": {"vocab_size": 1001},
+    "json keys was .'text'., now it is .'body'.": {"json_keys": ("body",)},
+    "text_documents was file, now it is line": {"text_documents": "line"},
+    "max_document_bytes was 8388608, now it is 1000": {"max_document_bytes": 1000},
+}
+
+
+@pytest.mark.parametrize("message", OTHER_JOBS)
+def test_work_of_another_job_is_refused(tmp_path: Path, undisturbed: list[bytes], message: str) -> None:
+    folder = leave_unfinished(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    settings = {"append_eod": True} | OTHER_JOBS[message]
+    with pytest.raises(ConfigError, match=f"unfinished work of another job: ({message}); add --restart"):
+        run_numbers(tmp_path, tmp_path / "a.jsonl", **settings)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    if "json_keys" not in settings:
+        assert run_numbers(tmp_path, tmp_path / "a.jsonl", **settings, restart=True).kept_documents == 0
+    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True, restart=True).documents == 200
+    assert output_bytes(tmp_path) == undisturbed
+
+
+def test_an_input_that_was_read_may_not_change_and_others_may(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 100), ("c", 200)):
+        write_numbers(tmp_path / f"{name}.jsonl", 100, first)
+    job = number_job(tmp_path, tmp_path / "[a-z].jsonl", piece_bytes=100)
+    with pytest.raises(Stop):
+        preprocess(job, stop_after(130))
+    write_numbers(tmp_path / "c.jsonl", 50, 300)
+    write_numbers(tmp_path / "d.jsonl", 10, 400)
+    with pytest.raises(Stop):
+        preprocess(job, stop_after(140))
+    content = (tmp_path / "b.jsonl").read_bytes()
+    (tmp_path / "b.jsonl").write_bytes(content)
+    os.utime(tmp_path / "b.jsonl", ns=(1, 1))
+    with pytest.raises(
+        ConfigError, match=r"has read .*/b\.jsonl \(\d+ bytes of 20.*now it is \d+ bytes of 1970"
+    ):
+        preprocess(job)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"has read .*/a\.jsonl .*now input 1 is .*/b\.jsonl; add --restart"
+    ):
+        preprocess(job)
+    write_numbers(tmp_path / "a.jsonl", 100)
+    assert run_numbers(tmp_path, tmp_path / "[a-z].jsonl", restart=True).documents == 260
+
+
+def test_new_inputs_are_read_by_the_run_that_goes_on(tmp_path: Path) -> None:
+    write_numbers(tmp_path / "a.jsonl", 100)
+    job = number_job(tmp_path, tmp_path / "*.jsonl", piece_bytes=100)
+    with pytest.raises(Stop):
+        preprocess(job, stop_after(100))
+    write_numbers(tmp_path / "b.jsonl", 50, 100)
+    assert preprocess(job).documents == 150
+    resumed = output_bytes(tmp_path)
+    preprocess(replace(job, restart=True))
+    assert output_bytes(tmp_path) == resumed
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_input_that_changes_while_it_is_read(tmp_path: Path, name: str) -> None:
+    """The first of two is looked at again when the second begins, the second at the end."""
+    for first, other in enumerate("ab"):
+        write_numbers(tmp_path / f"{other}.jsonl", 100, 100 * first)
+    seen = []
+
+    def touch(progress: Progress) -> None:
+        seen.append(progress.documents)
+        os.utime(tmp_path / f"{name}.jsonl", ns=(1, 1))
+
+    message = rf"{name}\.jsonl has changed while it was read .*start again with --restart"
+    with pytest.raises(ConfigError, match=message):
+        preprocess(number_job(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl"), touch)
+    assert seen[-1] == (100 if name == "a" else 200)
+    assert not (tmp_path / "out_text_document.bin").exists()
+
+
+def test_a_failed_run_leaves_earlier_output_alone(tmp_path: Path) -> None:
+    run_numbers(tmp_path, write_numbers(tmp_path / "a.jsonl", 3))
+    before = output_bytes(tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"text": "4"}\n{"text"\n')
+    inputs = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"b\.jsonl:2") as error:
+        run_numbers(tmp_path, *inputs, strict=True, restart=True)
+    assert error.value.__notes__[0].startswith("3 documents are kept in")
+    assert output_bytes(tmp_path) == before
+    (tmp_path / "b.jsonl").write_text('{"text": "4"}\n')  # mended: it had not been taken
+    assert run_numbers(tmp_path, *inputs, strict=True).kept_documents == 3
+    assert documents(tmp_path)[3:] == [[4]]
+    (tmp_path / "b.jsonl").write_text("x\n")
+    with pytest.raises(ConfigError, match="no document"):
+        run_numbers(tmp_path, tmp_path / "b.jsonl", restart=True)
+    assert not (tmp_path / "out.unfinished").exists() and len(documents(tmp_path)) == 4
+
+
+def test_one_process_at_a_time(tmp_path: Path, undisturbed: list[bytes]) -> None:
+    folder = leave_unfinished(tmp_path)
+    lock = lock_folder(folder)
+    assert lock is not None
+    with pytest.raises(ConfigError, match=r"out\.unfinished is in use: another process"):
+        run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
+    os.close(lock)
+    run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
+    assert output_bytes(tmp_path) == undisturbed
+
+
+def test_a_folder_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
+    path = write_numbers(tmp_path / "a.jsonl", 3)
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"out\.unfinished holds 'thesis\.tex', which no run has left"):
+        run_numbers(tmp_path, path, restart=True)
+    assert (tmp_path / "out.unfinished" / "thesis.tex").exists()
+    (tmp_path / "out.unfinished" / "thesis.tex").unlink()
+    (tmp_path / "out.unfinished").rmdir()
+    (tmp_path / "out.unfinished").write_text("x")
+    with pytest.raises(ConfigError, match=r"out\.unfinished is not a folder"):
+        run_numbers(tmp_path, path)
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """A child is killed before each of its calls that change the disk; what it had not synced is lost too."""
+    command = [sys.executable, "-m", "tests.preprocess.kill_points", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["points"] > 30 and outcome["wrong"] == []
+    assert outcome["kept"] > outcome["points"] // 2
+
+
+@pytest.fixture
+def feed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Puts a file in the place of standard input."""
+    with ExitStack() as files:
+        yield lambda path: monkeypatch.setattr(sys, "stdin", files.enter_context(path.open()))
+        monkeypatch.undo()
+
+
+def stop_before(patch: pytest.MonkeyPatch, file: str) -> None:
+    """End the run when it is about to give this file its name."""
+    replace = Path.replace
+
+    def check(self: Path, target: str) -> Path:
+        if self.name == file:
+            raise Stop
+        return replace(self, target)
+
+    patch.setattr(Path, "replace", check)
+
+
+def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool = False) -> None:
+    """A run that did everything but give this file and the later ones their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, file)
+        with pytest.raises(Stop) as stopped:
+            run_numbers(folder, *inputs, restart=restart)
+    assert "documents are kept in" in stopped.value.__notes__[0]
+
+
+@pytest.mark.parametrize("file", ["0.bin", "0.idx", "0.json"])
+def test_the_next_run_only_renames(tmp_path: Path, file: str) -> None:
+    path = write_numbers(tmp_path / "a.jsonl", 30)
+    run_numbers(tmp_path, path)
+    expected = output_bytes(tmp_path)
+    leave_finished(tmp_path, file, path, restart=True)
+    # Stopped a second time there, it says once more what is kept.
+    leave_finished(tmp_path, file, path)
+    result = run_numbers(tmp_path, path)
+    assert "only had to rename" in result.notice and result.kept_documents == result.documents == 30
+    assert output_bytes(tmp_path) == expected and not (tmp_path / "out.unfinished").exists()
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
+    path = write_numbers(tmp_path / "a.jsonl", 30)
+    leave_finished(tmp_path, "0.idx" if renamed else "0.bin", path)
+    file = tmp_path / ("out_text_document.bin" if renamed else "out.unfinished/0.bin")
+    file.write_bytes(file.read_bytes()[::-1])
+    if renamed:
+        with pytest.raises(ConfigError, match=r"document\.bin has changed; add --restart"):
+            run_numbers(tmp_path, path)
+    result = run_numbers(tmp_path, path, restart=renamed)
+    assert (result.documents, result.kept_documents) == (30, 0)
+    assert documents(tmp_path)[7] == [0, 7, 14]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> None:
+    paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
+    leave_finished(tmp_path, "0.idx" if renamed else "0.bin", paths[0])
+    if renamed:
+        with pytest.raises(
+            ConfigError, match=r"names, and input .*b\.jsonl is not one that it read; add --res"
+        ):
+            run_numbers(tmp_path, *paths)
+        assert (tmp_path / "out_text_document.bin").exists() and (tmp_path / "out.unfinished").exists()
+    result = run_numbers(tmp_path, *paths, restart=renamed)
+    assert (result.documents, result.kept_documents) == (40, 0 if renamed else 20)
+    assert len(documents(tmp_path)) == 40
+
+
+@pytest.mark.parametrize("file", ["0.bin", "0.idx"])
+def test_one_input_fewer_is_refused(tmp_path: Path, file: str) -> None:
+    paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
+    leave_finished(tmp_path, file, *paths)
+    with pytest.raises(ConfigError, match=r"now input 2 is missing; add --restart"):
+        run_numbers(tmp_path, paths[0])
+    assert run_numbers(tmp_path, paths[0], restart=True).documents == 20
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_standard_input_is_read_again_or_refused(
+    tmp_path: Path, renamed: bool, feed: Callable[[Path], None]
+) -> None:
+    first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
+
+    feed(first)
+    leave_finished(tmp_path, "0.idx" if renamed else "0.bin", "-")
+    for path in (other, first):
+        feed(path)
+        if renamed:
+            with pytest.raises(
+                ConfigError, match="read standard input, which cannot be compared; add --restart"
+            ):
+                run_numbers(tmp_path, "-")
+        elif path is other:
+            with pytest.raises(ConfigError, match="input - has changed"):
+                run_numbers(tmp_path, "-")
+    feed(first)
+    assert run_numbers(tmp_path, "-", restart=renamed).documents == 20
+    assert documents(tmp_path)[7] == [0, 7, 14]
+
+
+def test_standard_input_before_another_cannot_be_compared(
+    tmp_path: Path, feed: Callable[[Path], None]
+) -> None:
+    first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
+    feed(first)
+    leave_finished(tmp_path, "0.bin", "-", other)
+    feed(other)
+    with pytest.raises(
+        ConfigError, match="has read all of standard input, which cannot be compared; add --res"
+    ):
+        run_numbers(tmp_path, "-", other)
+
+
+def test_paths_may_be_spelled_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_numbers(tmp_path / "a.jsonl", 30)
+    leave_finished(tmp_path, "0.idx", path)
+    monkeypatch.chdir(tmp_path)
+    assert "only had" in preprocess(number_job(tmp_path, f".{os.sep}a.jsonl")).notice
+
+
+def test_a_save_that_a_signal_cut_off_from_its_future_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between handing the save to the thread and taking its future: the journal has the mark, so it is safe."""
+    marks: list[Mark] = []
+    slow = threading.Event()
+
+    def mark(new: Mark) -> None:
+        slow.wait(30)
+        marks.append(new)
+
+    keeper = BackgroundSaver(cast(Journal, SimpleNamespace(mark=mark)), [], None, 0, 0.0)
+    place = cast(Place, SimpleNamespace())
+    submit = keeper._thread.submit
+
+    def interrupted(*arguments: Any) -> Any:
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keeper._thread, "submit", interrupted)
+        keeper.save_soon(place, Progress(disk_total=None))
+    threading.Timer(0.1, slow.set).start()
+    keeper.save_now(place, Progress(disk_total=None))
+    assert keeper.saved is marks[0] and len(marks) == 1
+    keeper.close()

@@ -1,0 +1,393 @@
+"""Runs from their inputs to the output, and outputs that cannot be where they are wanted."""
+
+import gzip
+import hashlib
+import json
+import os
+import pydoc_data.topics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sentencepiece
+
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.token_files import read_side_file
+from megalite.preprocess.job import PreprocessJob
+from megalite.preprocess.run import plan, preprocess
+from tests.data.token_files import write_by_layout
+from tests.preprocess.jobs import (
+    Stop,
+    documents,
+    number_job,
+    output_bytes,
+    run_numbers,
+    stop_after,
+    write_jsonl,
+    write_numbers,
+)
+
+TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python's documentation topics as jsonl, and a tokenizer trained on a few of them."""
+    folder = tmp_path_factory.mktemp("real")
+    write_jsonl(folder / "topics.jsonl", TOPICS)
+    with (folder / "tok.model").open("wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TOPICS[:10]),
+            model_writer=model,
+            vocab_size=500,
+            model_type="bpe",
+            byte_fallback=True,
+            max_sentence_length=1 << 30,
+            minloglevel=2,
+        )
+    return folder
+
+
+def test_real_text_is_what_the_bare_library_gives(real: Path) -> None:
+    results = [
+        preprocess(
+            PreprocessJob(
+                inputs=(str(real / "topics.jsonl"),),
+                output_prefix=str(real / f"w{workers}"),
+                tokenizer=DataConfig(tokenizer_model=str(real / "tok.model")),
+                append_eod=True,
+                workers=workers,
+                piece_bytes=piece_bytes,
+            )
+        )
+        for workers, piece_bytes in ((1, 1 << 20), (2, 1 << 14))
+    ]
+    bare = sentencepiece.SentencePieceProcessor(model_file=str(real / "tok.model"))
+    write_by_layout(real / "theirs", [[*bare.encode(text), bare.eos_id()] for text in TOPICS])
+    for suffix in (".bin", ".idx"):
+        wanted = (real / f"theirs{suffix}").read_bytes()
+        assert [(real / f"w{n}_text_document{suffix}").read_bytes() for n in (1, 2)] == [wanted, wanted]
+    assert (real / "w1_text_document.json").read_bytes() == (real / "w2_text_document.json").read_bytes()
+    tokens = IndexedDataset(real / "theirs").num_tokens
+    size = (real / "topics.jsonl").stat().st_size
+    for result in results:
+        assert (result.documents, result.tokens, result.bad_lines) == (len(TOPICS), tokens, 0)
+        assert result.input_bytes == result.disk_bytes == result.disk_total == size
+    assert sorted(path.name for path in real.glob("w1*")) == [
+        "w1_text_document.bin",
+        "w1_text_document.idx",
+        "w1_text_document.json",
+    ]
+
+
+def test_the_side_file_says_what_is_in_the_dataset(real: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "b.jsonl", TOPICS)
+    path.write_bytes(path.read_bytes() + b"no JSON\n[]\n")
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", TOPICS[:1])
+    preprocess(
+        PreprocessJob(
+            inputs=(str(tmp_path / "b.jsonl"), str(tmp_path / "in")),
+            output_prefix=str(tmp_path / "out"),
+            tokenizer=DataConfig(tokenizer_model=str(real / "tok.model")),
+        )
+    )
+    facts = read_side_file(tmp_path / "out_text_document")
+    assert facts is not None
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    ids = np.concatenate(list(dataset)).astype(int)
+    counts, lengths = np.bincount(ids, minlength=500), [len(document) for document in dataset]
+    shares = counts[counts > 0] / counts.sum()
+    common = facts["token_histogram"].pop("most_common")
+    assert len(common) == 20 and [entry["count"] for entry in common] == sorted(counts)[::-1][:20]
+    assert all(entry["count"] == counts[entry["id"]] for entry in common)
+    assert facts["token_histogram"] == {
+        "unused": int((counts == 0).sum()),
+        "max_id": int(ids.max()),
+        "entropy_bits": round(float(-(shares * np.log2(shares)).sum()), 4),
+    }
+    buckets: dict[str, int] = {}
+    for length in sorted(lengths):
+        power = str(1 << (length.bit_length() - 1))
+        buckets[power] = buckets.get(power, 0) + 1
+    assert facts["document_lengths"] == {
+        "min": min(lengths),
+        "mean": round(sum(lengths) / len(lengths), 2),
+        "max": max(lengths),
+        "buckets": buckets,
+    }
+    files = {suffix: (tmp_path / f"out_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+    assert facts["files"] == {
+        suffix: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for suffix, content in files.items()
+    }
+    sizes = [(tmp_path / name).stat().st_size for name in ("b.jsonl", "in/a.jsonl")]
+    assert facts["inputs"] == {
+        "files": 2,
+        "bytes": sum(sizes),
+        "list": [{"name": "b.jsonl", "bytes": sizes[0]}, {"name": "in/a.jsonl", "bytes": sizes[1]}],
+    }
+    assert facts["tokenizer"] == {
+        "kind": "SentencePieceTokenizer",
+        "sha256": hashlib.sha256((real / "tok.model").read_bytes()).hexdigest(),
+        "vocab_size": 500,
+        "eod": 2,
+    }
+    assert (facts["documents"], facts["tokens"]) == (len(TOPICS) + 1, len(ids))
+    assert facts["bad_lines"] == {"invalid JSON": 1, "no object": 1}
+    assert (facts["dtype"], facts["append_eod"], facts["key"]) == ("uint16", False, "text")
+
+
+def test_order_and_kinds_of_input(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ["1 2", "3"])
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "4 5"}\n\n{"text": "6"}'))
+    (tmp_path / "deep" / "d.txt").write_text("7\n8\n")
+    (tmp_path / "deep" / "ignored.csv").write_text("9")
+    run_numbers(tmp_path, tmp_path / "deep", tmp_path / "*.jsonl", tmp_path / "b.jsonl")
+    assert documents(tmp_path) == [[4, 5], [6], [7, 8], [1, 2], [3]]
+    run_numbers(tmp_path, tmp_path / "deep" / "d.txt", text_documents="line", restart=True)
+    assert documents(tmp_path) == [[7], [8]]
+
+
+def test_output_does_not_depend_on_how_the_input_is_cut(tmp_path: Path) -> None:
+    path = write_numbers(tmp_path / "a.jsonl", 300)
+    found = []
+    for piece_bytes in (1, 100, 1 << 20):
+        run_numbers(tmp_path, path, piece_bytes=piece_bytes, append_eod=True, restart=True)
+        found.append(output_bytes(tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert documents(tmp_path)[7] == [0, 7, 14, 999]
+
+
+def test_large_ids_are_int32(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["65499 65500 69998"])
+    run_numbers(tmp_path, path, vocab_size=70000, append_eod=True)
+    assert documents(tmp_path) == [[65499, 65500, 69998, 69999]]
+    assert IndexedDataset(tmp_path / "out_text_document").dtype == np.dtype("<i4")
+    run_numbers(tmp_path, path, vocab_size=1 << 25, restart=True)
+    facts = read_side_file(tmp_path / "out_text_document")
+    assert facts is not None and facts["token_histogram"] is None
+
+
+def test_several_keys_keep_in_step(tmp_path: Path) -> None:
+    lines = [{"q": "1", "a": "2 3"}, {"q": "4"}, {"a": "5", "q": "6", "other": 7}, {"a": "x", "q": "1"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"a": " ", "q": "8"}, 9])))
+    result = run_numbers(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"))
+    assert documents(tmp_path, "q") == [[1], [6]] and documents(tmp_path, "a") == [[2, 3], [5]]
+    assert [fault.removeprefix(str(tmp_path / "a.jsonl")) for fault in result.faults] == [
+        ":2: no key 'a' (there are 'q')",
+        ":4: NullTokenizer: 'x' is not a number from 0 to 999",
+        ":5: no tokens under 'a'",
+        ":6: expected a JSON object, got a number",
+    ]
+    assert result.bad == {"missing key": 1, "not tokenized": 1, "no tokens": 1, "no object": 1}
+
+
+def test_of_many_bad_lines_all_are_counted_and_the_first_kept(tmp_path: Path) -> None:
+    lines = ["x", *['{"text": "1"}', "y"] * 500]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for piece_bytes in (200, 1 << 18):
+        result = run_numbers(tmp_path, tmp_path / "a.jsonl", piece_bytes=piece_bytes, restart=True)
+        assert (result.documents, result.bad) == (500, {"invalid JSON": 501})
+        places = [int(fault.split(":")[1]) for fault in result.faults]
+        assert places == [1, *range(3, 200, 2)][:100]
+
+
+def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
+    good = write_jsonl(tmp_path / "a.jsonl", ["1"])
+    (tmp_path / "plain.txt").write_text("1")
+    (tmp_path / "data.csv").write_text("1")
+    (tmp_path / "bad.jsonl").write_text("x\n")
+    (tmp_path / "blank.jsonl").write_text("\n")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
+    (tmp_path / "empty").mkdir()
+    faults: list[tuple[list[Path], dict[str, object], str]] = [
+        ([tmp_path / "no.jsonl"], {}, r"no\.jsonl does not exist"),
+        ([tmp_path / "empty"], {}, "is a folder without files ending in .jsonl"),
+        ([tmp_path / "data.csv"], {}, r"data\.csv is of an unknown kind"),
+        ([], {}, "no input files"),
+        ([tmp_path / "cut.jsonl.gz"], {}, r"cut\.jsonl\.gz cannot be read"),
+        (
+            [tmp_path / "bad.jsonl"],
+            {},
+            r"no document in .*bad\.jsonl; the first of 1 bad lines: .*bad\.jsonl:1: invalid",
+        ),
+        ([tmp_path / "blank.jsonl"], {}, r"no document in .*blank\.jsonl$"),
+        (
+            [tmp_path / "blank.jsonl", tmp_path / "bad.jsonl"],
+            {},
+            r"in .*blank\.jsonl and 1 more; the first of 1",
+        ),
+        ([good], {"workers": 0}, "workers 0 must be at least 1"),
+        ([good], {"workers": 1025}, "workers 1025 must be at least 1 and at most 1024"),
+        ([good], {"json_keys": ()}, "must name one or more different keys"),
+        ([good], {"json_keys": ("a", "a")}, "'a a' must name one or more different keys"),
+        ([good], {"json_keys": ("a/b",)}, "'a/b' cannot be part of a file's name"),
+        ([good], {"max_document_bytes": 0}, "max_document_bytes 0 must be at least 1"),
+        ([tmp_path / "plain.txt"], {"json_keys": ("a", "b")}, r"plain\.txt is plain text without keys"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for inputs, settings, message in faults:
+        with pytest.raises(ConfigError, match=message):
+            run_numbers(tmp_path, *inputs, **settings)
+        assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(ConfigError, match="no tokenizer: give --tokenizer-model"):
+        preprocess(
+            PreprocessJob(inputs=(str(good),), output_prefix=str(tmp_path / "out"), tokenizer=DataConfig())
+        )
+
+
+def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megalite.tokenizers.base.NullTokenizer.encode_batch", lambda self, texts: [[5, 1000]] * len(texts)
+    )
+    with pytest.raises(
+        ConfigError, match="NullTokenizer gives token id 1000, but its vocabulary is 1000 ids"
+    ):
+        run_numbers(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["1"]))
+
+
+def test_parquet_with_two_workers(tmp_path: Path) -> None:
+    """Row groups are pieces, enough of them for workers; two keys, and a null is a bad row."""
+    rows = [{"q": str(i), "a": f"{i} {i + 1}" if i != 70 else None} for i in range(200)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    found = []
+    for workers in (1, 2):
+        result = run_numbers(
+            tmp_path,
+            tmp_path / "a.parquet",
+            json_keys=("q", "a"),
+            workers=workers,
+            piece_bytes=64,
+            restart=True,
+        )
+        assert (result.documents, result.bad_lines) == (199, 1) and ":71: " in result.faults[0]
+        found.append([output_bytes(tmp_path, key) for key in ("q", "a")])
+    assert found[0] == found[1]
+    assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200) if i != 70]
+
+
+@pytest.mark.parametrize("good", [400, 4000])
+def test_a_damaged_archive_is_the_same_with_any_number_of_workers(tmp_path: Path, good: int) -> None:
+    """What comes before the damage is done, and a bad line before it is the first error of --strict."""
+    lines = [b'{"text": "%d"}' % (i * i % 997) for i in range(good)]
+    lines[good // 2] = b"x"
+    whole = gzip.compress(b"\n".join(lines) + b"\n")
+    (tmp_path / "a.jsonl.gz").write_bytes(whole + b"no gzip member")
+    found = []
+    for workers in (1, 2):
+        said = []
+        for strict in (True, False):
+            with pytest.raises(ConfigError) as error:
+                run_numbers(
+                    tmp_path,
+                    tmp_path / "a.jsonl.gz",
+                    workers=workers,
+                    piece_bytes=2000,
+                    strict=strict,
+                    restart=True,
+                )
+            said.append((str(error.value), error.value.__notes__ if not strict else []))
+        found.append(said)
+    assert found[0] == found[1]
+    (first, _), (second, notes) = found[0]
+    assert f"a.jsonl.gz:{good // 2 + 1}: invalid JSON" in first and "stopped by --strict" in first
+    assert "a.jsonl.gz cannot be read" in second and int(notes[0].split()[0].replace(",", "")) > good // 2
+
+
+def assert_refused(job: PreprocessJob, message: str) -> None:
+    """By the job and by its plan, and nothing is made."""
+    top = Path(job.inputs[0]).parent
+    before = sorted(top.rglob("*"))
+    for work in (preprocess, plan):
+        with pytest.raises(ConfigError, match=message):
+            work(job)
+    assert sorted(top.rglob("*")) == before
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PreprocessJob:
+    return number_job(tmp_path, write_numbers(tmp_path / "a.jsonl", 30), piece_bytes=100)
+
+
+def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> None:
+    path = write_numbers(tmp_path / "out_text_document.json", 3)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for source in (path, tmp_path / "link.jsonl"):
+        for restart in (False, True):
+            message = f"input {source} would be overwritten by the output; give another"
+            assert_refused(replace(job, inputs=(str(source),), restart=restart), message)
+    path.unlink()
+    (tmp_path / "out.unfinished").mkdir()
+    inside = write_numbers(tmp_path / "out.unfinished" / "0.jsonl", 3)
+    assert_refused(
+        replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, the fold"
+    )
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_output_that_is_there_is_replaced_only_when_told(
+    tmp_path: Path, job: PreprocessJob, suffix: str
+) -> None:
+    preprocess(job)
+    expected = output_bytes(tmp_path)
+    assert_refused(job, r"out_text_document\.bin exists \(30 documents\); give .* or --restart to replace")
+    for other in {".bin", ".idx", ".json"} - {suffix}:
+        (tmp_path / f"out_text_document{other}").unlink()
+    assert_refused(job, rf"out_text_document\{suffix} exists.*; give")
+    # Told once, it need not be told again where a stopped run goes on.
+    with pytest.raises(Stop):
+        preprocess(replace(job, restart=True), stop_after(10))
+    assert plan(job).place
+    assert preprocess(job).kept_documents >= 10
+    assert output_bytes(tmp_path) == expected
+
+
+@pytest.mark.parametrize("prefix", ["", "data/"])
+def test_a_prefix_must_begin_a_name(job: PreprocessJob, prefix: str) -> None:
+    assert_refused(
+        replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' must end in .*try data/corpus"
+    )
+
+
+def test_places_that_cannot_be_written(
+    tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))
+    assert_refused(
+        under_file, r"cannot be written at .*a\.jsonl: Not a directory; give another --output-prefix"
+    )
+    (tmp_path / "out_text_document.idx").mkdir()
+    assert_refused(
+        replace(job, restart=True), r"document\.idx is a folder, and the output would have that name; give"
+    )
+    (tmp_path / "out_text_document.idx").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.unfinished").symlink_to(tmp_path / "elsewhere")
+    assert_refused(job, r"out\.unfinished is a link; remove it, or give another --output-prefix")
+    (tmp_path / "out.unfinished").unlink()
+    # The superuser may write anywhere: the system's answer is put in its mouth.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    deep = replace(job, output_prefix=str(tmp_path / "new" / "out"))
+    assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; give another --output-prefix")
+
+
+def test_names_that_are_too_long(tmp_path: Path, job: PreprocessJob) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len("_text_document.json")
+    for folder in (tmp_path, tmp_path / "new"):
+        long = replace(job, output_prefix=str(folder / ("p" * (longest + 1))))
+        assert_refused(
+            long, rf"the name p+\.\.\. has {longest + 20} bytes, and a .* may have {longest + 19}; give"
+        )
+    assert_refused(
+        replace(job, output_prefix=str(tmp_path / ("q/" * 2500) / "out")), "File name too long; give"
+    )
+    assert preprocess(replace(job, output_prefix=str(tmp_path / ("p" * longest)))).documents == 30

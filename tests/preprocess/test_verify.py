@@ -1,0 +1,329 @@
+"""Which datasets a command line means, what they hold, and the first byte that is wrong."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.data import indexed_dataset
+from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.preprocess import copying
+from megalite.preprocess import verify as module
+from megalite.preprocess.copying import refuse_existing
+from megalite.preprocess.verify import (
+    Document,
+    find_prefixes,
+    first_token,
+    inspect,
+    lengths_in_blocks,
+    parse_documents,
+    read_documents,
+    token_ends,
+    verify,
+)
+from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b", "a", "c.idx"):
+        write(tmp_path / name, MIXED)
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("")
+    return tmp_path
+
+
+def test_prefixes_files_and_folders(folder: Path) -> None:
+    a, b, c = (str(folder / name) for name in ("a", "b", "c.idx"))
+    assert find_prefixes([b, a]) == [b, a]
+    assert find_prefixes([f"{b}.bin", f"{b}.idx", f"{a}.json"]) == [b, a]
+    assert find_prefixes([str(folder)]) == [a, b, c]
+    assert find_prefixes([c]) == [c]
+    assert find_prefixes([f"{b}.bin", a, f"{folder}/./b.idx"]) == [f"{b}", a]
+    Path(f"{b}.bin").unlink()
+    # Whoever opens it says what is missing.
+    assert find_prefixes([str(folder)]) == [a, b, c] and find_prefixes([b]) == [b]
+    (folder / "h.bin").write_bytes(b"")
+    assert find_prefixes([f"{folder}/h.bin"]) == find_prefixes([f"{folder}/h"]) == [f"{folder}/h"]
+
+
+def test_a_dataset_is_given_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is called: laid end to end with itself, its documents would count twice."""
+    monkeypatch.chdir(folder)
+    (folder / "link").symlink_to(".")
+    (folder / "links").mkdir()
+    for suffix in (".bin", ".idx"):
+        (folder / "links" / f"alias{suffix}").symlink_to(folder / f"a{suffix}")
+    for entries, message in (
+        (["a", "a"], "a is given twice; give each dataset once"),
+        (["a.bin", "b", "a.bin"], "a.bin is given twice"),
+        (["a", "./a"], "a and ./a are one dataset; give each dataset once"),
+        (["a", "a.idx"], "a and a.idx are one dataset"),
+        (["a.idx", "a"], "a.idx and a are one dataset"),
+        (["a.bin", "./a.bin"], "a.bin and ./a.bin are one dataset"),
+        (["b", str(folder / "b")], f"b and {folder}/b are one dataset"),
+        (["a", "link/a"], "a and link/a are one dataset"),
+        (["a", "links"], "a and links/alias are one dataset"),
+        (["b", "."], "b is given twice"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            find_prefixes(entries)
+        assert message in str(raised.value)
+
+
+def test_what_cannot_be_meant(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither .*zzz\.idx nor a folder"):
+        find_prefixes([str(folder / "zzz")])
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no dataset"):
+        find_prefixes([str(folder / "empty")])
+
+
+def test_existing_outputs_are_refused(folder: Path) -> None:
+    refuse_existing([str(folder / "new")])
+    (folder / "new.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"new\.json exists"):
+        refuse_existing([str(folder / "other"), str(folder / "new")])
+    for nameless in (f"{folder}/sub/", f"{folder}/..", ""):
+        with pytest.raises(ConfigError, match=r"output_prefix .* has no name; give one such as .*whole"):
+            refuse_existing([nameless])
+
+
+LENGTHS = [3, 3, 0, 0, 3, 4]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> IndexedDataset:
+    return IndexedDataset(write(tmp_path / "d", MIXED))
+
+
+def test_where_documents_are(dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = np.cumsum(LENGTHS).tolist()
+    assert token_ends(dataset, range(6)).tolist() == ends
+    assert token_ends(dataset, range(2, 5)).tolist() == ends[2:5]
+    assert [first_token(dataset, i) for i in range(7)] == [0, *ends]
+    for block in (1, 2, 4, 100):
+        monkeypatch.setattr(copying, "BLOCK", block)
+        assert np.concatenate(list(lengths_in_blocks(dataset, range(6)))).tolist() == LENGTHS
+        assert np.concatenate(list(lengths_in_blocks(dataset, range(1, 5)))).tolist() == LENGTHS[1:5]
+
+
+def test_documents_behind_the_last_sequence(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", [[[1, 2]], [], []]))
+    assert token_ends(dataset, range(3)).tolist() == [2, 2, 2]
+    assert token_ends(IndexedDataset(write(tmp_path / "e", [[], []])), range(2)).tolist() == [0, 0]
+
+
+def test_ranges(dataset: IndexedDataset) -> None:
+    expected = {"0:3": range(3), "2:": range(2, 6), ":2": range(2), "4": range(4, 5), ":": range(6)}
+    assert {text: parse_documents(text, dataset) for text in expected} == expected
+    for bad in ("x", "1:2:3", "", "1.5"):
+        with pytest.raises(ConfigError, match="is not a range of numbers; give a range such as 0:3"):
+            parse_documents(bad, dataset)
+    with pytest.raises(
+        ConfigError, match=r"'4:2': the range ends before it starts \(the end is .*give a range such"
+    ):
+        parse_documents("4:2", dataset)
+    with pytest.raises(ConfigError, match="'3:3': the range is empty"):
+        parse_documents("3:3", dataset)
+    for bad in ("7:", "7:7", "9:8", "0:7", "6", "-1:3"):
+        with pytest.raises(ConfigError, match="has the documents 0 to 5"):
+            parse_documents(bad, dataset)
+
+
+def test_ranges_of_nothing(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "e", []))
+    for text in ("0", "0:0", "x", ":"):
+        with pytest.raises(
+            ConfigError, match=f"documents '{text}': .*e has no documents; give a dataset that has"
+        ):
+            parse_documents(text, dataset)
+
+
+def test_facts(tmp_path: Path) -> None:
+    facts = inspect(IndexedDataset(write(tmp_path / "d", MIXED)))
+    assert facts == {
+        "prefix": str(tmp_path / "d"),
+        "dtype": "uint16",
+        "documents": 6,
+        "empty_documents": 2,
+        "sequences": 8,
+        "tokens": 13,
+        "bytes": {".bin": 26, ".idx": 34 + 12 * 8 + 8 * 7},
+        "document_lengths": {"min": 0, "mean": 2.17, "max": 4, "buckets": {"0": 2, "2": 3, "4": 1}},
+        "side_file": None,
+    }
+    side = inspect(IndexedDataset(write_with_side_file(tmp_path / "s", MIXED, key="text")))["side_file"]
+    assert (side["documents"], side["key"]) == (6, "text")
+    empty = inspect(IndexedDataset(write(tmp_path / "e", [])))
+    assert empty["document_lengths"] == {"min": 0, "mean": 0.0, "max": 0, "buckets": {}}
+
+
+def test_documents(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", MIXED))
+    assert list(read_documents(dataset, range(1, 4), max_tokens=2)) == [
+        Document(1, sequences=3, length=3, tokens=[4, 5]),
+        Document(2, sequences=0, length=0, tokens=[]),
+        Document(3, sequences=1, length=0, tokens=[]),
+    ]
+    assert [document.tokens for document in read_documents(dataset, range(6), max_tokens=9)] == [
+        [token for sequence in document for token in sequence] for document in MIXED
+    ]
+
+
+EOD = 99
+TOKENIZER = {"kind": "NullTokenizer", "sha256": "0" * 64, "vocab_size": 100, "eod": EOD}
+ENDED = [[[1, 2, EOD]], [], [[3], [4, EOD]], [[EOD], []]]
+
+
+def put(path: Path | str, offset: int, fmt: str, value: int) -> None:
+    data = bytearray(Path(path).read_bytes())
+    struct.pack_into(fmt, data, offset, value)
+    Path(path).write_bytes(data)
+
+
+def test_sound(tmp_path: Path) -> None:
+    read: list[int] = []
+    result = verify(write(tmp_path / "d", MIXED), vocab_size=14, on_bytes=read.append)
+    assert (result.fault, result.documents, result.sequences, result.tokens) == (None, 6, 8, 13)
+    assert (result.dtype, result.largest_id, result.vocab_size) == ("uint16", 13, 14)
+    assert (result.hashed, result.eod) == (False, None)
+    assert sum(read) == result.bytes == 13 * 2 + 34 + 12 * 8 + 8 * 7
+    empty = verify(write(tmp_path / "e", []))
+    assert (empty.fault, empty.tokens, empty.largest_id) == (None, 0, None)
+
+
+@pytest.mark.parametrize("code", LETTERS)
+def test_ids_outside_the_vocabulary(tmp_path: Path, code: int) -> None:
+    prefix = write(tmp_path / "d", MIXED, code=code)
+    assert verify(prefix, vocab_size=14).fault is None
+    fault = verify(prefix, vocab_size=9).fault
+    size = struct.calcsize(LETTERS[code])
+    assert fault is not None
+    assert (fault.path, fault.offset) == (f"{prefix}.bin", 8 * size)
+    assert fault.text == (
+        f"{prefix}.bin: byte {8 * size}: token id 9 (document 4, sequence 6, token 0), expected an id from 0 to 8"
+    )
+    if LETTERS[code].islower():
+        put(f"{prefix}.bin", 4 * size, f"<{LETTERS[code]}", -3)
+        for vocab_size in (None, 9):
+            fault = verify(prefix, vocab_size=vocab_size).fault
+            assert fault is not None and fault.offset == 4 * size
+            assert "token id -3 (document 1, sequence 3, token 0), expected " in fault.text
+
+
+def test_the_vocabulary_of_the_side_file(tmp_path: Path) -> None:
+    prefix = write_with_side_file(tmp_path / "d", [[[5, 100]]], tokenizer=TOKENIZER)
+    fault = verify(prefix).fault
+    assert fault is not None and fault.text.endswith(
+        "token id 100 (document 0, token 1), expected an id from 0 to 99"
+    )
+    # A larger one takes nothing back, a smaller one holds as well.
+    result = verify(prefix, vocab_size=101)
+    assert (result.fault, result.vocab_size) == (fault, 100)
+    assert verify(prefix, vocab_size=5).vocab_size == 5
+
+
+def test_ends_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Any] = {"tokenizer": TOKENIZER, "append_eod": True}
+    prefix = write_with_side_file(tmp_path / "d", ENDED, **facts)
+    result = verify(prefix)
+    assert (result.fault, result.eod, result.hashed) == (None, EOD, True)
+    unended = [*ENDED, [], [[7, EOD], [8]], [[9]]]
+    prefix = write_with_side_file(tmp_path / "u", unended, **facts)
+    # Whatever is read or looked at together, it is the first.
+    for block_bytes in (2, 4, 6, 1 << 20):
+        for block in (1, 2, 100):
+            monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr(copying, "BLOCK", block)
+            monkeypatch.setattr(module, "BLOCK", block)
+            fault = verify(prefix).fault
+            assert fault is not None and fault.offset == 18
+            assert "ends with token id 8 (document 5, sequence 6, token 0), expected its end 99" in fault.text
+            # A bad id is named if it comes first.
+            fault = verify(prefix, vocab_size=7).fault  # below the side file's
+            assert fault is not None and "token id 99" in fault.text and fault.offset == 4
+    prefix = write_with_side_file(tmp_path / "n", unended, tokenizer=TOKENIZER, append_eod=False)
+    assert verify(prefix).fault is None
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str, int | None, str]] = {
+    "length": (lambda p: put(f"{p}.idx", 34, "<i", 4), ".idx", 74, "sequence 1 starts at byte 6, expected 8"),
+    "dtype": (lambda p: put(f"{p}.idx", 17, "<B", 9), ".idx", 17, "dtype code 9, expected one of"),
+    "short": (lambda p: Path(f"{p}.bin").write_bytes(bytes(3)), ".bin", 3, "truncated: 3 bytes, expected 26"),
+    "border": (lambda p: put(f"{p}.idx", 138, "<q", 3), ".idx", None, "sha256 is"),
+    "token": (lambda p: put(f"{p}.bin", 4, "<H", 2), ".bin", None, "sha256 is"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_first_fault_is_named(tmp_path: Path, name: str) -> None:
+    damage, suffix, offset, text = FAULTS[name]
+    prefix = write_with_side_file(tmp_path / "d", MIXED)
+    assert verify(prefix).fault is None
+    damage(tmp_path / "d")
+    fault = verify(prefix).fault
+    assert fault is not None
+    assert (fault.path, fault.offset) == (prefix + suffix, offset)
+    assert fault.text.startswith(prefix + suffix) and text in fault.text
+    assert (verify(prefix, hashes=False).fault is None) == (text == "sha256 is")
+
+
+@pytest.mark.parametrize(("name", "value"), [("documents", 7), ("tokens", 12), ("dtype", "int32")])
+def test_another_datasets_side_file(tmp_path: Path, name: str, value: object) -> None:
+    prefix = write_with_side_file(tmp_path / "d", MIXED, **{name: value})
+    fault = verify(prefix, hashes=False).fault
+    assert fault is not None and f"d.json: {name} is {value!r}, expected " in fault.text
+
+
+def test_bad_input_is_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zzz\.idx does not exist"):
+        verify(str(tmp_path / "zzz"))
+    prefix = write(tmp_path / "d", MIXED)
+    Path(f"{prefix}.json").write_text("[" * 10**5)
+    result = verify(prefix)
+    assert (result.fault, result.has_side_file, result.bad_side_file) == (None, False, None)
+    put(f"{prefix}.idx", 17, "<B", 7)
+    with pytest.raises(UnsupportedDataset, match="dtype code 7"):
+        verify(prefix)
+
+
+@pytest.mark.parametrize("side", [{"format": 99}, {"format": 1}])
+def test_the_pair_is_checked_without_a_bad_side_file(tmp_path: Path, side: dict[str, int]) -> None:
+    prefix = write(tmp_path / "d", MIXED)
+    Path(f"{prefix}.json").write_text(json.dumps(side))
+    result = verify(prefix, vocab_size=14)
+    assert result.fault is None and f"{prefix}.json: " in str(result.bad_side_file)
+    assert (result.largest_id, result.has_side_file, result.hashed) == (13, False, False)
+    fault = verify(prefix, vocab_size=9).fault
+    assert fault is not None and fault.path == f"{prefix}.bin"
+    put(f"{prefix}.idx", 34, "<i", 4)
+    result = verify(prefix)
+    assert result.fault is not None and result.fault.path == f"{prefix}.idx" and result.bad_side_file
+
+
+def test_a_dataset_with_a_side_file_was_supported(tmp_path: Path) -> None:
+    """Then a type code of floats is a bit that has changed."""
+    prefix = write_with_side_file(tmp_path / "d", MIXED)
+    put(f"{prefix}.idx", 17, "<B", 7)
+    fault = verify(prefix).fault
+    assert fault is not None and (fault.path, fault.offset) == (f"{prefix}.idx", 17)
+    assert "d.json is of one with uint16 tokens: bytes have changed since" in fault.text
+
+
+def test_many_blocks(tmp_path: Path) -> None:
+    """A fault behind several blocks of tokens and of documents is placed right."""
+    tokens = np.zeros(3 << 20, dtype=np.uint16)
+    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
+        writer.add_documents(tokens, [8] * (len(tokens) // 8))
+    bad = (2 << 20) + 12345
+    put(tmp_path / "d.bin", 2 * bad, "<H", 500)
+    fault = verify(str(tmp_path / "d"), vocab_size=500).fault
+    assert fault is not None and fault.offset == 2 * bad
+    assert f"document {bad // 8}, token {bad % 8}" in fault.text

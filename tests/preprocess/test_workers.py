@@ -1,0 +1,140 @@
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.config.errors import ConfigError
+from megalite.preprocess import workers
+from megalite.preprocess.workers import WorkerPool
+
+
+class Doubler:
+    """Doubles numbers; some are special. If the kind is a path, 0 takes until that file is there."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        if self._kind.startswith("/") and number == 0:
+            end = time.monotonic() + 60
+            while not Path(self._kind).exists() and time.monotonic() < end:
+                time.sleep(0.01)  # the other worker goes on meanwhile, as far as it may
+        if self._kind == "refuses" and number in (20, 21):
+            raise ConfigError(f"{number} is refused")
+        if self._kind == "fails" and number == 20:
+            raise KeyError("what is this")
+        if self._kind == "memory" and number == 20:
+            raise MemoryError
+        if self._kind == "dies" and number == 20:
+            os._exit(3)
+        return 2 * number, os.getpid()
+
+
+def run(
+    kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None
+) -> list[int]:
+    """What comes back from two workers until an exception."""
+    pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2, Doubler, kind)
+    pids, found = set(), []
+    try:
+        for number, (double, pid) in pool.map(numbers, lambda number: 1):
+            assert double == 2 * number
+            pids.add(pid)
+            found.append(number)
+            on_result(number)
+    except BaseException:
+        pool.close(kill=True)
+        raise
+    pool.close()
+    assert len(pids) == 2 and os.getpid() not in pids
+    return found
+
+
+def test_results_come_in_order_and_pieces_are_not_drawn_far_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_IN_FLIGHT_PER_WORKER", 5)
+    drawn = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(300):
+            drawn.append(number)
+            if len(drawn) == 2 * 5:
+                (tmp_path / "go").touch()
+            yield number
+
+    def check(number: int) -> None:
+        assert len(drawn) <= number + 2 * 5
+        if number == 0:  # it took long: the other worker has had all that it could be given
+            assert len(drawn) == 2 * 5
+
+    assert run(str(tmp_path / "go"), numbers(), check) == list(range(300))
+
+
+def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_IN_FLIGHT_BYTES", 100)
+    pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2, Doubler, "doubles")
+    drawn: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(30):
+            drawn.append(number)
+            yield number
+
+    # A large one is alone, small ones go together.
+    for number, _ in pool.map(numbers(), lambda number: 1000 if number < 10 else 40):
+        assert len(drawn) <= number + (1 if number < 9 else 3)
+    pool.close()
+
+
+def test_workers_start_when_the_others_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    build = workers._Worker.__init__
+
+    def count(self: workers._Worker, *arguments: object) -> None:
+        started.append(self)
+        build(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers._Worker, "__init__", count)
+    for pieces, needed in ((3, 1), (4, 2), (100, 2)):
+        pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(
+            2 if pieces == 100 else 50, Doubler, "doubles"
+        )
+        assert len(list(pool.map(iter(range(pieces)), lambda number: 1))) == pieces
+        pool.close()
+        assert len(started) == needed
+        started.clear()
+
+
+def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
+    done: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        yield from range(10)
+        raise ConfigError("no more")
+
+    with pytest.raises(ConfigError, match=r"^no more$"):
+        run("doubles", numbers(), done.append)
+    assert done == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("refuses", ConfigError, "^20 is refused$"),
+        ("fails", RuntimeError, "KeyError: 'what is this'"),
+        ("memory", ConfigError, "a worker is out of memory"),
+        (
+            "dies",
+            ConfigError,
+            "a worker process ended with status 3 with 2 workers; fewer .--workers 1. need less",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_raised_in_its_turn(kind: str, error: type[Exception], message: str) -> None:
+    done: list[int] = []
+    with pytest.raises(error, match=message):
+        run(kind, iter(range(100)), done.append)
+    assert done == list(range(20)) if kind != "dies" else len(done) <= 20

@@ -1,0 +1,336 @@
+"""A backward in halves: the same bits, each matrix product once, and nothing held once the second half has run."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear,
+)
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.topology.group import Group
+from tests.models.live_bytes import LiveBytes
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.traffic import counted
+
+S, B, H, F_SIZE, V = 8, 2, 12, 20, 24
+MICROBATCHES = 3
+
+WHOLE = ("B0", "B1", "B2")
+HALVES = ("I0", "I1", "W0", "I2", "W1", "W2")
+"""In both the microbatches come to each weight in ascending order."""
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and sums of embedding gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.rstrip("_")
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+        # One of the two, by whether there is a main gradient.
+        self.rows += name in ("embedding_dense_backward", "index_add")
+        return func(*args, **(kwargs or {}))
+
+
+class Stack(torch.nn.Module):
+    """Table, gated MLP with biases, head; table and head may be one parameter."""
+
+    def __init__(self, factory: ParameterFactory, *, tied: bool) -> None:
+        super().__init__()
+        self.tp, self.sp = factory.tp, factory.sequence_parallel
+        self.table = VocabParallelEmbedding("table", (V, H), std=1.0, factory=factory, uses=2 if tied else 1)
+        self.up = ColumnParallelLinear("up", (2, F_SIZE, H), std=0.5, bias=True, factory=factory, shard_dim=1)
+        self.down = RowParallelLinear("down", (H, F_SIZE), std=0.5, bias=True, factory=factory)
+        self.head = self.table.weight if tied else factory.parameter("head", (V, H), shard_dim=0, std=1.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        gate, up = self.up(x).chunk(2, dim=-1)
+        x = x + self.down(gate.sigmoid() * up)
+        logits = linear(x, self.head, None, tp=self.tp, sequence_parallel=self.sp)
+        return logits.double().logsumexp(-1).sum()
+
+
+def sharded(module: torch.nn.Module) -> dict[str, ShardedParameter]:
+    found = {}
+    for parameter in module.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        found[parameter.info.spec.name] = parameter
+    return found
+
+
+def build(tp: Group, *, sp: bool, tied: bool, dtype: torch.dtype, main_grad: bool) -> Stack:
+    factory = ParameterFactory(tp=tp, seed=3, dtype=dtype, device=torch.device("cpu"), sequence_parallel=sp)
+    stack = Stack(factory, tied=tied)
+    if main_grad:
+        kind = torch.float32 if dtype == torch.bfloat16 else dtype
+        for parameter in sharded(stack).values():
+            if "bias" not in parameter.info.spec.name:
+                parameter.main_grad = torch.zeros(parameter.shape, dtype=kind)
+    return stack
+
+
+def tokens(microbatch: int) -> torch.Tensor:
+    return torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(microbatch))
+
+
+def play(stack: Stack, order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, int], Products]:
+    """Run the actions; gradients, matrix products by kind of action, and all that was counted."""
+    deferred, found = DeferredWeightGradients(), Products()
+    attach_deferred(stack, deferred)
+    losses = [stack(tokens(microbatch)) for microbatch in range(MICROBATCHES)]
+    products = dict.fromkeys("BIW", 0)
+    with found:
+        for kind, microbatch in ((action[0], int(action[1:])) for action in order):
+            before = found.count
+            if kind == "B":
+                losses[microbatch].backward()
+            elif kind == "I":
+                with deferred.deferring(microbatch):
+                    losses[microbatch].backward()
+            else:
+                deferred.run(microbatch)
+            products[kind] += found.count - before
+    assert deferred.pending == 0
+    return gradients(stack), products, found
+
+
+def gradients(stack: Stack) -> dict[str, torch.Tensor]:
+    """By name, wherever they are; the parameters that have a main gradient have no other."""
+    made = {}
+    for name, parameter in sharded(stack).items():
+        assert (parameter.grad is None) == (parameter.main_grad is not None), name
+        grad = parameter.grad if parameter.main_grad is None else parameter.main_grad
+        assert grad is not None and not grad.requires_grad
+        made[name] = grad
+    return made
+
+
+def differences(
+    tp: Group, *, sp: bool, tied: bool, dtype: torch.dtype, main_grad: bool
+) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """Names of unequal gradients, and the products of both runs."""
+    runs = []
+    for order in (WHOLE, HALVES):
+        stack = build(tp, sp=sp, tied=tied, dtype=dtype, main_grad=main_grad)
+        grads, products, found = play(stack, order)
+        assert found.rows == MICROBATCHES
+        runs.append((grads, products))
+    (whole, whole_products), (halves, half_products) = runs
+    assert whole.keys() == halves.keys()
+    assert all(grad.abs().max() > 0 for grad in whole.values())
+    unequal = [name for name in whole if not torch.equal(whole[name], halves[name])]
+    return unequal, whole_products, half_products
+
+
+CASES = [
+    (dtype, main_grad, tied)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    for main_grad in (True, False)
+    for tied in (True, False)
+]
+
+
+def check(tp: Group, sp: bool) -> None:
+    for dtype, main_grad, tied in CASES:
+        unequal, whole, halves = differences(tp, sp=sp, tied=tied, dtype=dtype, main_grad=main_grad)
+        assert unequal == [], (dtype, main_grad, tied)
+        # Three weights: a product for the input and one for the weight each.
+        assert whole == {"B": 6 * MICROBATCHES, "I": 0, "W": 0}
+        assert halves == {"B": 0, "I": 3 * MICROBATCHES, "W": 3 * MICROBATCHES}
+
+
+def test_halves_give_the_bits_of_the_whole_with_each_product_once() -> None:
+    check(Group.solo("tp"), sp=False)
+
+
+def on_ranks(context: RankContext, sp: bool) -> None:
+    check(context.topology(tp=2).tp, sp)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_halves_give_the_bits_of_the_whole_on_two_ranks(sp: bool) -> None:
+    run_ranks(2, on_ranks, sp)
+
+
+def traffic(context: RankContext) -> dict[str, int]:
+    tp = context.topology(tp=2).tp
+    stack, deferred = (
+        build(tp, sp=True, tied=False, dtype=torch.float32, main_grad=True),
+        DeferredWeightGradients(),
+    )
+    attach_deferred(stack, deferred)
+    found = {}
+    for kind in ("B", "I", "W"):
+        loss = None if kind == "W" else stack(tokens(0))
+        with counted() as volumes:
+            if loss is None:
+                deferred.run(0)
+            elif kind == "B":
+                loss.backward()
+            else:
+                with deferred.deferring(0):
+                    loss.backward()
+        found.update({f"{kind} {operation}": volume for (_, operation), volume in volumes.items()})
+    return found
+
+
+def test_inputs_are_gathered_again_for_the_weights_alone() -> None:
+    """Column-parallel layers (up, head) gather their input in W, and only there; I keeps what it needs itself."""
+    gathered = S * B * H * 4
+    for found in run_ranks(2, traffic):
+        assert found["W all-gather"] == 2 * gathered
+        assert found["I all-gather"] == found["B all-gather"] - 2 * gathered > 0
+        assert found["I reduce-scatter"] == found["B reduce-scatter"] > 0
+        assert "W reduce-scatter" not in found
+
+
+class Owed:
+    """A gradient that notes what is asked of it."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+        self.parameter = torch.nn.Parameter(torch.zeros(2))
+
+    def start(self) -> None:
+        self.events.append(f"start {self.name}")
+
+    def compute(self) -> torch.Tensor | None:
+        self.events.append(f"compute {self.name}")
+        return None
+
+
+def test_one_gather_is_under_way_ahead_of_the_product() -> None:
+    deferred, events = DeferredWeightGradients(), list[str]()
+    gradient = [Owed(name, events) for name in "abc"]
+    with deferred.deferring(4):
+        for each in gradient:
+            deferred.append(each)
+    assert all(one is each.parameter for one, each in zip(deferred.parameters(4), gradient, strict=True))
+    deferred.run(4)
+    assert events == ["start a", "start b", "compute a", "start c", "compute b", "compute c"]
+
+
+def test_the_tape_holds_inputs_and_output_gradients_until_it_has_run_and_nothing_after() -> None:
+    rows, width = 50, 16
+    factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
+    layers = [
+        RowParallelLinear(f"{i}", (width, width), std=1.0, bias=False, factory=factory) for i in range(2)
+    ]
+    model, deferred = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1]), DeferredWeightGradients()
+    for layer in layers:
+        layer.weight.main_grad = torch.zeros(width, width)
+    attach_deferred(model, deferred)
+    x = torch.randn(rows, width)  # old: not counted
+    with LiveBytes() as live:
+        loss = (model(x) ** 2).sum()
+        with deferred.deferring(0):
+            loss.backward()
+        del loss
+        # tanh's output, and the gradients of both layers' outputs
+        assert live.now == 3 * rows * width * 4
+        deferred.run(0)
+        assert live.now == 0
+    assert deferred.pending == 0
+
+
+def test_what_has_run_is_freed_before_the_next_product() -> None:
+    deferred, freed = DeferredWeightGradients(), list[bool]()
+
+    class Last(Owed):
+        def compute(self) -> torch.Tensor | None:
+            freed.append(first() is None)
+            return None
+
+    gradient = Owed("first", [])
+    first = weakref.ref(gradient)
+    with deferred.deferring(0):
+        deferred.append(gradient)
+        del gradient
+        deferred.append(Last("last", []))
+    deferred.run(0)
+    assert freed == [True]
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_backwards_of_other_threads_are_recorded() -> None:
+    """Autograd runs the backward of CUDA tensors in a thread of the device."""
+    stacks = [
+        build(Group.solo("tp"), sp=False, tied=True, dtype=torch.float32, main_grad=True) for _ in range(2)
+    ]
+    deferred = DeferredWeightGradients()
+    attach_deferred(stacks[0], deferred)
+    loss = stacks[0](tokens(0))
+    with deferred.deferring(0):
+        in_a_thread(loss.backward)
+    down, up, table = stacks[0].down.weight, stacks[0].up.weight, stacks[0].head
+    assert list(map(id, deferred.parameters(0))) == list(map(id, (table, down, up, table)))
+    deferred.run(0)
+    stacks[1](tokens(0)).backward()
+    for ours, theirs in zip(*(gradients(stack).values() for stack in stacks), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_reports_come_with_the_second_half() -> None:
+    stack = build(Group.solo("tp"), sp=False, tied=True, dtype=torch.float32, main_grad=True)
+    calls: list[str] = []
+    for name, parameter in sharded(stack).items():
+        parameter.grad_ready = lambda name=name: calls.append(name)  # type: ignore[misc]
+    deferred = DeferredWeightGradients()
+    attach_deferred(stack, deferred)
+    loss = stack(tokens(0))
+    with deferred.deferring(0):
+        loss.backward()
+    assert calls == []
+    assert stack.up.bias is not None and stack.up.bias.grad is not None, "biases are not put off"
+    deferred.run(0)
+    assert calls == ["table.weight", "down.weight", "up.weight", "table.weight"]
+
+
+def test_without_a_tape_or_after_it_is_taken_away_the_backward_is_whole() -> None:
+    stack, deferred = (
+        build(Group.solo("tp"), sp=False, tied=False, dtype=torch.float32, main_grad=True),
+        DeferredWeightGradients(),
+    )
+    attach_deferred(stack, deferred)
+    attach_deferred(stack, None)
+    with deferred.deferring(0):
+        stack(tokens(0)).backward()
+    assert deferred.parameters(0) == []
+    assert all(grad.abs().max() > 0 for grad in gradients(stack).values())
+
+
+def test_misuse_is_an_assertion() -> None:
+    deferred = DeferredWeightGradients()
+    with pytest.raises(AssertionError, match=r"microbatch 3 is not deferred"):
+        deferred.run(3)
+    with (
+        deferred.deferring(1),
+        pytest.raises(AssertionError, match="another backward is deferred"),
+    ):
+        deferred.deferring(2).__enter__()
+    with pytest.raises(AssertionError, match="microbatch 1 is deferred already"):
+        deferred.deferring(1).__enter__()
+    deferred.run(1)
+    with pytest.raises(AssertionError, match="microbatch 1 is not deferred"):
+        deferred.parameters(1)
+    with pytest.raises(AssertionError, match="nothing is being deferred"):
+        deferred.append(Owed("a", []))

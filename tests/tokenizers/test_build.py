@@ -1,0 +1,154 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from megalite.config.data import DataConfig
+from megalite.config.errors import ConfigError
+from megalite.tokenizers.base import NullTokenizer, Tokenizer
+from megalite.tokenizers.build import build_tokenizer
+from megalite.tokenizers.subword import SentencePieceTokenizer
+from tests.tokenizers.texts import write_tiktoken
+
+
+def build(vocab_size: int | None = None, **settings: Path | str) -> Tokenizer | None:
+    return build_tokenizer(DataConfig(**{k: str(v) for k, v in settings.items()}), vocab_size)
+
+
+def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
+    def name(**settings: Path | str) -> str:
+        tokenizer = build(**settings)
+        assert tokenizer is not None
+        return tokenizer.name
+
+    assert build() is None
+    assert name(tokenizer_model=byte_bpe / "sp.model") == "SentencePieceTokenizer"
+    assert name(tokenizer_model=byte_bpe / "tokenizer.json") == "HuggingFaceTokenizer"
+    assert name(vocab_file=byte_bpe / "vocab.json", merge_file=byte_bpe / "merges.txt") == "GPT2BPETokenizer"
+    assert name(tokenizer_model=byte_bpe) == "HuggingFaceTokenizer"
+    (tmp_path / "oddly-named").write_bytes((byte_bpe / "tokenizer.json").read_bytes())
+    assert name(tokenizer_model=tmp_path / "oddly-named") == "HuggingFaceTokenizer"
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / file).write_bytes((byte_bpe / file).read_bytes())
+    assert name(tokenizer_model=tmp_path) == "GPT2BPETokenizer"
+    tokenizer = build(vocab_size=50, tokenizer_type="NullTokenizer")
+    assert tokenizer is not None and tokenizer.vocab_size == 50
+    assert name(tokenizer_type="ByteLevelTokenizer") == "ByteLevelTokenizer"
+    assert name(tokenizer_model=byte_bpe / "ranks.tiktoken", tiktoken_pattern="gpt2") == "TikTokenizer"
+    assert name(tokenizer_model=byte_bpe / "list.json") == "TikTokenizer"
+
+
+def test_folders(byte_bpe: Path, tmp_path: Path) -> None:
+    def name(**settings: Path | str) -> str:
+        tokenizer = build(**settings)
+        assert tokenizer is not None
+        return tokenizer.name
+
+    (tmp_path / "own.tiktoken").write_bytes((byte_bpe / "ranks.tiktoken").read_bytes())
+    assert name(tokenizer_model=tmp_path, tiktoken_pattern="gpt2") == "TikTokenizer"
+    # Meta gives its tiktoken file the name that SentencePiece models have.
+    (tmp_path / "own.tiktoken").rename(tmp_path / "tokenizer.model")
+    assert name(tokenizer_model=tmp_path, tiktoken_pattern="gpt2") == "TikTokenizer"
+    (tmp_path / "tokenizer.json").write_bytes((byte_bpe / "tokenizer.json").read_bytes())
+    assert name(tokenizer_model=tmp_path) == "HuggingFaceTokenizer"
+    # A folder that holds several: the one of the type that is asked for.
+    wanted = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "gpt2"}
+    assert name(tokenizer_model=tmp_path, **wanted) == "TikTokenizer"
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / file).write_bytes((byte_bpe / file).read_bytes())
+    assert name(tokenizer_model=tmp_path, tokenizer_type="GPT2BPETokenizer") == "GPT2BPETokenizer"
+
+
+def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
+    (tmp_path / "v.json").write_text('{"model": 1, "a": 0}')
+    with pytest.raises(ConfigError, match=r"v\.json is the vocab\.json of a GPT-2 BPE"):
+        build(tokenizer_model=tmp_path / "v.json")
+
+
+def test_a_folder_of_several_tiktoken_files(tmp_path: Path) -> None:
+    for name in ("a.tiktoken", "b.tiktoken"):
+        write_tiktoken(tmp_path / name, {bytes([i]): i for i in range(256)})
+    with pytest.raises(
+        ConfigError, match=r"holds several tokenizers: a\.tiktoken, b\.tiktoken; give the path"
+    ):
+        build(tokenizer_model=tmp_path)
+
+
+HF, SP = "HuggingFaceTokenizer", "SentencePieceTokenizer"
+CONTRADICTIONS = [
+    ("vocab.json", {}, r"vocab\.json is the vocab\.json of a GPT-2 BPE; give --vocab-file .*vocab\.json and"),
+    ("merges.txt", {}, r"merges\.txt is the merges\.txt of a GPT-2 BPE; give --merge-file"),
+    ("tokenizer.json", {"tokenizer_type": SP}, "is a Hugging Face tokenizer.json, which tokenizer_type Sent"),
+    (
+        "ranks.tiktoken",
+        {"tokenizer_type": HF},
+        "is a tiktoken file, which .* does not read; give --tokenizer-type Tik",
+    ),
+    ("sp.model", {"tokenizer_type": HF}, r"sp\.model is not a Hugging Face tokenizer\.json"),
+    ("sp.model", {"tiktoken_pattern": "gpt2"}, r"sp\.model: line 2: expected a token in base64 and its rank"),
+    ("tokenizer.json", {"tiktoken_pattern": "gpt2"}, f"{HF} .*does not read tiktoken_pattern"),
+    ("tokenizer.json", {"tokenizer_type": "ByteLevelTokenizer"}, "ByteLevel.* does not read tokenizer_model"),
+]
+
+
+@pytest.mark.parametrize(("file", "settings", "message"), CONTRADICTIONS)
+def test_content_and_settings_that_contradict(
+    byte_bpe: Path, file: str, settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tokenizer_model=byte_bpe / file, **settings)
+
+
+def test_a_pipe_or_a_corpus_in_place_of_a_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for device in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ConfigError, match="it is a pipe or device, not a file"):
+            build(tokenizer_model=device)
+    with (tmp_path / "corpus").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(ConfigError, match="corpus has 1073741825 bytes, more than any tokenizer"):
+        build(tokenizer_model=tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer_model": "no.model"}, "no.model cannot be read: No such file"),
+        ({"vocab_file": "v.json"}, "needs vocab_file and merge_file, got v.json and None"),
+        ({"tokenizer_model": "a", "vocab_file": "b"}, "are given at once"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs vocab_file and merge_file, got None and None"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "needs tokenizer_model"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model tokenizer.json"),
+        ({"tokenizer_type": "NullTokenizer", "tokenizer_model": "a"}, "does not read tokenizer_model"),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "merge_file": "a"}, "does not read merge_file"),
+        ({"tokenizer_type": "NullTokenizer", "tiktoken_pattern": "v1"}, "does not read tiktoken_pattern"),
+        ({"tiktoken_pattern": "v1"}, "is given without a tokenizer"),
+        ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-model cl100k_base.tiktoken"),
+        ({"tokenizer_type": "Other"}, "tokenizer_type Other is unknown; use one of SentencePieceTokenizer"),
+    ],
+)
+def test_settings_that_do_not_work(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**settings)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is a folder without tokenizer\.json, tokenizer\.model, a \.tiktoken"
+    ):
+        build(tokenizer_model=tmp_path)
+
+
+def test_fingerprints_follow_the_files(byte_bpe: Path, small_bpe: Path, tmp_path: Path) -> None:
+    made = [
+        build(tokenizer_model=byte_bpe / "sp.model"),
+        build(tokenizer_model=byte_bpe / "tokenizer.json"),
+        build(vocab_file=byte_bpe / "vocab.json", merge_file=byte_bpe / "merges.txt"),
+        build(vocab_file=small_bpe / "vocab.json", merge_file=small_bpe / "merges.txt"),
+        NullTokenizer(5),
+        NullTokenizer(6),
+    ]
+    prints = [tokenizer.fingerprint() for tokenizer in made if tokenizer is not None]
+    assert len(set(prints)) == 6 and all(len(p) == 64 for p in prints)
+    (tmp_path / "copy.model").write_bytes((byte_bpe / "sp.model").read_bytes())
+    assert SentencePieceTokenizer(tmp_path / "copy.model").fingerprint() == prints[0]

@@ -1,0 +1,239 @@
+"""A run folder on a disk that is full, or that somebody removes, ends no training; and the end is told all the same."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.checkpoint.files import free_bytes
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.training import sinks
+from megalite.training.ending import Ending, reserve_ending, write_ending
+from megalite.training.saving import SaveError
+from megalite.training.sinks import AppendedFile, BestEffort, JsonLines, TensorBoard
+from megalite.training.trainer import Trainer
+from megalite.training.writers import CSVFile
+from tests.support.tiny import TINY
+
+SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8, "log_interval": 1}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of eight megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(autouse=True)
+def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "_TRY_AGAIN_SECONDS", 0.0)
+
+
+def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
+    """Train; after a step's line `at` is called."""
+    torch.set_num_threads(1)
+    lines: list[str] = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if line.startswith("step "):
+            at.pop(int(line.split()[1].split("/")[0]), lambda: None)()
+
+    try:
+        Trainer(replace(RunConfig(), **{**SETTINGS, **changes}), explicit=frozenset(), log=log).fit()
+    except SaveError as error:
+        lines.append(f"SaveError: {error}")
+    assert at == {}
+    return lines
+
+
+def fill(disk: Path) -> None:
+    """Leave no block."""
+    with (disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError) as caught:
+        while True:
+            file.write(b"x" * 4096)
+    assert caught.value.errno == errno.ENOSPC and free_bytes(disk) == 0
+
+
+def steps(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines if line]
+
+
+def told(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "exit.json").read_text())
+    return found
+
+
+def scalars(folder: Path) -> list[int]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.step for event in events.Scalars("lm loss")]
+
+
+def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
+    folder = disk / "run"
+
+    def grow() -> None:
+        """So that the block at the end of each file is full too."""
+        fill(disk)
+        for path in (folder / "metrics.jsonl", folder / "metrics.csv", *folder.glob("tensorboard/*")):
+            with path.open("ab") as file:
+                file.write(b"\n" * (-path.stat().st_size % 4096))
+
+    more = {"metrics": ["csv"], "save": str(tmp_path / "saved"), "save_interval": 4}
+    lines = run({2: grow, 5: (disk / "filling").unlink}, run_dir=str(folder), **more)
+    warnings = [line for line in lines if "cannot write" in line]
+    assert [line.split("cannot write ")[1].split(";")[0] for line in warnings if "sessions" not in line] == [
+        f"{folder}/{name}: No space left on device"
+        for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
+    ]
+    again = [line for line in lines if "is written again" in line]
+    assert again == [
+        f"{folder}/{name} is written again; 3 records are missing in it"
+        for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
+    ]
+    assert (tmp_path / "saved" / "step-0000004").is_dir() and (tmp_path / "saved" / "step-0000008").is_dir()
+    assert steps(folder) == [1, 2, 6, 7, 8]
+    assert told(folder)["status"] == "finished"
+
+
+def test_the_end_is_told_on_a_disk_that_stays_full(disk: Path) -> None:
+    folder = disk / "run"
+    lines = run({2: lambda: fill(disk)}, run_dir=str(folder), save_interval=3)
+    assert "No space left" in lines[-1] and lines[-1].startswith("SaveError: ")
+    assert told(folder) | {"reason": ""} == {"status": "failed", "reason": "", "step": 3, "exit_code": 4}
+    assert "No space left" in told(folder)["reason"]
+
+
+def test_saves_that_fail_may_end_no_training_either(disk: Path) -> None:
+    folder = disk / "run"
+    more = {"save_interval": 3, "on_save_error": "continue"}
+    lines = run({2: lambda: fill(disk), 7: (disk / "filling").unlink}, run_dir=str(folder), **more)
+    assert sum("going on without it" in line for line in lines) == 2  # steps 3 and 6
+    assert (folder / "checkpoints" / "step-0000008").is_dir() and told(folder)["status"] == "finished"
+
+
+def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = {"save": str(tmp_path / "saved"), "save_interval": 4, "tensorboard_dir": str(tmp_path / "board")}
+    lines = run({2: lambda: shutil.rmtree(folder)}, run_dir=str(folder), **more)
+    said = f"warning: cannot write {folder}/metrics.jsonl: it has been removed; training continues, and records are"
+    assert [line for line in lines if line.startswith(said)]
+    assert f"{folder}/metrics.jsonl is written again; 1 records are missing in it" in lines
+    assert steps(folder) == [4, 5, 6, 7, 8]
+    assert scalars(tmp_path / "board") == list(range(1, 9))
+    assert told(folder)["status"] == "finished"
+    assert (tmp_path / "saved" / "step-0000008").is_dir()
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process grows beyond it: a write there is cut short, and the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "consumed_samples": 8 * step, "loss": 1.0 / step}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the signal of that limit ends the process")
+@pytest.mark.parametrize("kind", ["metrics.jsonl", "metrics.csv", "tensorboard"])
+def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    sink: Any
+    if kind == "tensorboard":
+        sink = TensorBoard(path)
+    else:
+        sink = {"metrics.jsonl": JsonLines, "metrics.csv": CSVFile}[kind](path, step=0)
+    lines: list[str] = []
+    patient = BestEffort(sink, kind, lines.append)
+    patient.write(record(1))
+    file = next(path.iterdir()) if path.is_dir() else path
+    before = file.read_bytes()
+    with largest_file(len(before) + 10):
+        patient.write(record(2))
+        patient.write(record(3))
+        assert file.read_bytes() == before
+    patient.write(record(4))
+    patient.close()
+    assert [line.partition(";")[0] for line in lines] == [
+        f"warning: cannot write {kind}: File too large",
+        f"{kind} is written again",
+    ]
+    assert "2 records are missing" in lines[1]
+    if kind == "tensorboard":
+        assert scalars(path) == [1, 4]
+    else:
+        assert (
+            file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == before.count(b"\n") + 1
+        )
+
+
+def test_between_two_tries_nothing_is_asked_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "_TRY_AGAIN_SECONDS", 3600.0)
+    asked, lines = [], list[str]()
+
+    class Full:
+        def write(self, record: dict[str, Any]) -> None:
+            asked.append(record["step"])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self) -> None:
+            pass
+
+    sink = BestEffort(Full(), "it", lines.append)
+    for step in range(1, 5):
+        sink.write(record(step))
+    sink.close()
+    assert asked == [1] and len(lines) == 2
+    assert lines[1] == "warning: the last 4 records are missing in it"
+
+
+def test_a_file_that_is_removed_is_made_again_with_its_head(tmp_path: Path) -> None:
+    file = AppendedFile(tmp_path / "a" / "b", head=b"head ")
+    file.append(b"1 ")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="removed"):
+        file.append(b"2 ")
+    file.append(b"3 ")
+    file.append(b"4 ")
+    assert (tmp_path / "a" / "b").read_bytes() == b"head 3 4 "
+    file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the signal of that limit ends the process")
+def test_the_end_has_its_room_and_is_cut_to_it(tmp_path: Path) -> None:
+    reserve_ending(tmp_path)
+    (reserved,) = tmp_path.iterdir()
+    before = reserved.stat().st_ino
+    with largest_file(reserved.stat().st_size):
+        write_ending(tmp_path, Ending(status="failed", reason='"é' * 20000, step=1, exit_code=1))
+    found = told(tmp_path)
+    assert found["reason"].endswith("... (the log has all of it)") and len(found["reason"]) > 1000
+    assert [path.stat().st_ino for path in tmp_path.iterdir()] == [before]

@@ -1,0 +1,108 @@
+"""What a run writes of its config can be taken elsewhere: what followed from its folder and its ranks is left open."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import MANIFEST_NAME
+from megalite.config import files
+from megalite.config.describe import replace, value_of, values_of
+from megalite.config.flags import parse_arguments
+from megalite.config.run import RunConfig
+from megalite.training.trainer import Trainer
+from tests.support.tiny import LLAMA, TINY
+
+ASKED: dict[str, Any] = {
+    **{name: value for name, value in TINY.items() if name not in ("global_batch_size", "eod_mask_loss")},
+    **LLAMA,
+    "mock_data": True,
+    "train_iters": 2,
+    "save_interval": 1,
+    "num_query_groups": None,
+    "lr_warmup_iters": 1,
+}
+OPEN = ("save", "dp", "global_batch_size", "num_query_groups", "kv_channels", "max_position_embeddings")
+
+
+def run(**settings: Any) -> None:
+    torch.set_num_threads(1)
+    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lambda line: None).fit()
+
+
+def by_flags(*words: str | Path) -> None:
+    invocation = parse_arguments([str(word) for word in words])
+    Trainer(invocation.config, explicit=invocation.explicit, log=lambda line: None).fit()
+
+
+def manifest(folder: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"step-{step:07}" / MANIFEST_NAME).read_text())
+    return found
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -> None:
+    run(**ASKED, run_dir=str(tmp_path / "a"))
+    before = content(tmp_path / "a")
+    load = ("--load", tmp_path / "a" / "checkpoints")
+    more = ("--train-iters", "4", "--keep-latest", "1")
+    by_flags("--config", tmp_path / "a" / "config.yaml", "--run-dir", tmp_path / "b", *load, *more)
+    assert content(tmp_path / "a") == before
+    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == [
+        "latest",
+        "step-0000004",
+    ]
+
+
+def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) -> None:
+    run(**ASKED, run_dir=str(tmp_path / "a"))
+    config = files.load(tmp_path / "a" / "config.yaml")
+    assert {name: value_of(config, name) for name in OPEN} == dict.fromkeys(OPEN)
+    assert config == replace(RunConfig(), **ASKED, run_dir=str(tmp_path / "a"))
+    saved = manifest(tmp_path / "a" / "checkpoints", 2)["config"]
+    assert (saved["checkpoint"]["save"], saved["parallel"]["dp"]) == (None, None)
+    assert saved["training"]["global_batch_size"] is None
+    # what the tensors are like is no matter of the folder or the ranks
+    assert (saved["model"]["num_query_groups"], saved["model"]["max_position_embeddings"]) == (8, 16)
+
+    given = {"save": str(tmp_path / "b" / "checkpoints"), "dp": 1, "global_batch_size": 1, "kv_channels": 4}
+    run(**{**ASKED, **given}, run_dir=str(tmp_path / "b"))
+    values = values_of(files.load(tmp_path / "b" / "config.yaml"))
+    assert {name: values[name] for name in given} == given
+    assert manifest(tmp_path / "b" / "checkpoints", 2)["config"]["checkpoint"]["save"] == given["save"]
+
+
+@pytest.mark.parametrize(
+    "flags, save",
+    [
+        ([], "runs/a/checkpoints"),
+        (["--run-dir", "runs/b"], None),
+        (["--run-dir", "runs/b", "--save", "runs/a/checkpoints"], "runs/a/checkpoints"),
+    ],
+)
+def test_a_folder_that_a_former_version_wrote_follows_run_dir(
+    tmp_path: Path, flags: list[str], save: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("checkpoint: {save: runs/a/checkpoints, save_interval: 5}\nlogging: {run_dir: runs/a}\n")
+    assert parse_arguments(["--config", str(file), *flags]).config.checkpoint.save == save
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{save: elsewhere, save_interval: 5, run_dir: runs/a}",
+        "{save: runs/a/checkpoints, run_dir: runs/a}",  # saves at the end, and without it nothing would be
+        "{save: runs/a/checkpoints, save_interval: 5}",
+    ],
+)
+def test_other_folders_stay(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    config = parse_arguments(["--config", str(file), "--run-dir", "runs/b"]).config
+    assert config.checkpoint.save == files.load(file).checkpoint.save is not None
