@@ -12,7 +12,7 @@ from megalite.kernels.layer_ops import add_dropped
 from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
-from megalite.models.norm import Norm
+from megalite.models.norm import Norm, ResidualNorm
 from megalite.models.recompute import Recompute, not_saving
 from megalite.tensor_parallel.parameter import ParameterFactory
 
@@ -53,7 +53,9 @@ class Block(torch.nn.Module):
             f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type
         )
         # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
-        self.mlp_norm = Norm(f"{name}.mlp_norm", config, factory=factory, of_sums=not self.recompute_norms)
+        self.mlp_norm = ResidualNorm(
+            f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms
+        )
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
@@ -71,7 +73,7 @@ class Block(torch.nn.Module):
 
         with self._remaking(normed := self.attention_norm(x), self.attention_norm, x):
             branch = self.attention(normed, context, cache, add_late_bias=False)
-        normed, x = self.mlp_norm.of_sum(
+        normed, x = self.mlp_norm(
             x,
             branch,
             bias=self.attention.out.late_bias,
@@ -85,7 +87,7 @@ class Block(torch.nn.Module):
 
     def _remaking(self, normed: torch.Tensor, norm: Norm, x: torch.Tensor) -> AbstractContextManager[None]:
         """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
-        return not_saving(normed, norm, x) if self.recompute_norms else nullcontext()
+        return not_saving(normed, norm.normalize, x) if self.recompute_norms else nullcontext()
 
     def _feed_forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.moe is not None:

@@ -16,7 +16,6 @@ class Norm(torch.nn.Module):
         size: of the last dimension; default h.
         per_head: it acts on attention heads, of which each tp rank has its own: its gradient is partial over tp
             with sequence parallelism or without.
-        of_sums: one kernel may make the sum that `of_sum` is given the terms of, and the norm.
     """
 
     def __init__(
@@ -27,7 +26,6 @@ class Norm(torch.nn.Module):
         factory: ParameterFactory,
         size: int | None = None,
         per_head: bool = False,
-        of_sums: bool = False,
     ) -> None:
         super().__init__()
         shape = (size or config.hidden_size,)
@@ -40,15 +38,33 @@ class Norm(torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = factory.parameter(f"{name}.bias", shape, decay=False, **partial)
         self._kernel = factory.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
-        self._sum_kernel = factory.kernel("add_norm", *shape) if of_sums else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""
+        return self.normalize(x)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward`, for a caller inside a forward or backward that has waited for the weights."""
         if self.bias is None:
             return self._kernel(x, self.weight, self.eps, zero_centered=self.zero_centered)
         return self._kernel(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
-    def of_sum(
+
+class ResidualNorm(Norm):
+    """A norm of the sum of the residual stream and a branch.
+
+    A module of its own kind, not a second method of `Norm`: data parallelism waits for a module's weights in a hook
+    before its `forward`, which a method that is called directly would pass by.
+
+    Args:
+        fused: one kernel may make the sum and the norm.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, fused: bool) -> None:
+        super().__init__(name, config, factory=factory)
+        self._sum_kernel = factory.kernel("add_norm", config.hidden_size) if fused else None
+
+    def forward(  # type: ignore[override]
         self,
         residual: torch.Tensor,
         branch: torch.Tensor,
@@ -65,7 +81,7 @@ class Norm(torch.nn.Module):
         """
         if self._sum_kernel is None:
             x = add_dropped(residual, branch, bias, keep, p)
-            return self(x), x
+            return self.normalize(x), x
         return self._sum_kernel(
             *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps),
             zero_centered=self.zero_centered,

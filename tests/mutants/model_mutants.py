@@ -8,6 +8,7 @@ _MOE = "tests/models/test_moe.py"
 _TILES = "tests/context_parallel/test_tiles.py::test_every_region_of_a_short_sequence"
 _CLOSED_FORMS = "tests/pipeline/ir/test_closed_forms.py"
 _VALIDATE = "tests/pipeline/ir/test_validate.py"
+_ARRIVALS = "tests/data_parallel/test_arrivals.py::test_forwards_wait_for_what_they_read[gpt]"
 _IMPORTED = "tests/conversion/huggingface/test_read.py::test_logits_are_those_of_transformers"
 
 RANDOMNESS = (
@@ -106,6 +107,14 @@ RANDOMNESS = (
         "first_sample + microbatch * dp_size * micro_batch_size",
         f"{TRAJECTORY}[dp2-fp32]",
         "data-parallel ranks all take the first one's share",
+    ),
+    Mutant(
+        "a module is called past its hooks",
+        "megalite/models/block.py",
+        "normed, x = self.mlp_norm(",
+        "normed, x = self.mlp_norm.forward(",
+        _ARRIVALS,
+        "a norm's weights are used before the gather of the last step has brought them",
     ),
 )
 

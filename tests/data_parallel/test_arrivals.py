@@ -1,0 +1,82 @@
+"""No forward reads a parameter before it has arrived, however late the gather of the last step comes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megalite.data_parallel.buckets import Arrivals, Bucket
+from megalite.topology.group import Work
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+
+Settings = dict[str, Any]
+
+Z1: Settings = {"dp_strategy": "distributed-optimizer"}
+MOE: Settings = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_shared_expert_intermediate_size": 16,
+}
+SP: Settings = {"tp": 2, "sequence_parallel": True}
+NORMS: Settings = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "layernorm", "mlp_act"],
+}
+
+
+class _Late:
+    """Work whose result is out of reach until somebody waits for it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._values = bucket, bucket.data.clone()
+        bucket.data.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self._bucket.data.copy_(self._values)
+
+
+@contextmanager
+def _late_arrivals() -> Iterator[None]:
+    expect = Arrivals.expect
+
+    def late(self: Arrivals, bucket: Bucket, work: Work) -> None:
+        work.wait()
+        expect(self, bucket, _Late(bucket))
+
+    with mock.patch.object(Arrivals, "expect", late):
+        yield
+
+
+def steps(context: RankContext, world: int, settings: Settings, late: bool) -> list[tuple[float, float]]:
+    runner = Runner(build(context, tiny_config(world, ddp_bucket_size=1, **settings)))
+    if not late:
+        return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
+    with _late_arrivals():
+        return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
+
+
+CASES: dict[str, tuple[int, Settings]] = {
+    "gpt": (2, Z1),
+    "llama": (2, {**Z1, **LLAMA, "qk_norm": True}),
+    "moe": (2, {**Z1, **MOE}),
+    "norms": (2, {**Z1, **NORMS}),
+    "full": (2, {**Z1, "recompute_granularity": "full", "recompute_method": "uniform"}),
+    "sp": (4, {**Z1, **SP}),
+    "pp": (4, {**Z1, "pp": 2, "tie_embeddings": True}),
+    "zero2": (2, {**Z1, "shard_gradients": True, **LLAMA}),
+    "server": (2, {"dp_strategy": "parameter-server"}),
+    "sharded-server": (2, {"dp_strategy": "sharded-parameter-server"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forwards_wait_for_what_they_read(name: str) -> None:
+    """Buckets of one parameter each, all of NaN until they are waited for: a module that read one sooner shows it."""
+    world, settings = CASES[name]
+    assert run_ranks(world, steps, world, settings, True) == run_ranks(world, steps, world, settings, False)
