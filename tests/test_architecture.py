@@ -20,17 +20,7 @@ from tests.support.architecture import (
     vague_names,
     world_lookups,
 )
-from tests.support.layers import (
-    ROWS,
-    SIBLINGS,
-    Module,
-    cycle,
-    is_in,
-    layer_order,
-    own_imports,
-    read_modules,
-    row_of,
-)
+from tests.support.layers import ROWS, SIBLINGS, Module, cycle, is_in, layer_order, own_imports, read_modules, row_of
 
 ROOT = Path(__file__).parent.parent
 MODULES = read_modules(ROOT)
@@ -38,12 +28,7 @@ KNOWN = {module.name for module in MODULES}
 
 
 def test_everything_is_scanned() -> None:
-    assert {
-        "megalite.training.trainer",
-        "megalite.pipeline.ir.lower",
-        "pretrain_gpt",
-        "tools.preprocess_data",
-    } <= KNOWN
+    assert {"megalite.training.trainer", "megalite.pipeline.ir.lower", "pretrain_gpt", "tools.preprocess_data"} <= KNOWN
     assert len(MODULES) >= 100
 
 
@@ -59,11 +44,7 @@ def test_every_stated_name_exists() -> None:
 
 def test_every_stated_exception_is_used() -> None:
     for ours, theirs in SIBLINGS:
-        users = [
-            module.name
-            for module in MODULES
-            if is_in(module.name, ours) and theirs in own_imports(module, KNOWN)
-        ]
+        users = [module.name for module in MODULES if is_in(module.name, ours) and theirs in own_imports(module, KNOWN)]
         assert users, f"no module of {ours} imports {theirs}: take it out of SIBLINGS"
 
 
@@ -107,10 +88,7 @@ BROKEN: list[tuple[Rule, Module]] = [
     (environment_reads, breaks("megalite.topology.group", "import os\nos.getenv('RANK')")),
     (environment_reads, breaks("megalite.training.x", "from os import environ")),
     (world_lookups, breaks("megalite.training.x", "import torch.distributed as dist\ndist.get_rank()")),
-    (
-        world_lookups,
-        breaks("megalite.training.x", "from torch.distributed import get_world_size\nget_world_size()"),
-    ),
+    (world_lookups, breaks("megalite.training.x", "from torch.distributed import get_world_size\nget_world_size()")),
     (prints, breaks("megalite.training.x", "print('hello')")),
     (prints, breaks("megalite.training.x", "log = print")),
     (
@@ -125,10 +103,7 @@ BROKEN: list[tuple[Rule, Module]] = [
     (code_from_data, breaks("megalite.x", "import torch\ntorch.load('f')")),
     (code_from_data, breaks("megalite.x", "from torch import save")),
     (code_from_data, breaks("megalite.x", "import torch.distributed.checkpoint as dcp")),
-    (
-        code_from_data,
-        breaks("megalite.x", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
-    ),
+    (code_from_data, breaks("megalite.x", "import torch.distributed as dist\ndist.broadcast_object_list([])")),
     (code_from_data, breaks("megalite.conversion.megatron.x", "import torch\ntorch.load('f')")),
     (code_from_data, breaks("megalite.conversion.megatron.x", "load = torch.load")),
     (code_from_data, breaks("megalite.conversion.megatron.x", "torch.load('f', weights_only=flag)")),
@@ -255,13 +230,7 @@ NEEDS_TORCH = (
     "megalite.cli.profile",
     "megalite.cli.profile_text",
 )
-TORCH_FREE_PACKAGES = (
-    "megalite.partition",
-    "megalite.planner",
-    "megalite.data",
-    "megalite.preprocess",
-    "megalite.cli",
-)
+TORCH_FREE_PACKAGES = ("megalite.partition", "megalite.planner", "megalite.data", "megalite.preprocess", "megalite.cli")
 """Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""
 
 IMPORT_WITHOUT_TORCH = """
@@ -293,8 +262,7 @@ def test_torch_free_modules_need_no_torch() -> None:
     names = [
         module.name
         for module in MODULES
-        if (row_of(module.name) <= 1 or module.inside(*TORCH_FREE_PACKAGES))
-        and module.name not in NEEDS_TORCH
+        if (row_of(module.name) <= 1 or module.inside(*TORCH_FREE_PACKAGES)) and module.name not in NEEDS_TORCH
     ]
     assert {"megalite.checkpoint.manifest", "megalite.cli.dry_run", "megalite.partition.memory"} <= set(names)
     others = ["pretrain_gpt", "megalite.optimizers.schedules"]

@@ -52,9 +52,7 @@ def _requirements(name: str, python: str) -> list[str]:
     try:
         return distribution(name).requires or []
     except PackageNotFoundError:
-        sys.exit(
-            f"{name}, which Python {python} needs, is not installed here: install the dev extra, then lock again"
-        )
+        sys.exit(f"{name}, which Python {python} needs, is not installed here: install the dev extra, then lock again")
 
 
 def _environment(python: str, extra: str) -> dict[str, str]:
@@ -83,9 +81,7 @@ def lock() -> str:
     """The text of constraints.txt for what is installed here."""
     names = set().union(*map(needed, PYTHONS))
     # Builds of one version, such as 2.13.0+cpu, are left to the index.
-    return HEADER + "".join(
-        f"{name}=={Version(distribution(name).version).public}\n" for name in sorted(names)
-    )
+    return HEADER + "".join(f"{name}=={Version(distribution(name).version).public}\n" for name in sorted(names))
 
 
 if __name__ == "__main__":

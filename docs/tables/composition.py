@@ -60,11 +60,7 @@ FEATURES = (
     Feature("pp", "--pp 2", {"pp": 2}),
     Feature("vpp", "--pp 2 --vpp 2", {"pp": 2, "vpp": 2}),
     Feature("zero bubble", "--pp 2 --pipeline-schedule zb-h1", {"pp": 2, "pipeline_schedule": "zb-h1"}),
-    Feature(
-        "V schedules",
-        "--pp 2 --pipeline-schedule zb-v",
-        {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"},
-    ),
+    Feature("V schedules", "--pp 2 --pipeline-schedule zb-v", {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}),
     Feature("ZeRO-1", "--dp-strategy distributed-optimizer", _strategy("distributed-optimizer")),
     Feature(
         "ZeRO-2",
@@ -74,12 +70,8 @@ FEATURES = (
     Feature("ZeRO-3", "--dp-strategy fully-sharded", _strategy("fully-sharded")),
     Feature("fused all-reduce", "--dp-strategy fused-all-reduce", _strategy("fused-all-reduce")),
     Feature("parameter server", "--dp-strategy parameter-server", _strategy("parameter-server")),
-    Feature(
-        "sharded server", "--dp-strategy sharded-parameter-server", _strategy("sharded-parameter-server")
-    ),
-    Feature(
-        "asynchronous server", "--dp-strategy async-parameter-server", _strategy("async-parameter-server")
-    ),
+    Feature("sharded server", "--dp-strategy sharded-parameter-server", _strategy("sharded-parameter-server")),
+    Feature("asynchronous server", "--dp-strategy async-parameter-server", _strategy("async-parameter-server")),
     Feature("local SGD", "--dp-strategy local-sgd", _strategy("local-sgd")),
     Feature("DiLoCo", "--dp-strategy diloco", _strategy("diloco")),
     Feature("gossip", "--dp-strategy gossip", _strategy("gossip")),
@@ -89,30 +81,20 @@ FEATURES = (
     Feature("LAMB", "--optimizer lamb", {"optimizer": "lamb"}),
     Feature("Muon", "--optimizer muon", {"optimizer": "muon"}),
     Feature(
-        "1-bit Adam",
-        "--optimizer onebit-adam --freeze-step 100",
-        {"optimizer": "onebit-adam", "freeze_step": 100},
+        "1-bit Adam", "--optimizer onebit-adam --freeze-step 100", {"optimizer": "onebit-adam", "freeze_step": 100}
     ),
     Feature(
-        "1-bit LAMB",
-        "--optimizer onebit-lamb --freeze-step 100",
-        {"optimizer": "onebit-lamb", "freeze_step": 100},
+        "1-bit LAMB", "--optimizer onebit-lamb --freeze-step 100", {"optimizer": "onebit-lamb", "freeze_step": 100}
     ),
     Feature(
-        "0/1 Adam",
-        "--optimizer zero-one-adam --freeze-step 100",
-        {"optimizer": "zero-one-adam", "freeze_step": 100},
+        "0/1 Adam", "--optimizer zero-one-adam --freeze-step 100", {"optimizer": "zero-one-adam", "freeze_step": 100}
     ),
     Feature("bf16", "--bf16", BF16),
     Feature("fp16", "--fp16", {"precision": "fp16"}),
     Feature("fp8", "--bf16 --fp8", {**BF16, "fp8": True}),
     Feature("split main parameters", "--bf16 --main-params split", {**BF16, "main_params": "split"}),
     Feature("bf16 moments", "--exp-avg-dtype bf16", {"exp_avg_dtype": "bf16"}),
-    Feature(
-        "selective recompute",
-        "--recompute-granularity selective",
-        {"recompute_granularity": "selective"},
-    ),
+    Feature("selective recompute", "--recompute-granularity selective", {"recompute_granularity": "selective"}),
     Feature("full recompute", "--recompute-granularity full", {"recompute_granularity": "full"}),
     Feature(
         "recompute ahead",
@@ -140,9 +122,7 @@ GOES, REFUSED, ONE_OF = "✓", "–", ""
 
 def alternatives(one: Feature, other: Feature) -> bool:
     """They are values of one setting, of which a run has one."""
-    return any(
-        one.settings[name] != other.settings[name] for name in one.settings.keys() & other.settings.keys()
-    )
+    return any(one.settings[name] != other.settings[name] for name in one.settings.keys() & other.settings.keys())
 
 
 @cache
@@ -222,8 +202,6 @@ def _reason(why: str) -> str:
 
 def counted() -> str:
     """One line: how many pairs there are, and how many of them are refused."""
-    pairs = [
-        (one, other) for one, other in itertools.combinations(FEATURES, 2) if not alternatives(one, other)
-    ]
+    pairs = [(one, other) for one, other in itertools.combinations(FEATURES, 2) if not alternatives(one, other)]
     refused = sum(refusal(one.name, other.name) is not None for one, other in pairs)
     return f"Of {len(pairs)} pairs of {len(FEATURES)} features {refused} are refused.\n"

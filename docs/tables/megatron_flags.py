@@ -183,9 +183,7 @@ OURS: Mapping[str, str] = MappingProxyType(
         "wire_dtype": "`--grad-reduce-in-bf16`",
         "reduction_order": "",
         "shard_gradients": "`--data-parallel-sharding-strategy optim_grads`",
-        **dict.fromkeys(
-            ("fusion_threshold_mb", "server_chunk_mb", "max_staleness", "staleness_aware_lr"), ""
-        ),
+        **dict.fromkeys(("fusion_threshold_mb", "server_chunk_mb", "max_staleness", "staleness_aware_lr"), ""),
         **dict.fromkeys(("sync_interval", "sync_warmup_steps", "average_optimizer_state"), ""),
         **dict.fromkeys(("outer_lr", "outer_momentum", "sync_fragments", "sync_delay", "sync_mix"), ""),
         **dict.fromkeys(("gossip_graph", "gossip_algorithm", "grad_compression"), ""),
@@ -302,11 +300,5 @@ def _default(value: object) -> str:
     """As docs/config.md has it."""
     if value is None or value == []:
         return ""
-    text = (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return f"`{' '.join(map(str, value)) if isinstance(value, list) else text}`"

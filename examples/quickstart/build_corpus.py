@@ -32,9 +32,7 @@ def main() -> int:
     """Write the corpus and say what is in it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
-    parser.add_argument(
-        "--max-megabytes", type=float, default=12.0, metavar="MB", help="stop here; default 12"
-    )
+    parser.add_argument("--max-megabytes", type=float, default=12.0, metavar="MB", help="stop here; default 12")
     arguments = parser.parse_args()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     left = arguments.max_megabytes * 1e6
@@ -53,11 +51,7 @@ def main() -> int:
             file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
     partial.replace(arguments.output)
     megabytes = arguments.max_megabytes - left / 1e6
-    print(
-        f"{arguments.output}: "
-        + ", ".join(f"{n} {kind}" for kind, n in counts.items())
-        + f", {megabytes:.1f} MB"
-    )
+    print(f"{arguments.output}: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()) + f", {megabytes:.1f} MB")
     return 0
 
 

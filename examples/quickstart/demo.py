@@ -63,26 +63,10 @@ def prepare_data() -> None:
     say("2. A tokenizer trained on it")
     if not tokenizer.exists():
         prefix = tokenizer.with_suffix("")
-        run(
-            BIN / "megalite",
-            "train-tokenizer",
-            "--input",
-            corpus,
-            "--output-prefix",
-            prefix,
-            "--vocab-size",
-            "2048",
-        )
+        run(BIN / "megalite", "train-tokenizer", "--input", corpus, "--output-prefix", prefix, "--vocab-size", "2048")
     say("3. Token files in Megatron's .bin/.idx format")
     if not (DATA / "corpus_text_document.idx").exists():
-        preprocess = [
-            sys.executable,
-            "tools/preprocess_data.py",
-            "--input",
-            corpus,
-            "--output-prefix",
-            tokens,
-        ]
+        preprocess = [sys.executable, "tools/preprocess_data.py", "--input", corpus, "--output-prefix", tokens]
         run(*preprocess, "--tokenizer-model", tokenizer, "--append-eod")
 
 
@@ -128,9 +112,7 @@ def summary(seconds: float) -> str:
         ("end", f"{STEPS}", f"{train[STEPS]['loss']:.4f}", f"{valid[STEPS][-1]:.4f}", f"{speed(SWITCH, STEPS):.0f}"),
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    table = "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    )
+    table = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     layout_line = f"layouts: {' '.join(before) or 'one rank'}  ->  {' '.join(after) or 'one rank'}"
     checkpoint = RUN / "checkpoints"
     return f"""{table}
@@ -154,17 +136,13 @@ The commands are in .venv/bin; README.md tells the rest."""
 
 def check(records: list[dict[str, float]]) -> None:
     """The demo's own promises: validation loss falls by a good margin and does not jump at the switch."""
-    valid = [
-        (int(record["step"]), float(record["valid_loss"])) for record in records if record["kind"] == "valid"
-    ]
+    valid = [(int(record["step"]), float(record["valid_loss"])) for record in records if record["kind"] == "valid"]
     at_switch = [loss for step, loss in valid if step == SWITCH]
     start, end = valid[0][1], valid[-1][1]
     if not end < start - 1.0:
         raise SystemExit(f"validation loss fell from {start:.4f} to {end:.4f} only: something is wrong")
     if len(at_switch) < 2:
-        raise SystemExit(
-            f"no validation loss before and after the switch at step {SWITCH}: something is wrong"
-        )
+        raise SystemExit(f"no validation loss before and after the switch at step {SWITCH}: something is wrong")
     jump = max(at_switch) - min(at_switch)
     # fp32 sums in another order; bf16 rounds them
     tolerance = 1e-4 if not torch.cuda.is_available() else 2e-2

@@ -24,14 +24,7 @@ from megalite.checkpoint.files import (
     sync_folder,
     write_durably,
 )
-from megalite.checkpoint.folders import (
-    LATEST_NAME,
-    REPLACED_SUFFIX,
-    STAGING_PREFIX,
-    staging_name,
-    step_name,
-    step_of,
-)
+from megalite.checkpoint.folders import LATEST_NAME, REPLACED_SUFFIX, STAGING_PREFIX, staging_name, step_name, step_of
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointError,
@@ -149,9 +142,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
     if len(text) > MAX_TEXT:
-        raise CheckpointError(
-            f"{MANIFEST_NAME} would have {len(text)} bytes; what can be read has at most {MAX_TEXT}"
-        )
+        raise CheckpointError(f"{MANIFEST_NAME} would have {len(text)} bytes; what can be read has at most {MAX_TEXT}")
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())
     for rank in range(ranks):
@@ -227,8 +218,6 @@ def _read_part(staging: Path, rank: int) -> RankPart:
         ) from None
     tensors = {}
     for key, entry in body["tensors"].items():
-        parts = tuple(
-            Part(p["file"], tuple((start, stop) for start, stop in p["slice"])) for p in entry["parts"]
-        )
+        parts = tuple(Part(p["file"], tuple((start, stop) for start, stop in p["slice"])) for p in entry["parts"])
         tensors[key] = TensorEntry(entry["name"], entry["dtype"], tuple(entry["global_shape"]), parts)
     return RankPart({name: FileEntry(**entry) for name, entry in body["files"].items()}, tensors)

@@ -111,9 +111,7 @@ def statistics(checkpoint: Checkpoint, key: str) -> Statistics:
             continue
         least, most = min(least, values.min().item()), max(most, values.max().item())
         centre = values.mean().item()
-        squares += (values - centre).square().sum().item() + (centre - mean) ** 2 * count * new / (
-            count + new
-        )
+        squares += (values - centre).square().sum().item() + (centre - mean) ** 2 * count * new / (count + new)
         count += new
         mean += (centre - mean) * new / count
     elements = math.prod(entry.global_shape)

@@ -92,9 +92,7 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
         )
     for name in sorted(_subfolders(folder)):
         if any(step_of(inner) is not None for inner in _subfolders(folder / name)):
-            return CheckpointError(
-                f"no checkpoint directly in {folder}, but in {folder / name}: give that folder"
-            )
+            return CheckpointError(f"no checkpoint directly in {folder}, but in {folder / name}: give that folder")
     unfinished = sorted(name for name in names if name.startswith(STAGING_PREFIX))
     if unfinished:
         what = f"only unfinished saves ({', '.join(unfinished)})"

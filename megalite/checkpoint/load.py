@@ -62,12 +62,7 @@ class Checkpoint:
         return self.manifest.tensors[key]
 
     def read(
-        self,
-        key: str,
-        slice: Slice | None = None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
+        self, key: str, slice: Slice | None = None, *, device: torch.device, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """A new tensor with a slice of the stored one, put together from the parts that overlap it.
 
@@ -111,9 +106,7 @@ class Checkpoint:
     def _check(self, key: str, slice: Slice) -> TensorEntry:
         entry = self.entry(key)
         if not within(slice, entry.global_shape, may_be_empty=True):
-            raise CheckpointError(
-                f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(slice)}"
-            )
+            raise CheckpointError(f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(slice)}")
         return entry
 
     def _reader(self, name: str) -> SafetensorsReader:
@@ -130,12 +123,7 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    folder: Path,
-    *,
-    step: int | None,
-    world: Group,
-    device: torch.device,
-    log: Callable[[str], None],
+    folder: Path, *, step: int | None, world: Group, device: torch.device, log: Callable[[str], None]
 ) -> Checkpoint:
     """The newest checkpoint in `folder` that verifies, or that of `step`.
 
@@ -181,9 +169,7 @@ def _agreed_candidates(folder: Path, step: int | None, world: Group, device: tor
     return [Candidate(number, name) for number, name in agreed["found"]]
 
 
-def verify_checkpoint(
-    path: Path, step: int, *, world: Group, device: torch.device
-) -> tuple[Manifest | None, str]:
+def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.device) -> tuple[Manifest | None, str]:
     """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
 
     Collectives: two `gather_json` over `world`.
@@ -201,22 +187,14 @@ def verify_checkpoint(
     if faults:
         return None, faults[0]
     if len({view[1] for view in views}) > 1:
-        return (
-            None,
-            f"{MANIFEST_NAME}: ranks read different content: the folder must be on a shared file system",
-        )
+        return (None, f"{MANIFEST_NAME}: ranks read different content: the folder must be on a shared file system")
     assert manifest is not None
     files_fault = verify_files(path, manifest.files, world=world, device=device)
     return (None, files_fault) if files_fault else (manifest, "")
 
 
 def verify_files(
-    path: Path,
-    files: Mapping[str, FileEntry],
-    *,
-    world: Group,
-    device: torch.device,
-    from_disk: bool = False,
+    path: Path, files: Mapping[str, FileEntry], *, world: Group, device: torch.device, from_disk: bool = False
 ) -> str:
     """What is wrong with a checkpoint's files, on every rank; empty if nothing is. The ranks share out the reading.
 

@@ -145,9 +145,7 @@ class Manifest:
                 # Not asdict: it copies everything, and takes longer than the writing of a small checkpoint.
                 return seal({**vars(self), **plain_parts(self.files, self.tensors)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{MANIFEST_NAME}: counters, config and layout must be plain JSON: {error}"
-            ) from None
+            raise CheckpointError(f"{MANIFEST_NAME}: counters, config and layout must be plain JSON: {error}") from None
 
     @classmethod
     def from_json(cls, text: str, *, source: str = MANIFEST_NAME) -> "Manifest":
@@ -170,8 +168,7 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
     return {
         "files": {name: vars(entry) for name, entry in files.items()},
         "tensors": {
-            key: {**vars(entry), "parts": [vars(part) for part in entry.parts]}
-            for key, entry in tensors.items()
+            key: {**vars(entry), "parts": [vars(part) for part in entry.parts]} for key, entry in tensors.items()
         },
     }
 
@@ -291,9 +288,7 @@ def _parse_tensor(key: str, value: Any) -> TensorEntry:
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise _Fault(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_SIZES)}")
-    shape = tuple(
-        _integer(size, f"{key}: global_shape") for size in _list(fields["global_shape"], f"{key}: shape")
-    )
+    shape = tuple(_integer(size, f"{key}: global_shape") for size in _list(fields["global_shape"], f"{key}: shape"))
     if len(shape) > MAX_DIMS or 0 in shape:
         raise _Fault(f"{key}: global_shape {shape} must have at most {MAX_DIMS} dimensions, none of size 0")
     parts = tuple(_parse_part(key, part) for part in _list(fields["parts"], f"{key}: parts"))
@@ -331,9 +326,7 @@ def _fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
     found, expected = set(_object(value, where)), set(names)
     if found != expected:
         wrong = sorted(expected - found) or sorted(found - expected)
-        raise _Fault(
-            f"{where}: {'lacks' if expected - found else 'has unknown'} fields {', '.join(wrong)[:200]}"
-        )
+        raise _Fault(f"{where}: {'lacks' if expected - found else 'has unknown'} fields {', '.join(wrong)[:200]}")
     return dict(value)
 
 

@@ -42,13 +42,7 @@ class Retention:
 
 
 def prune(
-    folder: Path,
-    retention: Retention,
-    *,
-    newest: int,
-    world: Group,
-    device: torch.device,
-    log: Callable[[str], None],
+    folder: Path, retention: Retention, *, newest: int, world: Group, device: torch.device, log: Callable[[str], None]
 ) -> None:
     """Remove what `retention` does not keep, after the newest checkpoint has been read back from the disk and verifies.
 

@@ -288,11 +288,7 @@ _Run = tuple[torch.Tensor, int, tuple[int, ...], tuple[slice, ...] | None]
 
 
 def _runs(
-    output: torch.Tensor,
-    offset: int,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
-    dtype: torch.dtype,
+    output: torch.Tensor, offset: int, shape: tuple[int, ...], index: tuple[slice, ...], dtype: torch.dtype
 ) -> Iterator[_Run]:
     """Cut a read of `index` of a stored tensor into reads of contiguous bytes, none much larger than `CHUNK`.
 

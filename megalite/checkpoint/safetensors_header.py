@@ -115,9 +115,7 @@ def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
         raise HeaderFault(f"{length} bytes are too few for a safetensors file")
     (size,) = struct.unpack("<Q", prefix)
     if size > min(MAX_HEADER, length - 8):
-        raise HeaderFault(
-            f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}"
-        )
+        raise HeaderFault(f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}")
     text = os.pread(descriptor, size, 8)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
@@ -153,9 +151,7 @@ def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]
         start, stop = _sizes(value["data_offsets"], key, 2)
         record = Record(key, dtype, tuple(_sizes(shape, key)))
         if record.nbytes != stop - start:
-            raise HeaderFault(
-                f"{key[:120]!r} has {stop - start} bytes of data, its shape takes {record.nbytes}"
-            )
+            raise HeaderFault(f"{key[:120]!r} has {stop - start} bytes of data, its shape takes {record.nbytes}")
         found.append((start, stop, record))
     end = 0
     found.sort(key=lambda item: item[:2])

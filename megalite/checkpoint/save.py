@@ -138,11 +138,7 @@ class SavedTensor:
     @property
     def key(self) -> str:
         """The tensor's key in the manifest."""
-        return (
-            weight_key(self.spec.name)
-            if self.key_group == "weight"
-            else optimizer_key(self.state, self.spec.name)
-        )
+        return weight_key(self.spec.name) if self.key_group == "weight" else optimizer_key(self.state, self.spec.name)
 
     def record(self, file_key: str) -> Record:
         """The tensor as its file declares it."""
@@ -317,9 +313,7 @@ def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank
             part = Part(_file_name(saved.key_group, rank), saved.spec.slice)
             before = tensors[saved.key].parts if saved.key in tensors else ()
             shape = tuple(saved.spec.global_shape)
-            tensors[saved.key] = TensorEntry(
-                saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (*before, part)
-            )
+            tensors[saved.key] = TensorEntry(saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (*before, part))
     return RankPart({_file_name(group, rank): entry for group, entry in files.items()}, tensors)
 
 
@@ -351,7 +345,5 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
             free = free_bytes(folder)
             space = "unknown" if free is None else f"{free:,} bytes"
             room = f"; the checkpoint needs {needed:,} bytes, free there: {space}"
-        return CheckpointError(
-            f"cannot save a checkpoint in {folder}: {place}{error.strerror or error}{room}"
-        )
+        return CheckpointError(f"cannot save a checkpoint in {folder}: {place}{error.strerror or error}{room}")
     return CheckpointError(f"cannot save a checkpoint in {folder}: {type(error).__name__}: {error}")

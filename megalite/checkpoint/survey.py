@@ -9,13 +9,7 @@ from pathlib import Path
 
 from megalite.checkpoint.files import entry_fault, file_length, open_plain, read_text
 from megalite.checkpoint.folders import STAGING_PREFIX, candidates, step_of
-from megalite.checkpoint.manifest import (
-    MANIFEST_NAME,
-    CheckpointError,
-    CheckpointMissing,
-    Manifest,
-    part_keys,
-)
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing, Manifest, part_keys
 from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header
 
 Progress = Callable[[int, int], None]
@@ -96,9 +90,7 @@ def _is_checkpoint(path: Path) -> bool:
     name = path.absolute().name
     if path.is_file():
         sibling = (path.parent / MANIFEST_NAME).is_file()
-        remedy = (
-            f"give its folder, {path.parent}" if sibling else "give a folder of checkpoints, or one of them"
-        )
+        remedy = f"give its folder, {path.parent}" if sibling else "give a folder of checkpoints, or one of them"
         raise CheckpointError(f"{path} is a file; {remedy}")
     if path.is_dir() and name.startswith(STAGING_PREFIX):
         raise CheckpointError(f"{path} is a save under way, or what a crash left of one; it cannot be loaded")
@@ -119,9 +111,7 @@ def _examine(path: Path, step: int | None) -> Surveyed:
 
 def _still_there(found: Surveyed) -> Surveyed:
     """`found`; files of a folder that is gone are no damage."""
-    return (
-        replace(found, faults=(), verified=False, gone=True) if found.faults and _gone(found.path) else found
-    )
+    return replace(found, faults=(), verified=False, gone=True) if found.faults and _gone(found.path) else found
 
 
 def _gone(path: Path) -> bool:
@@ -176,9 +166,7 @@ def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) ->
     files = size = 0
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
-        hashed = {
-            pool.submit(_file_fault, surveyed.path / name, manifest, expected[name]): name for name in names
-        }
+        hashed = {pool.submit(_file_fault, surveyed.path / name, manifest, expected[name]): name for name in names}
         for future in as_completed(hashed):
             files, size = files + 1, size + manifest.files[hashed[future]].length
             progress(files, size)

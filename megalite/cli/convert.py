@@ -106,9 +106,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.step is not None and arguments.step < 0:
         raise ConfigError(f"--step is {arguments.step}; it must be at least 0")
     if parse_byte_size(arguments.max_shard_size or DEFAULT_SHARD) is None:
-        raise ConfigError(
-            f"--max-shard-size {arguments.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB"
-        )
+        raise ConfigError(f"--max-shard-size {arguments.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB")
     if arguments.family is not None:
         family_named(arguments.family)
     check_target(arguments.target)
@@ -171,9 +169,7 @@ def _need_room(target: Path, total: int) -> None:
         )
 
 
-def _write(
-    weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None, progress: ByteProgress
-) -> Path:
+def _write(weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None, progress: ByteProgress) -> Path:
     target, advance = arguments.target, progress.advance
 
     def log(line: str) -> None:
@@ -206,12 +202,7 @@ def _verified(source: Weights, path: Path, format: Format) -> int:
 
     def log(line: str) -> None:
         if sys.stderr.isatty():
-            print(
-                f"\r{f'verify   {line} ...'[: columns - 1]:<{columns - 1}}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"\r{f'verify   {line} ...'[: columns - 1]:<{columns - 1}}", end="", file=sys.stderr, flush=True)
 
     left = f"the target was written and is left at {path}; do not use it"
     try:
@@ -280,11 +271,7 @@ def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
 
 def _about(tokenizer: Tokenizer) -> str:
     """What to know of a tokenizer that has no files."""
-    ids = (
-        "are the bytes of the text in UTF-8"
-        if tokenizer.name == "ByteLevelTokenizer"
-        else "stand for no text"
-    )
+    ids = "are the bytes of the text in UTF-8" if tokenizer.name == "ByteLevelTokenizer" else "stand for no text"
     return f"{tokenizer.name} has none; ids {ids}, and {tokenizer.eod} ends a document"
 
 

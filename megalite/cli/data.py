@@ -24,14 +24,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.token_files import require_recorded_tokenizer, unused_side_file
 from megalite.preprocess.copying import Part, check_output_prefix
 from megalite.preprocess.merge_split import merge, parts_of_equal_tokens, parts_of_split, split_dataset
-from megalite.preprocess.verify import (
-    dataset_bytes,
-    find_prefixes,
-    inspect,
-    parse_documents,
-    read_documents,
-    verify,
-)
+from megalite.preprocess.verify import dataset_bytes, find_prefixes, inspect, parse_documents, read_documents, verify
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
@@ -75,9 +68,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             if tokenizer is not None:
                 require_recorded_tokenizer(prefix, tokenizer)
             with _showing(dataset_bytes(prefix)) as on_bytes:
-                result = verify(
-                    prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes
-                )
+                result = verify(prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes)
         except (ConfigError, OSError) as error:
             results.append({"prefix": prefix, "error": _fail(error)})
             status = BAD_INPUT

@@ -30,9 +30,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_datasets(verifying)
     add_tokenizer(verifying, "ids must be below it, and below the side file's")
-    verifying.add_argument(
-        "--no-hash", action="store_true", help="do not compare sha256 with the side file: faster"
-    )
+    verifying.add_argument("--no-hash", action="store_true", help="do not compare sha256 with the side file: faster")
     verifying.add_argument("--json", action="store_true", help="print JSON")
 
     looking = commands.add_parser(

@@ -34,9 +34,7 @@ example: megalite data index --config run.yaml --world-size 64
 
 --help-all lists all settings."""
 
-_NO_INDEX_PACKED = (
-    "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
-)
+_NO_INDEX_PACKED = "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
 
 
 @dataclass(frozen=True)

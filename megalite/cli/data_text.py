@@ -62,10 +62,7 @@ def format_document(document: dict[str, Any]) -> str:
     more = document["length"] - len(document["tokens"])
     sequences = f", {document['sequences']} sequences" if document["sequences"] != 1 else ""
     ids = " ".join(map(str, document["tokens"])) + (f" ... {more:,} more" if more else "")
-    lines = [
-        f"  document {document['number']}: {document['length']:,} tokens{sequences}",
-        f"    {ids}".rstrip(),
-    ]
+    lines = [f"  document {document['number']}: {document['length']:,} tokens{sequences}", f"    {ids}".rstrip()]
     if "text" in document:
         lines += [f"    | {line}" for line in document["text"].splitlines()]
     return "\n".join(lines)
@@ -100,13 +97,9 @@ def _side_file(side: dict[str, Any]) -> list[str]:
     if isinstance(histogram, dict):
         common = histogram.get("most_common")
         if isinstance(common, list):
-            words = [
-                f"{entry.get('id')} {entry.get('text')!r}" for entry in common if isinstance(entry, dict)
-            ]
+            words = [f"{entry.get('id')} {entry.get('text')!r}" for entry in common if isinstance(entry, dict)]
             rows.append(("common", ", ".join(words[:_COMMON])))
-        rows.append(
-            ("ids", _plain({name: value for name, value in histogram.items() if name != "most_common"}))
-        )
+        rows.append(("ids", _plain({name: value for name, value in histogram.items() if name != "most_common"})))
     return [f"  {name:<10} {value}" for name, value in rows]
 
 

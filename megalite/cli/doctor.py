@@ -38,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     device = launch.device(arguments.device)
     agreed = False
     try:
-        findings = (
-            _together(arguments, launch, device) if launch.world_size > 1 else _alone(arguments, device)
-        )
+        findings = _together(arguments, launch, device) if launch.world_size > 1 else _alone(arguments, device)
         status = _Report(as_json=arguments.json, silent=launch.rank != 0).of(findings)
         agreed = True
         return status
@@ -54,13 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.no_self_test and arguments.seconds is not None:
-        raise ConfigError(
-            f"--seconds {arguments.seconds:g} has no effect with --no-self-test; remove one of them"
-        )
+        raise ConfigError(f"--seconds {arguments.seconds:g} has no effect with --no-self-test; remove one of them")
     if arguments.seconds is not None and not 0.5 <= arguments.seconds <= 600:
-        raise ConfigError(
-            f"--seconds is {arguments.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good"
-        )
+        raise ConfigError(f"--seconds is {arguments.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good")
 
 
 def _alone(arguments: argparse.Namespace, device: torch.device) -> Iterator[Finding]:
@@ -104,9 +98,7 @@ def _of_host(arguments: argparse.Namespace, device: torch.device) -> Iterator[Fi
     yield from network.examine(os.environ)
     yield from disk.examine(arguments.run_dir)
     if not arguments.no_self_test:
-        yield from products.examine(
-            device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or DOCTOR_SECONDS)
-        )
+        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or DOCTOR_SECONDS))
 
 
 def _chosen(device: torch.device) -> Finding:
@@ -149,9 +141,7 @@ def _nothing(text: str) -> None:
 
 def _line(finding: Finding, *, under: str | None) -> str:
     """One finding, below the name of its topic where that is new."""
-    title = (
-        "" if finding.topic == under else f"{finding.topic}\n" if under is None else f"\n{finding.topic}\n"
-    )
+    title = "" if finding.topic == under else f"{finding.topic}\n" if under is None else f"\n{finding.topic}\n"
     return f"{title}  {finding.level:<8} {finding.name:<15} {finding.text}"
 
 

@@ -9,25 +9,14 @@ from typing import Any
 from megalite.cli.dry_run_rank import communication_rows, rank_report
 from megalite.cli.dry_run_rank_text import format_rank
 from megalite.cli.dry_run_text import format_report
-from megalite.config.batch import (
-    batch_sizes,
-    microbatch_counts,
-    samples_per_microbatch,
-    total_samples,
-    total_steps,
-)
+from megalite.config.batch import batch_sizes, microbatch_counts, samples_per_microbatch, total_samples, total_steps
 from megalite.config.describe import replace, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import flops_per_token, parameter_count
-from megalite.partition.memory import (
-    RankMemory,
-    activation_peaks,
-    local_size,
-    rank_memory,
-)
+from megalite.partition.memory import RankMemory, activation_peaks, local_size, rank_memory
 from megalite.partition.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
@@ -150,20 +139,11 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
             "ranks": [list(ranks) for ranks in lists],
         }
     return {
-        "axes": {
-            "tp": p.tp,
-            "cp": p.cp,
-            "dp": p.dp,
-            "pp": p.pp,
-            "vpp": p.vpp,
-            "ep": p.ep,
-            "etp": p.expert_tp,
-        },
+        "axes": {"tp": p.tp, "cp": p.cp, "dp": p.dp, "pp": p.pp, "vpp": p.vpp, "ep": p.ep, "etp": p.expert_tp},
         "order": p.rank_order,
         "groups": groups,
         "ranks": [
-            {"rank": rank, **layout.coordinate(rank)._asdict()}
-            for rank in range(layout.world_size if small else 0)
+            {"rank": rank, **layout.coordinate(rank)._asdict()} for rank in range(layout.world_size if small else 0)
         ],
     }
 

@@ -141,9 +141,7 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
 def _memory(config: RunConfig, place: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
     stages = plan_stages(config)
     planned = rank_memory(
-        config,
-        [plan for plan in stages if plan.rank == place],
-        activation_peaks(config, stages, schedule)[place],
+        config, [plan for plan in stages if plan.rank == place], activation_peaks(config, stages, schedule)[place]
     )
     parts = {
         "parameter_bytes": sum(held.parameter_bytes for held in buckets),

@@ -38,9 +38,7 @@ def _place(report: dict[str, Any]) -> str:
     ]
     for kind, group in groups.items():
         if group["size"] > 1:
-            lines.append(
-                f"  {kind:<18} {group['index']:>5} of {group['size']:<6} {rank_list(group['ranks'])}"
-            )
+            lines.append(f"  {kind:<18} {group['index']:>5} of {group['size']:<6} {rank_list(group['ranks'])}")
     alone = [kind for kind, group in groups.items() if group["size"] == 1]
     if alone:
         lines.append(f"  alone in: {', '.join(alone)}")
@@ -52,9 +50,7 @@ def _stages(stages: list[dict[str, Any]]) -> str:
     for row in stages:
         ends = [name for name in ("embedding", "head") if row[name]]
         layers = layer_range(row["first_layer"], row["last_layer"])
-        lines.append(
-            f"  chunk {row['chunk']}: stage {row['stage']:<4} layers {layers:<9} {' and '.join(ends)}"
-        )
+        lines.append(f"  chunk {row['chunk']}: stage {row['stage']:<4} layers {layers:<9} {' and '.join(ends)}")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -115,9 +111,7 @@ def _buckets(rows: list[dict[str, Any]]) -> str:
         held = ", ".join(size(row[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer"))
         names = row["parameters"]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(
-            f"  stage {row['stage']:<4} {row['elements']:>13,} elements, {replicas}: {held}; {names[0]}{more}"
-        )
+        lines.append(f"  stage {row['stage']:<4} {row['elements']:>13,} elements, {replicas}: {held}; {names[0]}{more}")
     return "\n".join(lines)
 
 
@@ -139,15 +133,8 @@ def _actions(report: dict[str, Any]) -> str:
     shown = list(actions)
     if len(actions) > 2 * _SHOWN_ACTIONS:
         hidden = len(actions) - _SHOWN_ACTIONS - _SHOWN_ACTIONS // 2
-        shown = [
-            *actions[:_SHOWN_ACTIONS],
-            f"... {hidden} more ...",
-            *actions[-(_SHOWN_ACTIONS // 2) :],
-        ]
-    lines = [
-        f"Actions of a step: {schedule['name']}, {schedule['microbatches']} microbatches: {counts}",
-        "  ",
-    ]
+        shown = [*actions[:_SHOWN_ACTIONS], f"... {hidden} more ...", *actions[-(_SHOWN_ACTIONS // 2) :]]
+    lines = [f"Actions of a step: {schedule['name']}, {schedule['microbatches']} microbatches: {counts}", "  "]
     for word in shown:
         if len(lines[-1]) + len(word) + 1 > _LINE:
             lines.append("  ")

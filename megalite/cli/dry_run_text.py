@@ -25,14 +25,10 @@ def format_report(report: dict[str, Any]) -> str:
 
 def _layout(report: dict[str, Any]) -> str:
     axes, layout = report["layout"]["axes"], report["layout"]
-    experts = (
-        f"; experts: ep {axes['ep']}, etp {axes['etp']}"
-        if axes["ep"] > 1 or axes["etp"] != axes["tp"]
-        else ""
-    )
+    experts = f"; experts: ep {axes['ep']}, etp {axes['etp']}" if axes["ep"] > 1 or axes["etp"] != axes["tp"] else ""
     lines = [
         f"Layout: {report['world_size']} ranks = tp {axes['tp']} x cp {axes['cp']} x dp {axes['dp']} x pp {axes['pp']}, "
-        f"order {layout['order']}{experts}",
+        f"order {layout['order']}{experts}"
     ]
     alone = []
     for kind, groups in layout["groups"].items():
@@ -60,11 +56,7 @@ def _ranks(ranks: list[dict[str, int]]) -> str:
         return ""
     header = "Rank    " + " ".join(f"{row['rank']:>3}" for row in ranks)
     return "\n".join(
-        [header]
-        + [
-            f"  {axis:<5} " + " ".join(f"{row[axis]:>3}" for row in ranks)
-            for axis in ("tp", "cp", "dp", "pp")
-        ]
+        [header] + [f"  {axis:<5} " + " ".join(f"{row[axis]:>3}" for row in ranks) for axis in ("tp", "cp", "dp", "pp")]
     )
 
 
@@ -95,9 +87,7 @@ def _alike(stages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Neighbours with the same number of layers and parameters, together; a run ends where the pipeline turns round."""
     runs: list[list[dict[str, Any]]] = []
     for row in stages:
-        same = bool(runs) and all(
-            runs[-1][-1][key] == row[key] for key in ("layers", "parameters", "embedding")
-        )
+        same = bool(runs) and all(runs[-1][-1][key] == row[key] for key in ("layers", "parameters", "embedding"))
         if same and row["pipeline_rank"] == runs[-1][-1]["pipeline_rank"] + 1:
             runs[-1].append(row)
         else:
@@ -116,11 +106,7 @@ def _memory(memory: dict[str, Any]) -> str:
         f"  {'':<18}{memory_cells(rows[0])[0]}",
     ]
     fullest = rows[memory["fullest_pipeline_rank"]]
-    shown = (
-        rows
-        if len(rows) <= 8
-        else [rows[0], *([fullest] if fullest not in (rows[0], rows[-1]) else []), rows[-1]]
-    )
+    shown = rows if len(rows) <= 8 else [rows[0], *([fullest] if fullest not in (rows[0], rows[-1]) else []), rows[-1]]
     for row in shown:
         lines.append(f"  pipeline rank {row['pipeline_rank']:<4}{memory_cells(row)[1]}")
     lines.append(f"  fullest: rank {memory['fullest_rank']} with {size(memory['fullest_bytes'])}")
@@ -152,9 +138,7 @@ def volume_line(row: dict[str, Any]) -> str:
 
 def _schedule(schedule: dict[str, Any]) -> str:
     peaks = schedule["peak_activations"]
-    shown = ", ".join(map(str, peaks if len(peaks) <= 16 else peaks[:8])) + (
-        ", ..." if len(peaks) > 16 else ""
-    )
+    shown = ", ".join(map(str, peaks if len(peaks) <= 16 else peaks[:8])) + (", ..." if len(peaks) > 16 else "")
     lines = [
         f"Schedule: {schedule['name']}, {schedule['virtual_stages']} virtual stages, {schedule['microbatches']} "
         f"microbatches; bubble {schedule['bubble_fraction']:.1%} of the step by {schedule['costs']}",
@@ -170,7 +154,7 @@ def _schedule(schedule: dict[str, Any]) -> str:
 def _batch(batch: dict[str, Any]) -> str:
     lines = [
         f"Batch: {batch['micro_batch_size']} sequences x {batch['dp']} data-parallel x {batch['microbatches']} microbatches "
-        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens a step",
+        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens a step"
     ]
     sizes = batch["batch_sizes"]
     if len(sizes) > 1:

@@ -45,9 +45,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, tp_default: str) -> None
     parser.add_argument("--dtype", choices=PRECISIONS, help="to compute in; default: as stored")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="default: the model's own")
-    parser.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="with --tokenizer-model: how its words are cut"
-    )
+    parser.add_argument("--tiktoken-pattern", metavar="NAME", help="with --tokenizer-model: how its words are cut")
 
 
 def generate_parser() -> Parser:
@@ -60,9 +58,7 @@ def generate_parser() -> Parser:
     add_model_flags(parser, tp_default="all that --pp leaves")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="one a line, or a key of a line of JSON in a .jsonl; - is standard input",
+        "--prompts", metavar="FILE", help="one a line, or a key of a line of JSON in a .jsonl; - is standard input"
     )
     parser.add_argument("--prompt-key", metavar="KEY", help="with --prompts FILE.jsonl (prompt)")
     parser.add_argument(
@@ -84,16 +80,10 @@ def generate_parser() -> Parser:
         "--top-p", type=float, metavar="P", help="draw among the fewest tokens that reach this probability"
     )
     parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="make tokens that were used less likely (1)",
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="make tokens that were used less likely (1)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (0)")
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -122,24 +112,13 @@ def evaluate_parser() -> Parser:
     add_model_flags(parser, tp_default="1")
     parser.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files (.bin and .idx)")
     parser.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="text, jsonl or parquet: files, folders, globs; - is standard input",
+        "--input", nargs="+", metavar="PATH", help="text, jsonl or parquet: files, folders, globs; - is standard input"
     )
     parser.add_argument("--json-key", metavar="KEY", help="with --input: of the text (text)")
-    parser.add_argument(
-        "--text-documents", choices=_FORMS, help="with --input: what a document is in a .txt (file)"
-    )
-    parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's"
-    )
-    parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between windows; default: they do not overlap"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)"
-    )
+    parser.add_argument("--text-documents", choices=_FORMS, help="with --input: what a document is in a .txt (file)")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens in a window; default: the model's")
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens between windows; default: they do not overlap")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows computed together (1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -159,22 +138,14 @@ def convert_parser() -> Parser:
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write; must not exist yet")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format of TARGET")
     parser.add_argument(
-        "--from",
-        dest="source_format",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="format of SOURCE (auto)",
+        "--from", dest="source_format", choices=("auto", *FORMATS), default="auto", help="format of SOURCE (auto)"
     )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of this step; default the newest")
     parser.add_argument("--dtype", choices=PRECISIONS, help="of every tensor; default: as stored")
     parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help=f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron",
+        "--max-shard-size", metavar="SIZE", help=f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron"
     )
-    parser.add_argument(
-        "--family", metavar="NAME", help="huggingface: model type; default: the one that fits"
-    )
+    parser.add_argument("--family", metavar="NAME", help="huggingface: model type; default: the one that fits")
     parser.add_argument("--tp", type=int, metavar="N", help="megatron: tensor-parallel files (1)")
     parser.add_argument("--pp", type=int, metavar="N", help="megatron: pipeline-parallel files (1)")
     parser.add_argument(
@@ -189,9 +160,7 @@ def convert_parser() -> Parser:
         help="native, megatron: multiple that the vocabulary is padded to; default: as in SOURCE",
     )
     tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to add: a file or folder"
-    )
+    tokenizer.add_argument("--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to add: a file or folder")
     tokenizer.add_argument("--without-tokenizer", action="store_true", help="leave the tokenizer's files out")
     parser.add_argument(
         "--verify",
@@ -212,9 +181,7 @@ def profile_parser() -> Parser:
             "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
         ),
     )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="cluster file to write (.yaml)"
-    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="cluster file to write (.yaml)")
     parser.add_argument(
         "--output-stack",
         type=Path,
@@ -281,9 +248,7 @@ def kernels_parser() -> Parser:
         "of hidden size 4096.\nBy hand: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
         examples=("megalite kernels --device cpu --json",),
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="the device asked about (cuda where there is one)"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the device asked about (cuda where there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

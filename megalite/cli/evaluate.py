@@ -10,13 +10,7 @@ import torch
 
 from megalite.cli.early_flags import evaluate_parser
 from megalite.cli.failures import command
-from megalite.cli.model_flags import (
-    Ranks,
-    check_positive,
-    open_model,
-    refuse_given,
-    run_on_ranks,
-)
+from megalite.cli.model_flags import Ranks, check_positive, open_model, refuse_given, run_on_ranks
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
@@ -46,9 +40,7 @@ def _check(flags: argparse.Namespace) -> None:
     """What is wrong with the flags alone, on every rank alike."""
     if (flags.data_path is None) == (flags.input is None):
         given = "are both given" if flags.data_path else "are both missing"
-        raise ConfigError(
-            f"--data-path and --input {given}; give token files with one, or text with the other"
-        )
+        raise ConfigError(f"--data-path and --input {given}; give token files with one, or text with the other")
     if flags.input is None:
         refuse_given(flags, ("json_key", "text_documents"), "on --data-path")
         refuse_given(flags, ("tokenizer_model", "tiktoken_pattern"), "on --data-path, which holds token ids")

@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import megalite
-from megalite.cli.output import (
-    drop_stdout,
-    escape_unprintable,
-    flush_stdout,
-    stdout_has_no_reader,
-    tell,
-    visible,
-)
+from megalite.cli.output import drop_stdout, escape_unprintable, flush_stdout, stdout_has_no_reader, tell, visible
 from megalite.cli.stopping import Stopped
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, RankError
@@ -153,9 +146,7 @@ def record_for_launcher(text: str) -> None:
     if file:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(file).write_text(
-                json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8"
-            )
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def show_traceback(error: BaseException) -> None:
@@ -181,22 +172,14 @@ def _explained(error: Exception, program: str) -> tuple[int, str]:
     if isinstance(error, UnicodeError):
         return BAD_INPUT, f"{program} was given text that is not UTF-8 ({error}); give it UTF-8 text"
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
-        return (
-            BAD_INPUT,
-            f"{program} ran out of memory{_first_line(error)}; give it less to do, or more memory",
-        )
+        return (BAD_INPUT, f"{program} ran out of memory{_first_line(error)}; give it less to do, or more memory")
     if isinstance(error, ModuleNotFoundError) and not (error.name or "megalite").startswith("megalite"):
         return (
             BAD_INPUT,
             f"{program} needs the package {error.name}, which is not installed; pip install {error.name}",
         )
-    if "DistError" in names or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
-    ):
-        return (
-            BAD_INPUT,
-            f"{program} lost the other ranks{_first_line(error)}; see what the first to end says",
-        )
+    if "DistError" in names or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)):
+        return (BAD_INPUT, f"{program} lost the other ranks{_first_line(error)}; see what the first to end says")
     return BUG, (
         f"{program} has a bug: {type(error).__name__}{_first_line(error)}, in {_place(error)}; this is no mistake of "
         f"yours: run it again with {DEBUG_FLAG} and report the traceback that it then prints"

@@ -11,13 +11,7 @@ from typing import TextIO
 
 from megalite.cli.early_flags import generate_parser
 from megalite.cli.failures import command
-from megalite.cli.model_flags import (
-    Ranks,
-    check_positive,
-    open_model,
-    refuse_given,
-    run_on_ranks,
-)
+from megalite.cli.model_flags import Ranks, check_positive, open_model, refuse_given, run_on_ranks
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
 from megalite.generation.continuation import Continuation, GrowingText

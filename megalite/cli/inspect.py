@@ -93,9 +93,7 @@ def _check(arguments: argparse.Namespace) -> None:
             ("--no-verify", arguments.no_verify),
         ):
             if given:
-                raise ConfigError(
-                    f"--config prints the config alone: {flag} has no effect with it; drop either"
-                )
+                raise ConfigError(f"--config prints the config alone: {flag} has no effect with it; drop either")
 
 
 def _again_if_removed(look: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -163,9 +161,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         if not found.sound:
             # Damage that only hashing shows leaves tensors that can be read.
             hashed = found.manifest is not None and not arguments.no_verify
-            remedy = (
-                "; --no-verify compares it all the same" if hashed and survey(found.path)[0].sound else ""
-            )
+            remedy = "; --no-verify compares it all the same" if hashed and survey(found.path)[0].sound else ""
             raise CheckpointError(f"{found.path} is {found.state}{remedy}")
         passed_over += surveyed[: surveyed.index(found)]
         sides.append(found)
@@ -203,9 +199,7 @@ def _progress(found: Surveyed, files: int, done: int) -> None:
     print("\r" + (" " * len(line) + "\r" if files == total else line), end="", file=sys.stderr, flush=True)
 
 
-def _data(
-    surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None
-) -> dict[str, Any]:
+def _data(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None) -> dict[str, Any]:
     """What is shown, as one JSON object."""
     data: dict[str, Any] = {
         "path": str(shown.path),
@@ -227,10 +221,7 @@ def _data(
             "tokenizer": manifest.tokenizer,
             "config": manifest.config,
             "bytes": shown.bytes,
-            "files": {
-                name: {"length": entry.length, "sha256": entry.sha256}
-                for name, entry in manifest.files.items()
-            },
+            "files": {name: {"length": entry.length, "sha256": entry.sha256} for name, entry in manifest.files.items()},
             "tensors": {
                 key: {"dtype": entry.dtype, "shape": list(entry.global_shape), "parts": len(entry.parts)}
                 for key, entry in manifest.tensors.items()

@@ -30,9 +30,7 @@ def for_another_run(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
             kept[section] = values
             continue
         kept[section] = {name: value for name, value in values.items() if name not in own}
-        left_out |= {
-            name: value for name, value in values.items() if name in own and value not in (None, False)
-        }
+        left_out |= {name: value for name, value in values.items() if name in own and value not in (None, False)}
     return kept, left_out
 
 

@@ -41,8 +41,7 @@ def _open(found: Surveyed) -> Checkpoint:
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
 
 
@@ -131,14 +130,7 @@ class CheckpointDiff:
             share = f"{found.differing:,}"
             beyond = f"{found.non_finite:,}" if found.non_finite else ""
             rows.append(
-                [
-                    f"  {key}",
-                    f"{found.max_abs:.3g}",
-                    f"{found.rms:.3g}",
-                    share,
-                    f"of {found.elements:,}",
-                    beyond,
-                ]
+                [f"  {key}", f"{found.max_abs:.3g}", f"{found.rms:.3g}", share, f"of {found.elements:,}", beyond]
             )
         yield from columns(rows, right={1, 2, 3, 5})
 
@@ -165,11 +157,7 @@ def _kind(entry: TensorEntry) -> str:
 def _shown(lines: list[str], head: int = 0) -> list[str]:
     """The first of many lines, of which `head` are a heading."""
     limit = _SHOWN + head
-    return (
-        lines
-        if len(lines) <= limit
-        else [*lines[:limit], f"  ... and {len(lines) - limit} more (--json has all)"]
-    )
+    return lines if len(lines) <= limit else [*lines[:limit], f"  ... and {len(lines) - limit} more (--json has all)"]
 
 
 def _differing_fields(one: Manifest, other: Manifest) -> dict[str, tuple[Any, Any]]:
@@ -182,9 +170,7 @@ def _differing_fields(one: Manifest, other: Manifest) -> dict[str, tuple[Any, An
         sides.append(flat)
     names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
     return {
-        name: (sides[0].get(name), sides[1].get(name))
-        for name in names
-        if sides[0].get(name) != sides[1].get(name)
+        name: (sides[0].get(name), sides[1].get(name)) for name in names if sides[0].get(name) != sides[1].get(name)
     }
 
 

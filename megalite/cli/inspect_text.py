@@ -29,9 +29,7 @@ def format_table(surveyed: Sequence[Surveyed]) -> str:
         rows.append([found.path.name, files, "-" if found.bytes is None else size(found.bytes), found.state])
     lines = columns(rows, right={1, 2})
     if any(found.state == "complete" for found in surveyed):
-        lines.append(
-            "complete: all files are there and of the right length; --step N verifies their sha256 too"
-        )
+        lines.append("complete: all files are there and of the right length; --step N verifies their sha256 too")
     return "\n".join(lines)
 
 
@@ -94,9 +92,7 @@ def _format_files(found: Surveyed, manifest: Manifest) -> str:
             held = [lengths[name] for name in names]
             each = f"x{len(names)}, {size(min(held))} to {size(max(held))} each, {size(sum(held))} in all"
             rows.append([f"  {pattern}", each if len(names) > 1 else size(held[0])])
-    return "\n".join(
-        [f"files        {len(lengths)}, {size(sum(lengths.values()))}", *columns(rows, right=set())]
-    )
+    return "\n".join([f"files        {len(lengths)}, {size(sum(lengths.values()))}", *columns(rows, right=set())])
 
 
 def _format_weights(manifest: Manifest) -> str:
@@ -119,9 +115,7 @@ def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
             parts = sorted({len(entries[name].parts) for name in members})
             cut = f"{parts[0]}" if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
             count = f"x{len(members)}" if len(members) > 1 else ""
-            rows.append(
-                [f"  {pattern}", str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"]
-            )
+            rows.append([f"  {pattern}", str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"])
     return sorted(rows, key=lambda row: _natural(row[0]))
 
 
@@ -191,9 +185,7 @@ def format_settings(config: Mapping[str, Any]) -> str:
     for section, values in in_order(config).items():
         usual = defaults.get(section, {})
         if isinstance(values, dict):
-            changed = {
-                name: value for name, value in values.items() if name not in usual or usual[name] != value
-            }
+            changed = {name: value for name, value in values.items() if name not in usual or usual[name] != value}
             if changed:
                 lines.append(f"  {section:<10} {_pairs(changed)}")
         else:
@@ -246,9 +238,7 @@ def format_statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
     head = ["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]
     table = [head]
     for name, row in rows.items():
-        numbers = [
-            "-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")
-        ]
+        numbers = ["-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")]
         table.append([name, str(row["shape"]), row["dtype"], *numbers, f"{row['nan']:,}", f"{row['inf']:,}"])
     return "\n".join(columns(table, right={3, 4, 5, 6, 7, 8}))
 

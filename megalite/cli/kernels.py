@@ -125,8 +125,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _choices(chosen: Sequence[Chosen]) -> str:
     lines = [f"{'chosen for':<14} {'size':>9} {'type':<9} {'backend':<8} because"]
     lines += [
-        f"{each.operation:<14} {each.size:>9} {_short(each.dtype):<9} {each.backend:<8} {each.why}"
-        for each in chosen
+        f"{each.operation:<14} {each.size:>9} {_short(each.dtype):<9} {each.backend:<8} {each.why}" for each in chosen
     ]
     return "\n".join(lines)
 

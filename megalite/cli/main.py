@@ -13,27 +13,15 @@ from megalite.config.values import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "train": (
-            "megalite.cli.train",
-            "train a GPT, as pretrain_gpt.py does; --dry-run shows the layout first",
-        ),
-        "config": (
-            "megalite.cli.config",
-            "show a resolved config, the presets, or the table of all settings",
-        ),
+        "train": ("megalite.cli.train", "train a GPT, as pretrain_gpt.py does; --dry-run shows the layout first"),
+        "config": ("megalite.cli.config", "show a resolved config, the presets, or the table of all settings"),
         "preprocess": ("megalite.cli.preprocess", "turn jsonl, parquet or text into token files"),
         "train-tokenizer": ("megalite.cli.train_tokenizer", "train a tokenizer on text"),
-        "data": (
-            "megalite.cli.data",
-            "merge, split, inspect and verify token files; index them ahead of a run",
-        ),
+        "data": ("megalite.cli.data", "merge, split, inspect and verify token files; index them ahead of a run"),
         "generate": ("megalite.cli.generate", "text from a checkpoint or a Hugging Face model"),
         "evaluate": ("megalite.cli.evaluate", "a model's loss and perplexity on token files or text"),
         "inspect": ("megalite.cli.inspect", "look into a checkpoint and verify it, or compare two"),
-        "convert": (
-            "megalite.cli.convert",
-            "turn weights into Hugging Face's or Megatron-LM's format, or into ours",
-        ),
+        "convert": ("megalite.cli.convert", "turn weights into Hugging Face's or Megatron-LM's format, or into ours"),
         "schedule": ("megalite.cli.schedule", "draw, compare and check pipeline schedules"),
         "plan": (
             "megalite.cli.plan",
@@ -43,10 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megalite.cli.plan_chain",
             "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",
         ),
-        "profile": (
-            "megalite.cli.profile",
-            "measure this machine and write a cluster file for plan and sweep",
-        ),
+        "profile": ("megalite.cli.profile", "measure this machine and write a cluster file for plan and sweep"),
         "sweep": ("megalite.cli.sweep", "run many configurations for a few steps and compare them"),
         "parity": ("megalite.cli.parity", "check that a layout gives the numbers of one rank, on this CPU"),
         "doctor": (
@@ -96,10 +81,7 @@ def usage() -> str:
     """The commands and what they do."""
     lines = ["usage: megalite COMMAND ...  (megalite COMMAND --help tells more)", ""]
     lines += [f"  {name:<16} {text}" for name, (_, text) in COMMANDS.items()]
-    lines += [
-        "",
-        f"{DEBUG_FLAG} with any of them shows where an error came from; megalite --version the version",
-    ]
+    lines += ["", f"{DEBUG_FLAG} with any of them shows where an error came from; megalite --version the version"]
     return "\n".join(lines)
 
 

@@ -59,9 +59,7 @@ def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
 
-def open_model(
-    flags: argparse.Namespace, topology: Topology, *, needs_tokenizer: bool = True
-) -> InferenceModel:
+def open_model(flags: argparse.Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
     """The model that the flags name, on the ranks of the topology.
 
     Raises:

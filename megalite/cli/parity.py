@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _one(options: ParityOptions) -> int:
     if "--dry-run" in options.rest:
-        raise ConfigError(
-            "--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it"
-        )
+        raise ConfigError("--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it")
     # --world-size and --json belong to dry runs, and nothing else may know what to do with them.
     invocation = parse_arguments(["--dry-run", *options.rest], others=PARITY_FLAGS)
     keep = {
@@ -38,10 +36,7 @@ def _one(options: ParityOptions) -> int:
         if invocation.provenance[name] in (f"flag --{name}", "flag --no-eod-mask-loss")
     }
     shrunk = shrink(
-        invocation.config,
-        world_size=invocation.world_size,
-        keep=frozenset(keep),
-        explicit=invocation.explicit,
+        invocation.config, world_size=invocation.world_size, keep=frozenset(keep), explicit=invocation.explicit
     )
     with RankPool(shrunk.world_size) as pool:
         report = run_parity(shrunk, steps=options.steps, tolerance=options.tolerance, pool=pool)
@@ -59,9 +54,7 @@ def _fuzz(options: ParityOptions) -> int:
             print(report.failure, file=sys.stderr, flush=True)
 
     started = time.monotonic()
-    tried, failures = fuzz(
-        options.fuzz, seed=seed, steps=options.steps, tolerance=options.tolerance, failed=failed
-    )
+    tried, failures = fuzz(options.fuzz, seed=seed, steps=options.steps, tolerance=options.tolerance, failed=failed)
     seconds = time.monotonic() - started
     show(f"{tried} layouts in {seconds:.0f} s with seed {seed}: {failures} different from one rank")
     return DIFFERENT if failures else SAME

@@ -60,9 +60,7 @@ class Parser(argparse.ArgumentParser):
 class _Reading:
     """One pass over the words of a command: values go to the namespace, what is wrong to the problems."""
 
-    def __init__(
-        self, parser: argparse.ArgumentParser, found: argparse.Namespace, problems: Problems
-    ) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, problems: Problems) -> None:
         self.parser, self.found, self.problems = parser, found, problems
         self.flags = parser._option_string_actions
         self.seen: list[argparse.Action] = []
@@ -127,9 +125,7 @@ class _Reading:
             self._store(action, flag, values)
         elif not (rest and _FLAG.fullmatch(rest[0]) and self._is_unknown(rest[0])):  # that says what to write
             count = action.nargs
-            wanted = (
-                "a value" if count is None else "one or more values" if count == "+" else f"{count} values"
-            )
+            wanted = "a value" if count is None else "one or more values" if count == "+" else f"{count} values"
             self.problems.add(f"{flag} needs {wanted}")
 
     def _ends(self, word: str) -> bool:
@@ -215,9 +211,7 @@ def _name(action: argparse.Action) -> str:
 def _check_choice(action: argparse.Action, name: str, value: Any) -> None:
     if action.choices is not None and value not in action.choices:
         known = [str(choice) for choice in action.choices]
-        raise ConfigError(
-            f"{name}: there is no {value}{nearest(str(value), known)} (one of {', '.join(known)})"
-        )
+        raise ConfigError(f"{name}: there is no {value}{nearest(str(value), known)} (one of {', '.join(known)})")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -235,9 +229,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _filled(line: str, width: int, indent: str) -> str:
         return argparse.HelpFormatter("", width=width)._fill_text(line, width, indent)
 
-    def _metavar_formatter(
-        self, action: argparse.Action, default_metavar: str
-    ) -> Callable[[int], tuple[str, ...]]:
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if _has_many_choices(action):
             return lambda count: ("NAME",) * count
         return super()._metavar_formatter(action, default_metavar)

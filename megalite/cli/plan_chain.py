@@ -35,9 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         _DESCRIPTION,
         examples=("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
     )
-    parser.add_argument(
-        "profile", metavar="PROFILE", help=f"YAML: the layers; or a synthetic one: {', '.join(TWINS)}"
-    )
+    parser.add_argument("profile", metavar="PROFILE", help=f"YAML: the layers; or a synthetic one: {', '.join(TWINS)}")
     parser.add_argument(
         "--cluster",
         required=True,
@@ -46,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--global-batch-size", required=True, type=int, metavar="N", help="samples of a step")
     parser.add_argument("--memory", metavar="SIZE", help="of a device, such as 16GB (default: the cluster's)")
-    parser.add_argument(
-        "--compare", action="store_true", help="the stages of the plans it is compared with, too"
-    )
+    parser.add_argument("--compare", action="store_true", help="the stages of the plans it is compared with, too")
     parser.add_argument("--json", action="store_true", help="everything as data")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline as a picture")
     return parser
@@ -78,9 +74,7 @@ def _answer(arguments: argparse.Namespace) -> str:
             ) from None
     if arguments.json:
         return json.dumps(as_data(planned, profile, cluster, arguments.global_batch_size, memory))
-    text = format_plan(
-        planned, profile, cluster, arguments.global_batch_size, memory, details=arguments.compare
-    )
+    text = format_plan(planned, profile, cluster, arguments.global_batch_size, memory, details=arguments.compare)
     return text if arguments.svg is None else f"{text}\nwrote {arguments.svg}"
 
 

@@ -20,13 +20,7 @@ def drawing(judged: Judged, profile: ChainProfile, cluster: ChainCluster) -> Tim
 
 
 def format_plan(
-    planned: Planned,
-    profile: ChainProfile,
-    cluster: ChainCluster,
-    samples: int,
-    memory: float,
-    *,
-    details: bool,
+    planned: Planned, profile: ChainProfile, cluster: ChainCluster, samples: int, memory: float, *, details: bool
 ) -> str:
     """The plan, the others beside it, and the timeline; `details`: the stages of the others too."""
     best = planned.best
@@ -61,14 +55,9 @@ def as_data(
         "memory_bytes": None if memory == float("inf") else memory,
         "plan": _plan_data(planned.best, profile, cluster, samples, memory),
         "baselines": {
-            name: _plan_data(other, profile, cluster, samples, memory)
-            for name, other in planned.baselines.items()
+            name: _plan_data(other, profile, cluster, samples, memory) for name, other in planned.baselines.items()
         },
-        "search": {
-            "nodes": planned.nodes,
-            "complete": planned.complete,
-            "simulations": planned.simulations,
-        },
+        "search": {"nodes": planned.nodes, "complete": planned.complete, "simulations": planned.simulations},
     }
 
 
@@ -113,18 +102,12 @@ def _stages(judged: Judged, profile: ChainProfile, cluster: ChainCluster) -> lis
                 profile.layers[stage.last - 1].name,
                 str(stage.replicas),
                 _ranges(ids[number]),
-                *(
-                    f"{1e3 * seconds[number]:.4g}"
-                    for seconds in (costs.forward, costs.backward, costs.reduce)
-                ),
+                *(f"{1e3 * seconds[number]:.4g}" for seconds in (costs.forward, costs.backward, costs.reduce)),
                 format_bytes(judged.memory[number]),
             ]
         )
     ahead = f", warm-up {plan.warm_up}" if len(plan.stages) > 1 else ""
-    return [
-        f"{plan.microbatches} microbatches of {plan.microbatch_size} samples{ahead}",
-        *_table(rows, left=(2, 3, 5)),
-    ]
+    return [f"{plan.microbatches} microbatches of {plan.microbatch_size} samples{ahead}", *_table(rows, left=(2, 3, 5))]
 
 
 def _comparison(planned: Planned, samples: int, memory: float) -> list[str]:

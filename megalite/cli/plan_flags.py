@@ -63,9 +63,7 @@ def parse_plan(argv: Sequence[str]) -> Asked:
     invocation = parse_arguments(rest, others=FLAGS)
     for needed, example in (("--cluster", "dgx-a100"), ("--gpus", "512")):
         if needed not in own:
-            raise ConfigError(
-                f"{needed} is missing; write e.g. megalite plan --preset gpt3-175b {needed} {example}"
-            )
+            raise ConfigError(f"{needed} is missing; write e.g. megalite plan --preset gpt3-175b {needed} {example}")
     cluster = load_cluster(own["--cluster"][0])
     stack = load_stack(own.get("--stack", ["fused"])[0])
     if invocation.dry_run:
@@ -152,9 +150,7 @@ def request_of(
     for text in constraints:
         name, values = parse_constraint(text)
         if fixed.get(name, values) != values:
-            raise ConfigError(
-                f"--fix {text} and {name} {','.join(map(str, fixed[name]))} contradict; keep one of them"
-            )
+            raise ConfigError(f"--fix {text} and {name} {','.join(map(str, fixed[name]))} contradict; keep one of them")
         fixed[name] = values
     config = invocation.config
     if config.training.global_batch_size is None:

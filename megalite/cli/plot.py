@@ -59,9 +59,7 @@ def plot(records: Sequence[dict[str, Any]], output: Path, *, switches: Sequence[
     try:
         drawn.savefig(output, dpi=130)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}; give another file with --output"
-        ) from None
+        raise ConfigError(f"cannot write {output}: {error.strerror}; give another file with --output") from None
     except ValueError as error:
         raise ConfigError(f"cannot write {output}: {error}; use .png, .svg or .pdf") from None
 
@@ -83,9 +81,7 @@ def figure(records: Sequence[dict[str, Any]], *, switches: Sequence[int] = ()) -
     axes.plot(*_series(train, "loss"), color="#9ab", linewidth=1.0, label="training")
     axes.plot(*_series(valid, "valid_loss"), color="#c33", marker="o", markersize=4, label="validation")
     for number, step in enumerate(switches):
-        axes.axvline(
-            step, color="#555", linestyle="--", linewidth=1.0, label=None if number else "layout switch"
-        )
+        axes.axvline(step, color="#555", linestyle="--", linewidth=1.0, label=None if number else "layout switch")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)

@@ -73,9 +73,7 @@ def _show_plan(job: PreprocessJob) -> None:
         show(f"  and {len(found.inputs) - _SHOWN_INPUTS:,} more")
     tokenizer = found.tokenizer
     stored = token_dtype(tokenizer.vocab_size).name
-    show(
-        f"{tokenizer.name}: {tokenizer.vocab_size:,} ids stored as {stored}, end of document {tokenizer.eod}"
-    )
+    show(f"{tokenizer.name}: {tokenizer.vocab_size:,} ids stored as {stored}, end of document {tokenizer.eod}")
     if found.place:
         text, ids = found.text[:_SHOWN_CHARACTERS], " ".join(map(str, found.ids[:_SHOWN_IDS]))
         show(f"first document, {found.place}: {len(found.text):,} characters, {len(found.ids):,} tokens")

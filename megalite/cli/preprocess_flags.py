@@ -137,18 +137,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="writes PREFIX_KEY_document.bin, .idx and .json; PREFIX.unfinished until all is done",
     )
-    group.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; default text"
-    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; default text")
     group.add_argument(
         "--text-documents",
         choices=("file", "line", "paragraph"),
         default="file",
         help="what a document is in a text file; default file",
     )
-    group.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
+    group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group.add_argument(
         "--max-document-mb",
         type=float,
@@ -161,18 +157,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("running")
-    group.add_argument(
-        "--workers", type=int, metavar="N", help="tokenizer processes; default: the usable cores"
-    )
+    group.add_argument("--workers", type=int, metavar="N", help="tokenizer processes; default: the usable cores")
     group.add_argument("--strict", action="store_true", help="stop at the first bad line")
-    group.add_argument(
-        "--show-bad", type=int, default=3, metavar="N", help="show the first N bad lines; default 3"
-    )
+    group.add_argument("--show-bad", type=int, default=3, metavar="N", help="show the first N bad lines; default 3")
     group.add_argument(
         "--restart", action="store_true", help="drop what a stopped run has left, and replace finished files"
     )
     group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show the inputs and the first document's tokens, write nothing",
+        "--dry-run", action="store_true", help="show the inputs and the first document's tokens, write nothing"
     )

@@ -26,13 +26,7 @@ from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_d
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import (
-    Launch,
-    ProcessGroups,
-    Topology,
-    start_distributed,
-    stop_distributed,
-)
+from megalite.topology.topology import Launch, ProcessGroups, Topology, start_distributed, stop_distributed
 
 LEAST_SECONDS = 1.0
 
@@ -47,11 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def profile(
-    arguments: argparse.Namespace,
-    *,
-    command: str,
-    launch: Launch | None = None,
-    made: ProcessGroups | None = None,
+    arguments: argparse.Namespace, *, command: str, launch: Launch | None = None, made: ProcessGroups | None = None
 ) -> int:
     """Measure and write. Every rank calls it at the same time; rank 0 prints and writes.
 
@@ -117,9 +107,7 @@ def _dtypes(arguments: argparse.Namespace, device: torch.device) -> tuple[str, .
     names = [name for word in arguments.dtype or () for name in word.split(",")]
     for name in names:
         if name not in DTYPES:
-            raise ConfigError(
-                f"--dtype cannot be {name}{nearest(name, DTYPES)} (one or more of {', '.join(DTYPES)})"
-            )
+            raise ConfigError(f"--dtype cannot be {name}{nearest(name, DTYPES)} (one or more of {', '.join(DTYPES)})")
     return tuple(dict.fromkeys(names)) or default_dtypes(device)
 
 
@@ -155,9 +143,7 @@ def _check_writable(path: Path | None) -> None:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the name of a file, e.g. {path / 'my-cluster.yaml'}")
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"cluster and stack files end in .yaml, got {path}; e.g. {path.with_suffix('.yaml')}"
-        )
+        raise ConfigError(f"cluster and stack files end in .yaml, got {path}; e.g. {path.with_suffix('.yaml')}")
     try:
         if path.exists():
             with path.open("a"):

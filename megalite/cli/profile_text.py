@@ -11,9 +11,7 @@ NOISY = 0.25
 """Spread above which a row is marked."""
 
 
-def format_profile(
-    measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None
-) -> str:
+def format_profile(measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None) -> str:
     """Tables of what was measured, then the constants that came of it.
 
     Args:
@@ -37,13 +35,7 @@ def format_profile(
 
 
 def _timings(measured: Measurements) -> list[Timing]:
-    groups = (
-        measured.gemms,
-        measured.attention,
-        measured.memory,
-        measured.passes,
-        measured.collectives,
-    )
+    groups = (measured.gemms, measured.attention, measured.memory, measured.passes, measured.collectives)
     small = [measured.overheads.operation, measured.overheads.step]
     return [row.timing for rows in groups for row in rows] + small
 
@@ -164,12 +156,7 @@ def _crowd(measured: Measurements, node: Node) -> list[str]:
 def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
     """What the files say, and how well the planner's formulas give the measured times with it."""
     cluster = fitted.cluster
-    accelerator, node, network, share = (
-        cluster.accelerator,
-        cluster.node,
-        cluster.network,
-        cluster.efficiency,
-    )
+    accelerator, node, network, share = (cluster.accelerator, cluster.node, cluster.network, cluster.efficiency)
     peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
     lines = [
         f"Cluster {cluster.name}: {cluster.description}",
@@ -185,10 +172,7 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
         f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
         f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
         "  not measured: "
-        + (
-            ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed"))
-            or "nothing"
-        ),
+        + (", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"),
         "  formulas beside measured times, mean error: "
         + ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items()),
     ]

@@ -60,9 +60,7 @@ def find_runs(folder: Path) -> list[RunFolder]:
         raise ConfigError(f"{folder} {what}; give a folder with runs in it (their --run-dir), e.g. runs")
     found = [read_run(path, _name(path, folder)) for path in _run_folders(folder)]
     if not found:
-        raise ConfigError(
-            f"there is no run in {folder}: no {METRICS} or {FILE} in it or in a folder below it"
-        )
+        raise ConfigError(f"there is no run in {folder}: no {METRICS} or {FILE} in it or in a folder below it")
     return found
 
 

@@ -24,9 +24,7 @@ Reads what runs leave in their --run-dir; a run that is under way may be looked 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parser = Parser(
-        "megalite runs",
-        _ABOUT,
-        examples=("megalite runs runs", "megalite runs runs --html runs/compare.html"),
+        "megalite runs", _ABOUT, examples=("megalite runs runs", "megalite runs runs --html runs/compare.html")
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with runs in it (their --run-dir)")
     parser.add_argument(
@@ -89,9 +87,7 @@ def draw(runs: Sequence[RunFolder], title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give --png a file in a folder that exists"
-        ) from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --png a file in a folder that exists") from None
     except ValueError as error:
         raise ConfigError(f"cannot write {path}: {error}; use .png, .svg or .pdf") from None
 

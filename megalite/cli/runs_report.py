@@ -8,19 +8,7 @@ from html import escape
 from megalite.cli.curves import Line, draw_curves, style_of
 from megalite.cli.run_folders import RunFolder
 
-_HEADS = (
-    "run",
-    "status",
-    "layout",
-    "ranks",
-    "step",
-    "loss",
-    "valid loss",
-    "tokens/s",
-    "goodput",
-    "starts",
-    "started",
-)
+_HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
 _TEXTS = {"run", "status", "layout", "started"}
 """Columns that are no numbers."""
 
@@ -65,8 +53,7 @@ def format_runs(runs: Sequence[RunFolder]) -> str:
     lines = []
     for row in rows:
         padded = [
-            cell.ljust(width) if head in _TEXTS else cell.rjust(width)
-            for head, cell, width in zip(_HEADS, row, widths)
+            cell.ljust(width) if head in _TEXTS else cell.rjust(width) for head, cell, width in zip(_HEADS, row, widths)
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
@@ -104,8 +91,6 @@ def _table(runs: Sequence[RunFolder]) -> str:
             f'stroke="{color}" stroke-dasharray="{dashes}"/></svg>'
         )
         rows.append(f'<tr class="{escape(run.status.split()[0])}">')
-        rows += [
-            tag("td", head, cell, key if head == "run" else "") for head, cell in zip(_HEADS, cells(run))
-        ]
+        rows += [tag("td", head, cell, key if head == "run" else "") for head, cell in zip(_HEADS, cells(run))]
         rows.append("</tr>")
     return "".join([*rows, "</tbody></table>"])

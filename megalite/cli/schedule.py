@@ -12,23 +12,8 @@ from pathlib import Path
 from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
-from megalite.cli.schedule_study import (
-    AUTO,
-    NAMES,
-    Request,
-    Study,
-    compare,
-    read_schedule,
-    study_file,
-    study_named,
-)
-from megalite.cli.schedule_text import (
-    format_comparison,
-    format_study,
-    meaning_of_peaks,
-    peak_texts,
-    summary,
-)
+from megalite.cli.schedule_study import AUTO, NAMES, Request, Study, compare, read_schedule, study_file, study_named
+from megalite.cli.schedule_text import format_comparison, format_study, meaning_of_peaks, peak_texts, summary
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
@@ -79,30 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     what = parser.add_argument_group("what to look at")
-    what.add_argument(
-        "--schedule", metavar="NAME", help=f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)"
-    )
-    what.add_argument(
-        "--csv", type=Path, metavar="FILE", help="a schedule of your own: a line a rank, 0F0,0B0,..."
-    )
-    what.add_argument(
-        "--compare", nargs="*", metavar="NAME", help="several schedules in one table (default all)"
-    )
+    what.add_argument("--schedule", metavar="NAME", help=f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)")
+    what.add_argument("--csv", type=Path, metavar="FILE", help="a schedule of your own: a line a rank, 0F0,0B0,...")
+    what.add_argument("--compare", nargs="*", metavar="NAME", help="several schedules in one table (default all)")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--pp", type=int, metavar="P", help="pipeline ranks")
-    sizes.add_argument(
-        "--vpp", type=int, metavar="V", help="stages a rank (default: what the schedule needs)"
-    )
+    sizes.add_argument("--vpp", type=int, metavar="V", help="stages a rank (default: what the schedule needs)")
     sizes.add_argument("--microbatches", type=int, metavar="M", help="microbatches a step")
-    sizes.add_argument(
-        "--group", type=int, metavar="N", help="interleaved: microbatches of a group (default: least)"
-    )
-    sizes.add_argument(
-        "--warm-up", choices=("pa", "pb"), help="1f1b: least warm-up, or twice as deep (default pa)"
-    )
-    sizes.add_argument(
-        "--recompute-ahead", action="store_true", help="recompute before the gradient is there"
-    )
+    sizes.add_argument("--group", type=int, metavar="N", help="interleaved: microbatches of a group (default: least)")
+    sizes.add_argument("--warm-up", choices=("pa", "pb"), help="1f1b: least warm-up, or twice as deep (default pa)")
+    sizes.add_argument("--recompute-ahead", action="store_true", help="recompute before the gradient is there")
     sizes.add_argument("--forward-only", action="store_true", help="evaluation: no backwards")
     clock = parser.add_argument_group("costs and memory")
     clock.add_argument("--costs", type=Path, metavar="FILE", help="JSON: times, links and bytes")
@@ -111,20 +82,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of a rank: bytes such as 12GiB; without bytes in --costs, live microbatches such as 4",
     )
-    clock.add_argument(
-        "--recv-prefetch", type=int, default=1, metavar="N", help="receives are posted N actions early"
-    )
-    clock.add_argument(
-        "--send-window", type=int, default=1, metavar="N", help="sends that may be pending on a link"
-    )
+    clock.add_argument("--recv-prefetch", type=int, default=1, metavar="N", help="receives are posted N actions early")
+    clock.add_argument("--send-window", type=int, default=1, metavar="N", help="sends that may be pending on a link")
     out = parser.add_argument_group("output")
-    out.add_argument(
-        "--lowered", action="store_true", help="show the program too: sends, receives, reductions"
-    )
+    out.add_argument("--lowered", action="store_true", help="show the program too: sends, receives, reductions")
     out.add_argument("--json", action="store_true", help="everything as data")
-    out.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal"
-    )
+    out.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
     out.add_argument("--write-csv", type=Path, metavar="FILE", help="write the schedule, for --csv")
     out.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     out.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev")
@@ -138,9 +101,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.csv is not None:
         for name in given:
             if name in _OF_SIZES:
-                raise ConfigError(
-                    f"{_flag(name)} has no effect with --csv {arguments.csv}, which says it; remove one"
-                )
+                raise ConfigError(f"{_flag(name)} has no effect with --csv {arguments.csv}, which says it; remove one")
     else:
         for name in ("pp", "microbatches"):
             if name not in given:
@@ -159,9 +120,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--compare names {twice} twice; keep one of them")
     for name in named or []:
         if name not in NAMES:
-            raise ConfigError(
-                f"there is no schedule {name}{nearest(name, NAMES)} (there are {', '.join(NAMES)})"
-            )
+            raise ConfigError(f"there is no schedule {name}{nearest(name, NAMES)} (there are {', '.join(NAMES)})")
     wanted = (named or NAMES) if several else (_name(arguments),)
     for flag, name in (("group", "interleaved"), ("warm_up", "1f1b")):
         if flag in given and (name not in wanted or arguments.forward_only):
@@ -204,11 +163,7 @@ def _answer(arguments: argparse.Namespace) -> str:
         text = format_comparison(studies, refused, unit=unit)
     else:
         text = format_study(
-            studies[0],
-            unit=unit,
-            width=_width(),
-            colour=_coloured(arguments.color),
-            lowered=arguments.lowered,
+            studies[0], unit=unit, width=_width(), colour=_coloured(arguments.color), lowered=arguments.lowered
         )
     return "\n".join([text, *(f"wrote {path}" for path in written)])
 
@@ -243,9 +198,7 @@ def _limit(text: str, table: CostTable) -> float:
     if size is None and re.fullmatch(r"\d+(\.\d*)?(e\d{1,2})?", text.strip(), re.ASCII):
         size = float(text)
     if not size:
-        raise ConfigError(
-            f"--memory-limit is {text}; use bytes such as 12GiB or 800MB, or microbatches such as 4"
-        )
+        raise ConfigError(f"--memory-limit is {text}; use bytes such as 12GiB or 800MB, or microbatches such as 4")
     return size
 
 
@@ -261,8 +214,7 @@ def _write(arguments: argparse.Namespace, studies: Sequence[Study], unit: str) -
         scale = UNITS[unit] if unit else _SECONDS_OF_NO_UNIT
         sources = {
             study.schedule.name: [
-                event._replace(start=event.start * scale, end=event.end * scale)
-                for event in study.timeline.events
+                event._replace(start=event.start * scale, end=event.end * scale) for event in study.timeline.events
             ]
             for study in studies
         }
@@ -271,9 +223,7 @@ def _write(arguments: argparse.Namespace, studies: Sequence[Study], unit: str) -
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}; give a file in a folder that exists"
-            ) from None
+            raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
     return [str(path) for path in texts]
 
 

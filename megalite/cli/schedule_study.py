@@ -65,9 +65,7 @@ class Study:
         """Per rank, the most (stage, microbatch) pairs whose W has yet to run after their I."""
         if self.schedule.forward_only:
             return (0,) * self.schedule.num_ranks
-        return tuple(
-            max((units.deferred for units in live_units(row)), default=0) for row in self.schedule.actions
-        )
+        return tuple(max((units.deferred for units in live_units(row)), default=0) for row in self.schedule.actions)
 
     @property
     def ideal(self) -> float:
@@ -129,9 +127,7 @@ def study_named(name: str, request: Request) -> Study:
         raise ConfigError(f"there is no schedule {name}{nearest(name, NAMES)} (there are {', '.join(NAMES)})")
     _check_amount(request)
     if name == AUTO and request.forward_only:
-        raise ConfigError(
-            "there is nothing to build for forwards alone; use --forward-only with another --schedule"
-        )
+        raise ConfigError("there is nothing to build for forwards alone; use --forward-only with another --schedule")
     if name == AUTO:
         return _best(_placements(request), lambda placement: _study_auto(placement, request))
     num_chunks = request.num_chunks or (2 if name in (*VEES, *LOOPS) else 1)
@@ -270,9 +266,7 @@ def _best(placements: Iterator[tuple[int, ...]], build: Callable[[tuple[int, ...
     return min(found, key=lambda each: each.timeline.makespan * (1 + 1e-9 * found.index(each)))
 
 
-def compare(
-    names: Sequence[str], request: Request, own: Schedule | None = None
-) -> tuple[list[Study], dict[str, str]]:
+def compare(names: Sequence[str], request: Request, own: Schedule | None = None) -> tuple[list[Study], dict[str, str]]:
     """Studies of all the named schedules that can be had, `own` first; and for the others the reason.
 
     Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and

@@ -34,9 +34,7 @@ def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: 
     if lowered:
         actions = study.program.actions
         longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)
-        parts.append(
-            "program:\n" + render_lists(actions, {}, width=longest + 40, max_ranks=study.schedule.num_ranks)
-        )
+        parts.append("program:\n" + render_lists(actions, {}, width=longest + 40, max_ranks=study.schedule.num_ranks))
     return "\n\n".join(parts)
 
 
@@ -65,14 +63,7 @@ def meaning_of_peaks(studies: Sequence[Study]) -> str:
 def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
     """A row a schedule, then those that could not be had with the reason."""
     bytes_known = any(study.peak_bytes is not None for study in studies)
-    heading = [
-        "schedule",
-        "vpp",
-        f"makespan{f' ({unit})' if unit else ''}",
-        "of ideal",
-        "bubble",
-        "no barrier",
-    ]
+    heading = ["schedule", "vpp", f"makespan{f' ({unit})' if unit else ''}", "of ideal", "bubble", "no barrier"]
     heading += ["peak", "for W", *(["memory"] if bytes_known else []), "sends"]
     rows = [heading]
     for study in studies:

@@ -48,28 +48,17 @@ def _parser() -> argparse.ArgumentParser:
         _DESCRIPTION,
         examples=("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
     )
-    parser.add_argument(
-        "sweep", type=Path, metavar="SWEEP.yaml", help="which configurations, and for how long"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="results and runs; goes on if it is there"
-    )
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="which configurations, and for how long")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="results and runs; goes on if it is there")
     parser.add_argument("--dry-run", action="store_true", help="check and predict all, run nothing")
     parser.add_argument("--strict", action="store_true", help="stop if any configuration is refused")
     parser.add_argument(
-        "--launcher",
-        choices=("local", "sbatch"),
-        default="local",
-        help="torchrun here, or jobs (default local)",
+        "--launcher", choices=("local", "sbatch"), default="local", help="torchrun here, or jobs (default local)"
     )
-    parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="of a run; over the file's (default 300)"
-    )
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="of a run; over the file's (default 300)")
     parser.add_argument("--limit", type=_whole, metavar="N", help="launch at most N runs this time")
     parser.add_argument("--retry", action="store_true", help="run again what did not end well")
-    parser.add_argument(
-        "--report-only", action="store_true", help="write table and report from the results there are"
-    )
+    parser.add_argument("--report-only", action="store_true", help="write table and report from the results there are")
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -104,10 +93,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         "--retry": arguments.retry,
     }
     if arguments.dry_run:
-        given |= {
-            "--report-only": arguments.report_only,
-            "--calibrate": arguments.calibrate is not None,
-        }
+        given |= {"--report-only": arguments.report_only, "--calibrate": arguments.calibrate is not None}
     for flag, is_given in given.items():
         if is_given and runs_nothing is not None:
             raise ConfigError(f"{flag} has no effect with {runs_nothing}; remove one of them")
@@ -123,9 +109,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
         refuse_taken(arguments.calibrate)
         if machine is None:
-            raise ConfigError(
-                f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box"
-            )
+            raise ConfigError(f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box")
     expansion = expand(spec)
     launcher = _launcher(arguments.launcher, spec)
     runs = launchable(check_all(expansion, memory_limit=spec.memory_limit, machine=machine), launcher)

@@ -81,9 +81,7 @@ class LiveTable:
         out: where to; a terminal gets the table itself, drawn over and over, everything else a line for each result.
     """
 
-    def __init__(
-        self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO
-    ) -> None:
+    def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs = runs
         self._results = results
         self._steps = steps
@@ -122,7 +120,5 @@ class LiveTable:
         if lines == self._shown:
             return
         up = f"\x1b[{len(self._shown)}A" if self._shown else ""
-        print(
-            up + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J", end="", file=self._out, flush=True
-        )
+        print(up + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J", end="", file=self._out, flush=True)
         self._shown = lines

@@ -25,18 +25,10 @@ def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", v
     """Add the flags; `vocab_size` is the help of --vocab-size."""
     for flag, metavar, text in (
         ("--tokenizer-type", "KIND", f"one of {', '.join(KINDS)}; default: by the content of the files"),
-        (
-            "--tokenizer-model",
-            "FILE",
-            "SentencePiece .model, tokenizer.json or tiktoken file, or their folder",
-        ),
+        ("--tokenizer-model", "FILE", "SentencePiece .model, tokenizer.json or tiktoken file, or their folder"),
         ("--vocab-file", "FILE", "GPT-2 BPE vocab.json"),
         ("--merge-file", "FILE", "GPT-2 BPE merges.txt"),
-        (
-            "--tiktoken-pattern",
-            "PATTERN",
-            f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regex",
-        ),
+        ("--tiktoken-pattern", "PATTERN", f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regex"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
     parser.add_argument("--vocab-size", type=int, metavar="N", help=vocab_size)

@@ -102,9 +102,7 @@ def _training(config: RunConfig, stops: StopRequests, end: End) -> Iterator[None
                 if not hasattr(error, "exit_code"):
                     _let_the_first_be_seen(error)
                     raise
-                with contextlib.suppress(
-                    StopRun
-                ):  # torchrun's SIGTERM, because rank 0 has ended by the same error
+                with contextlib.suppress(StopRun):  # torchrun's SIGTERM, because rank 0 has ended by the same error
                     end.status = refuse(error, "megalite train")
     except StopRun as stop:  # while torch was being imported
         if is_first_rank():

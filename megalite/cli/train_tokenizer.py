@@ -12,12 +12,7 @@ from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.train_tokenizer import (
-    WORD_PATTERNS,
-    TrainingText,
-    train_byte_level,
-    train_sentencepiece,
-)
+from megalite.preprocess.train_tokenizer import WORD_PATTERNS, TrainingText, train_byte_level, train_sentencepiece
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
@@ -39,13 +34,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _train(arguments: argparse.Namespace) -> tuple[TrainingText, Path]:
     if not (math.isfinite(arguments.max_megabytes) and arguments.max_megabytes * 1e6 >= 1):
-        raise ConfigError(
-            f"max_megabytes {arguments.max_megabytes} is no amount of text; try --max-megabytes 20"
-        )
+        raise ConfigError(f"max_megabytes {arguments.max_megabytes} is no amount of text; try --max-megabytes 20")
     if arguments.pattern is not None and arguments.type != _BYTE_LEVEL:
-        raise ConfigError(
-            f"{arguments.type} does not read pattern ({arguments.pattern}); use --type {_BYTE_LEVEL}"
-        )
+        raise ConfigError(f"{arguments.type} does not read pattern ({arguments.pattern}); use --type {_BYTE_LEVEL}")
     inputs = find_inputs(arguments.input)
     most = int(arguments.max_megabytes * 1e6)
     sizes = [item.size for item in inputs]
@@ -95,9 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "Train a tokenizer on the corpus that a model will be trained on. Without flags for it: "
         f"{_VOCAB_SIZE} pieces, made from at most {_MEGABYTES:.0f} MB of the text. A file that is there is not replaced.",
         epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
-        examples=(
-            "megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",
-        ),
+        examples=("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
     )
     parser.add_argument(
         "--input",

@@ -105,9 +105,7 @@ def words_of(name: str, value: Any, where: str) -> list[str]:
         return words
     if isinstance(value, list | tuple):
         return [_word(name, element, where) for element in value]
-    raise ConfigError(
-        f"{where}: {name} takes prefixes of token files such as {_FORMS}, got {shortened(value)}"
-    )
+    raise ConfigError(f"{where}: {name} takes prefixes of token files such as {_FORMS}, got {shortened(value)}")
 
 
 def _word(name: str, value: Any, where: str) -> str:

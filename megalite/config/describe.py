@@ -170,9 +170,7 @@ def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
 def without_credentials(config: RunConfig) -> RunConfig:
     """The config for a file that others may read: addresses in it (`s3://user:password@host`) lose their credentials."""
     shown = redacted(values_of(config))
-    return replace(
-        config, **{name: value for name, value in shown.items() if value != value_of(config, name)}
-    )
+    return replace(config, **{name: value for name, value in shown.items() if value != value_of(config, name)})
 
 
 def without_derived(config: RunConfig, asked: RunConfig) -> RunConfig:
@@ -188,7 +186,6 @@ def replace(config: RunConfig, **changes: Any) -> RunConfig:
     for name, value in changes.items():
         by_section.setdefault(settings()[name].section, {})[name] = value
     replaced = {
-        section: dataclasses.replace(getattr(config, section), **changed)
-        for section, changed in by_section.items()
+        section: dataclasses.replace(getattr(config, section), **changed) for section, changed in by_section.items()
     }
     return dataclasses.replace(config, **replaced)

@@ -43,10 +43,7 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) < 2:
             return "".join(self.problems)
-        lines = [
-            f"there are {len(self.problems)} problems:",
-            *(f"- {text}" for text in self.problems[:_MOST]),
-        ]
+        lines = [f"there are {len(self.problems)} problems:", *(f"- {text}" for text in self.problems[:_MOST])]
         more = [f"- and {len(self.problems) - _MOST} more"] if len(self.problems) > _MOST else []
         return "\n".join(lines + more)
 

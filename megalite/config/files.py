@@ -81,9 +81,7 @@ def _tree(text: str, source: str, problems: Problems) -> dict[Any, Any]:
     return tree
 
 
-def _add_key(
-    level: Level, key: Any, value: Any, source: str, section: str | None, problems: Problems
-) -> None:
+def _add_key(level: Level, key: Any, value: Any, source: str, section: str | None, problems: Problems) -> None:
     with problems.collecting(*_meant_by(key)):
         _add(level, key, value, source, section)
 
@@ -123,9 +121,7 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
     if name in by_key:
         setting = by_key[name]
         if section and setting.section != section:
-            raise ConfigError(
-                f"{where}: {key} belongs to section {setting.section}, not {section}; move it there"
-            )
+            raise ConfigError(f"{where}: {key} belongs to section {setting.section}, not {section}; move it there")
         if setting.name in PATH_SETTINGS and value is not None:
             value = words_of(setting.name, value, where)
         level.add(setting.name, coerce(setting, value, where), source)
@@ -166,9 +162,7 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
             if section is None
             else set()
         )
-        raise ConfigError(
-            f"{where}: unknown {'key' if section else 'section or key'} {key}{nearest(name, known)}"
-        )
+        raise ConfigError(f"{where}: unknown {'key' if section else 'section or key'} {key}{nearest(name, known)}")
 
 
 def _example(section: str) -> str:
@@ -198,7 +192,5 @@ def read_preset(name: str, problems: Problems | None = None) -> Level:
     """
     names = preset_names()
     if name not in names:
-        raise ConfigError(
-            f"--preset: unknown preset {name}{nearest(name, names)} (there are {', '.join(names)})"
-        )
+        raise ConfigError(f"--preset: unknown preset {name}{nearest(name, names)} (there are {', '.join(names)})")
     return read_level(_FOLDER / f"{name}.yaml", source=f"preset {name}", problems=problems)

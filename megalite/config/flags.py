@@ -32,10 +32,7 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "--config": ("FILE", "YAML file of settings; may be repeated, later files win."),
         "--preset": ("NAME", "Start from a named model; files and flags go over it."),
-        "--dry-run": (
-            "",
-            "Print layout, memory, schedule and batch sizes; needs no devices.",
-        ),
+        "--dry-run": ("", "Print layout, memory, schedule and batch sizes; needs no devices."),
         "--json": ("", "With --dry-run: print it as JSON."),
         "--world-size": ("N", "With --dry-run: number of ranks; default tp·pp·cp·dp."),
         "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
@@ -75,9 +72,7 @@ class _Occurrence:
     words: list[str]
 
 
-def parse_arguments(
-    argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None
-) -> Invocation:
+def parse_arguments(argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None) -> Invocation:
     """Read a command line (without the program's name): default < preset < --config files < flags.
 
     If anything is wrong with flags or files, the rules are asked too about what is right in them, so that one answer
@@ -141,9 +136,7 @@ def _invocation(merged: Merged, run_options: Mapping[str, list[str]], problems: 
     with problems.collecting():
         if "--rank" in run_options:
             rank = _whole_number("--rank", run_options["--rank"][0], least=0)
-    return Invocation(
-        **vars(merged), dry_run=dry_run, json="--json" in run_options, world_size=world_size, rank=rank
-    )
+    return Invocation(**vars(merged), dry_run=dry_run, json="--json" in run_options, world_size=world_size, rank=rank)
 
 
 def _world_size(invocation: Invocation) -> int:
@@ -154,9 +147,7 @@ def _world_size(invocation: Invocation) -> int:
 
 def _meant_by(flag: str) -> set[str]:
     """The settings that a flag, or a flag like it, gives."""
-    known = {**STANDS_FOR, "--world-size": ("dp",)} | dict.fromkeys(
-        ("--config", "--preset"), tuple(settings())
-    )
+    known = {**STANDS_FOR, "--world-size": ("dp",)} | dict.fromkeys(("--config", "--preset"), tuple(settings()))
     for name, setting in settings().items():
         for spelling in setting.flags:
             known[spelling] = (name,)
@@ -249,11 +240,7 @@ def _add_switch(setting: Setting, value: bool, level: Level, occurrence: _Occurr
 def _add_words(setting: Setting, level: Level, occurrence: _Occurrence) -> None:
     flag, words = occurrence.flag, occurrence.words
     if not words:
-        wanted = (
-            f"one or more values ({setting.type_name})"
-            if setting.is_list
-            else f"a value ({setting.type_name})"
-        )
+        wanted = f"one or more values ({setting.type_name})" if setting.is_list else f"a value ({setting.type_name})"
         raise ConfigError(f"{flag} needs {wanted}")
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")

@@ -17,15 +17,11 @@ def basic_help(program: str) -> str:
     """What most runs need, on one screen."""
     lines = [_usage_line(program), _example_line(program)]
     for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
-        lines.append(
-            _row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1])
-        )
+        lines.append(_row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1]))
     for section in sections():
         shown = [setting for setting in settings().values() if setting.section == section and setting.basic]
         for setting in shown:
-            lines.append(
-                _row(section if setting is shown[0] else "", _usage(setting), _first_clause(setting))
-            )
+            lines.append(_row(section if setting is shown[0] else "", _usage(setting), _first_clause(setting)))
     return "\n".join(lines)
 
 
@@ -75,22 +71,14 @@ def markdown() -> str:
         lines += ["| setting | type | default | meaning | also spelled |", "| --- | --- | --- | --- | --- |"]
         for setting in settings().values():
             if setting.section == section:
-                also = ", ".join(
-                    f"`{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name
-                )
+                also = ", ".join(f"`{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
                 kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or setting.type_name
                 lines.append(
                     f"| `{setting.name}` | {kind} | {_code(_shown(setting.default, ''))} | {_cell(setting.help)} | {also} |"
                 )
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
     lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |", *other_flags()]
-    lines += [
-        "",
-        "These are refused, because they would change nothing:",
-        "",
-        "| flag | why |",
-        "| --- | --- |",
-    ]
+    lines += ["", "These are refused, because they would change nothing:", "", "| flag | why |", "| --- | --- |"]
     lines += refused_flags()
     return "\n".join(lines) + "\n"
 
@@ -145,9 +133,7 @@ def _usage(setting: Setting) -> str:
 
 
 def _all_spellings(setting: Setting) -> str:
-    value = (
-        "" if setting.type is bool else f" {_PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
-    )
+    value = "" if setting.type is bool else f" {_PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
     negative = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
     return ", ".join(f"{flag}{value}" for flag in (*setting.flags, *negative))
 

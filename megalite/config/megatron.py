@@ -83,9 +83,7 @@ _OF_DERIVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{flag: tuple(fixed) for flag, fixed in SHORTHANDS.items()},
-        **{
-            flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()
-        },
+        **{flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()},
         **_OF_DERIVED,
         **dict.fromkeys(DATA_FILES, PATH_SETTINGS),
     }

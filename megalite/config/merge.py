@@ -95,17 +95,10 @@ def _forget_former_folder(levels: Sequence[Level], top: dict[str, Given]) -> Non
     values = {name: given.value for name, given in top.items() if name != "save"}
     for level in levels:
         save, run_dir = level.given.get("save"), level.given.get("run_dir")
-        if (
-            level.always_explicit
-            or save is None
-            or top.get("save") is not save
-            or top.get("run_dir") is run_dir
-        ):
+        if level.always_explicit or save is None or top.get("save") is not save or top.get("run_dir") is run_dir:
             continue
         former = None if run_dir is None else run_dir.value
-        if save.value is not None and save.value == save_folder(
-            replace(RunConfig(), **{**values, "run_dir": former})
-        ):
+        if save.value is not None and save.value == save_folder(replace(RunConfig(), **{**values, "run_dir": former})):
             del top["save"]
 
 
@@ -129,9 +122,7 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
         grouped = level.derived.get("--group-query-attention")
         unknown = "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None
         if grouped and unknown:
-            problems.add(
-                f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8"
-            )
+            problems.add(f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8")
 
 
 def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) -> None:
@@ -173,9 +164,7 @@ def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
     """vpp = num_layers / pp / (layers of one virtual stage)."""
     layers, pp, _ = sizes
     if pp == 1:
-        raise ConfigError(
-            f"{per_chunk.source} {per_chunk.value} needs pp > 1, but pp is 1; add --pp 2 or remove it"
-        )
+        raise ConfigError(f"{per_chunk.source} {per_chunk.value} needs pp > 1, but pp is 1; add --pp 2 or remove it")
     if layers % pp == 0 and per_chunk.value >= 1 and (layers // pp) % per_chunk.value == 0:
         return layers // pp // per_chunk.value
     if layers % pp == 0:

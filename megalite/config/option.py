@@ -4,13 +4,7 @@ import dataclasses
 from typing import Any
 
 
-def option(
-    default: Any,
-    *,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    basic: bool = False,
-) -> Any:
+def option(default: Any, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (), basic: bool = False) -> Any:
     """Declare one setting of a config dataclass.
 
     The attribute docstring under the field is its help text; the field's name, with dashes, is its flag.

@@ -54,9 +54,7 @@ class ParallelConfig:
     """Schedule of your own instead: a CSV file with one line a pipeline rank, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
     """1f1b: forwards before the first backward, p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
-        None, flags=("--microbatch-group-size",)
-    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(None, flags=("--microbatch-group-size",))
     """Microbatches that run through one chunk before the next (interleaved only); default: the least that fits, pp or
     more."""
     pipeline_layers: list[int] | None = option(None)
@@ -179,15 +177,11 @@ class DataParallelConfig:
     """topk: share of the elements that is sent."""
     powersgd_rank: int = option(4)
     """powersgd: rank of the matrices that stand for a gradient."""
-    check_replicas_interval: int | None = option(
-        None, flags=("--check-weight-hash-across-dp-replicas-interval",)
-    )
+    check_replicas_interval: int | None = option(None, flags=("--check-weight-hash-across-dp-replicas-interval",))
     """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""
 
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*"
-)
+_TOKEN = re.compile(r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*")
 _MOST = 1_000_000
 _EXAMPLE = 'e.g. "Et*3|t*4|t*4|t*2L" for four stages of 3, 4, 4 and 2 layers'
 
@@ -202,9 +196,7 @@ def parse_pipeline_layout(text: str) -> list[int]:
     items = "".join(_expanded(text))
     stages = items.split("|")
     if items.count("E") != 1 or not items.startswith("E"):
-        raise _wrong(
-            text, f"the embedding E must come once, at the very beginning, but here it reads {items[:40]}"
-        )
+        raise _wrong(text, f"the embedding E must come once, at the very beginning, but here it reads {items[:40]}")
     if items.count("L") != 1 or not items.endswith("L"):
         raise _wrong(text, f"the head L must come once, at the very end, but here it reads ...{items[-40:]}")
     empty = next((index for index, stage in enumerate(stages) if not stage), None)

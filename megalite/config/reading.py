@@ -72,9 +72,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 continue
             if key in lines:
                 on = f"lines {lines[key]} and {line}" if lines[key] != line else f"line {line}"
-                self.problems.add(
-                    f"{key} is given twice, on {on}; keep one of them", str(key).replace("-", "_")
-                )
+                self.problems.add(f"{key} is given twice, on {on}; keep one of them", str(key).replace("-", "_"))
             lines[key] = line
         return super().construct_mapping(node, deep)
 

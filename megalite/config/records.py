@@ -61,9 +61,7 @@ def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
         raise ConfigError(*(f"{kind} file {path}: {problem}" for problem in twice.found))
     if not isinstance(tree, dict):
         found = "nothing" if tree is None else reprlib.repr(tree)
-        raise ConfigError(
-            f"{kind} file {path} must hold `key: value` lines such as `name: my-{kind}`, found {found}"
-        )
+        raise ConfigError(f"{kind} file {path} must hold `key: value` lines such as `name: my-{kind}`, found {found}")
     return tree
 
 
@@ -81,9 +79,7 @@ def build(cls: type[T], tree: Any, where: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in tree:
         if key not in fields:
-            raise ConfigError(
-                f"{where}: unknown key {key}{nearest(str(key), fields)} (keys are {', '.join(fields)})"
-            )
+            raise ConfigError(f"{where}: unknown key {key}{nearest(str(key), fields)} (keys are {', '.join(fields)})")
     types = typing.get_type_hints(cls)
     values = {}
     for name, field in fields.items():
@@ -139,9 +135,7 @@ def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> 
             number = float(value)  # YAML takes 1e9 for text: it wants 1.0e+9
         except ValueError:
             number = None
-    whole = isinstance(number, int) or (
-        isinstance(number, float) and math.isfinite(number) and number % 1 == 0
-    )
+    whole = isinstance(number, int) or (isinstance(number, float) and math.isfinite(number) and number % 1 == 0)
     if isinstance(number, bool) or not isinstance(number, int | float) or (kind is int and not whole):
         wanted = "a whole number such as 8" if kind is int else "a number such as 1.0e9"
         raise ConfigError(f"{where} takes {wanted}, got {reprlib.repr(value)}")
@@ -165,9 +159,7 @@ def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
     try:
         Path(path).write_text(comment + text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give a path in a folder that exists"
-        ) from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
 
 
 def plain(value: Any) -> Any:

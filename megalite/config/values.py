@@ -66,9 +66,7 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
     kind = "a whole number" if setting.type is int else "a number"
     if str(value).lstrip("+-").isdecimal():
         kind += " below 2^63"
-    raise ConfigError(
-        f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {shortened(value)}"
-    )
+    raise ConfigError(f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {shortened(value)}")
 
 
 def check_choice(setting: Setting, value: Any, where: str) -> None:
@@ -95,14 +93,10 @@ def coerce(setting: Setting, value: Any, where: str) -> Any:
             value = value.split(",")
         if not isinstance(value, list | tuple):
             example = f"[{_EXAMPLES[setting.type]}]"
-            raise ConfigError(
-                f"{where}: {setting.name} takes a list such as {example}, got {shortened(value)}"
-            )
+            raise ConfigError(f"{where}: {setting.name} takes a list such as {example}, got {shortened(value)}")
         return [_element(setting, element, where) for element in value]
     if isinstance(value, list | tuple | dict):
-        raise ConfigError(
-            f"{where}: {setting.name} takes one {setting.type.__name__}, got {shortened(value)}"
-        )
+        raise ConfigError(f"{where}: {setting.name} takes one {setting.type.__name__}, got {shortened(value)}")
     coerced = _element(setting, value, where)
     check_choice(setting, coerced, where)
     return coerced

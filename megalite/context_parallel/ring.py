@@ -23,13 +23,7 @@ from megalite.topology.layout import sequence_spans
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    cp: Group,
-    seq_length: int,
-    visibility: Visibility,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Group, seq_length: int, visibility: Visibility
 ) -> torch.Tensor:
     """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see.
 
@@ -72,9 +66,7 @@ class _Ring:
             for tile in tiles:
                 yield samples, tile
 
-    def keys_and_values(
-        self, k: torch.Tensor, v: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def keys_and_values(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """At step i the keys and values of the rank i places back; the next ones are under way meanwhile."""
         if self.cp.size == 1:
             yield 0, k, v
@@ -149,9 +141,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _merge(
-    out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor
-) -> None:
+def _merge(out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor) -> None:
     """In place: `out` and `logsumexp` of some keys become those of these and the tile's keys."""
     both = torch.logaddexp(logsumexp, tile_logsumexp)
     out.mul_((logsumexp - both).exp_().unsqueeze(-1))

@@ -47,9 +47,7 @@ class Tile:
 
     def shifted(self, rows: int, columns: int) -> "Tile":
         """The same tile with its origin moved."""
-        return Tile(
-            (self.q[0] + rows, self.q[1] + rows), (self.k[0] + columns, self.k[1] + columns), self.kind
-        )
+        return Tile((self.q[0] + rows, self.q[1] + rows), (self.k[0] + columns, self.k[1] + columns), self.kind)
 
 
 def tiles(q: Span, k: Span, window: int | None = None, starts: tuple[int, ...] | None = None) -> list[Tile]:
@@ -143,9 +141,7 @@ def local_tiles(
     for query in queries:
         column = 0
         for key in keys:
-            found += [
-                tile.shifted(row - query[0], column - key[0]) for tile in tiles(query, key, window, starts)
-            ]
+            found += [tile.shifted(row - query[0], column - key[0]) for tile in tiles(query, key, window, starts)]
             column += key[1] - key[0]
         row += query[1] - query[0]
     return tuple(_merged(found))

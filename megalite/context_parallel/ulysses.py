@@ -70,9 +70,7 @@ def sequence_to_heads(packed: torch.Tensor, cp: Group, seq_length: int) -> torch
 
     Collectives: one all-to-all of equal parts over cp, forward and backward.
     """
-    return conjugate(
-        packed, lambda x: _split_heads(x, cp, seq_length), lambda grad: _split_sequence(grad, cp)
-    )
+    return conjugate(packed, lambda x: _split_heads(x, cp, seq_length), lambda grad: _split_sequence(grad, cp))
 
 
 def heads_to_sequence(out: torch.Tensor, cp: Group, seq_length: int) -> torch.Tensor:

@@ -76,9 +76,7 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tok
         data = _as_it_is_now(data, home)
     tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
     if tokenizer is None:
-        raise ConfigError(
-            f"{checkpoint.path} was trained without a tokenizer; give one with --tokenizer-model"
-        )
+        raise ConfigError(f"{checkpoint.path} was trained without a tokenizer; give one with --tokenizer-model")
     if checkpoint.manifest.tokenizer not in (None, tokenizer.fingerprint()):
         raise ConfigError(
             f"{data.tokenizer_model or data.vocab_file} is not the tokenizer that {checkpoint.path} was trained with; "
@@ -119,9 +117,7 @@ def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> 
         where, named = weights.path / GENERATION, generation["eos_token_id"]
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token) is int for token in ids):
-        raise ConversionError(
-            f"{where}: eos_token_id is {str(named)[:60]!r}; it must be a number, several, or null"
-        )
+        raise ConversionError(f"{where}: eos_token_id is {str(named)[:60]!r}; it must be a number, several, or null")
     return frozenset([*ids, *(() if tokenizer is None else (tokenizer.eod,))])
 
 

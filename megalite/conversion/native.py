@@ -35,16 +35,7 @@ from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
-from megalite.conversion.output import (
-    Advance,
-    Log,
-    Output,
-    Target,
-    identity_of,
-    silent,
-    split_files,
-    write_file,
-)
+from megalite.conversion.output import Advance, Log, Output, Target, identity_of, silent, split_files, write_file
 from megalite.conversion.tokenizer_files import (
     GENERATION,
     has_tokenizer,
@@ -55,14 +46,7 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
     tokenizer_settings,
 )
-from megalite.conversion.weights import (
-    ConversionError,
-    LastRead,
-    Piece,
-    Weights,
-    first_rows,
-    parameter_shapes,
-)
+from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, first_rows, parameter_shapes
 from megalite.tokenizers.build import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -157,9 +141,7 @@ def _open(folder: Path, step: int | None) -> Checkpoint:
     own = step_of(folder.absolute().name)
     if own is not None and (folder / MANIFEST_NAME).exists():
         if step not in (None, own):
-            raise ConversionError(
-                f"{folder} is the checkpoint of step {own}, and --step is {step}; leave out --step"
-            )
+            raise ConversionError(f"{folder} is the checkpoint of step {own}, and --step is {step}; leave out --step")
         folder, step = folder.absolute().parent, own
     steps = sorted({candidate.step for candidate in candidates(folder, step)})
     try:
@@ -192,9 +174,7 @@ def _refuse_others(checkpoint: Checkpoint, known: set[str]) -> None:
     """A weight that the settings know nothing of would be lost."""
     others = sorted(entry.name for entry in checkpoint.manifest.tensors.values() if entry.name not in known)
     if others:
-        raise ConversionError(
-            f"{checkpoint.path} holds {others[0]}, which a model of its settings does not have"
-        )
+        raise ConversionError(f"{checkpoint.path} holds {others[0]}, which a model of its settings does not have")
 
 
 def write_native(
@@ -239,9 +219,7 @@ def write_native(
     entries: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, part in zip(names, parts, strict=True):
-        entries[name] = write_file(
-            output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT
-        )
+        entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT)
         tensors |= {weight_key(target.key): _entry(target, name) for target in part}
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
@@ -277,9 +255,7 @@ def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -
     for target in targets:
         if target.dtype not in elements:
             known = ", ".join(PRECISIONS.values())
-            raise ConversionError(
-                f"{weights.path}: {target.key} is {target.dtype}; give --dtype, one of {known}"
-            )
+            raise ConversionError(f"{weights.path}: {target.key} is {target.dtype}; give --dtype, one of {known}")
         elements[target.dtype] += target.record.nbytes // target.dtype.itemsize
     precision = PRECISIONS[max(elements, key=lambda kind: elements[kind])]
     training = TrainingConfig(seq_length=weights.seq_length, precision=precision)

@@ -23,14 +23,7 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.checkpoint.files import (
-    file_length,
-    read_text,
-    remove_tree,
-    replace_durably,
-    sync_folder,
-    write_durably,
-)
+from megalite.checkpoint.files import file_length, read_text, remove_tree, replace_durably, sync_folder, write_durably
 from megalite.checkpoint.manifest import CheckpointError, FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
@@ -87,9 +80,7 @@ class Output:
         if former is None and not is_new:
             log("starts again: the source or a setting has changed since the interruption")
         elif former is not None:
-            done = sum(
-                name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files
-            )
+            done = sum(name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files)
             log(f"continues: {done} of {len(files)} files are done")
         self.staging.mkdir(exist_ok=True)
         self._remove_unfinished()
@@ -158,8 +149,7 @@ class Output:
         try:
             former = json.loads(read_text(self._workplace / "progress.json"))
             if former["identity"] == self._identity and all(
-                isinstance(mark["length"], int) and isinstance(mark["facts"], dict)
-                for mark in former["marks"].values()
+                isinstance(mark["length"], int) and isinstance(mark["facts"], dict) for mark in former["marks"].values()
             ):
                 return dict(former["marks"])
         except (CheckpointError, ValueError, LookupError, TypeError, AttributeError):
@@ -193,9 +183,7 @@ def check_target(target: Path) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
         why = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
-        raise ConversionError(
-            f"cannot write {target}: {why}; give a target in a folder that can be written to"
-        )
+        raise ConversionError(f"cannot write {target}: {why}; give a target in a folder that can be written to")
 
 
 def workplace_of(target: Path) -> Path:

@@ -18,12 +18,7 @@ TOKENIZER_FILES = (
 )
 """Files beside the weights that travel with them."""
 
-MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
 _COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)
 """Settings that go along with a tokenizer and do not make one."""
@@ -143,9 +138,7 @@ def has_tokenizer(files: Sequence[Path]) -> bool:
     return any(path.name not in _COMPANIONS for path in files)
 
 
-def tokenizer_settings(
-    named: dict[str, Path], hints: DataConfig = _NO_HINTS, folder: Path | None = None
-) -> DataConfig:
+def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, folder: Path | None = None) -> DataConfig:
     """The settings of the tokenizer that these files make, read from `folder` (default: from where they are).
 
     Args:
@@ -158,8 +151,7 @@ def tokenizer_settings(
         return DataConfig(tokenizer_model=place[MODEL_JSON])
     if MODEL_SENTENCEPIECE in place:
         takes_pattern = hints.tokenizer_type == TIKTOKEN or (
-            hints.tiktoken_pattern is not None
-            and is_tiktoken(read_tokenizer_file(named[MODEL_SENTENCEPIECE]))
+            hints.tiktoken_pattern is not None and is_tiktoken(read_tokenizer_file(named[MODEL_SENTENCEPIECE]))
         )
         pattern = hints.tiktoken_pattern if takes_pattern else None
         return DataConfig(tokenizer_model=place[MODEL_SENTENCEPIECE], tiktoken_pattern=pattern)

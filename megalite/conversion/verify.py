@@ -31,9 +31,7 @@ def stock_version() -> str | None:
 
 
 @torch.no_grad()
-def stock_logits(
-    folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool
-) -> torch.Tensor:
+def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool) -> torch.Tensor:
     """Logits [b, s, vocab_size] of tokens [b, s] by `AutoModelForCausalLM`, computed in `dtype` on the CPU.
 
     transformers computes norms, rotary tables and softmaxes in float32 whatever `dtype` is. No code of the folder is
@@ -133,9 +131,7 @@ class Verification:
             found.append(f"weights: {len(self.wrong) - 10} more tensors differ")
         if not self.wrong:
             found.append("weights: bit-equal" + (" to the source's, rounded" if self.rounded else ""))
-        found.append(
-            f"logits: worst difference {self.logits:.3g}, largest logit {self.scale:.3g} ({self.computed})"
-        )
+        found.append(f"logits: worst difference {self.logits:.3g}, largest logit {self.scale:.3g} ({self.computed})")
         if self.rounded:
             found.append(f"logits: beside what rounding explains, worst difference {self.unexplained:.3g}")
         limit = self.tolerance * self.scale
@@ -159,9 +155,7 @@ class Rounded(Wrapped):
         return self._weights.read(name).to(self.dtype(name))
 
 
-def verify(
-    source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True
-) -> Verification:
+def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True) -> Verification:
     """Compare a converted model, opened again, with what it was made from.
 
     Logits of a Hugging Face folder come from stock transformers where that is installed, others from this package. One
@@ -180,9 +174,7 @@ def verify(
         raise ConversionError(f"{source.path} and {target.path} are different models: {sizes}")
     if ours.keys() != theirs.keys():
         other = sorted(ours.keys() ^ theirs.keys())[0]
-        raise ConversionError(
-            f"{source.path} and {target.path} are different models: only one of them has {other}"
-        )
+        raise ConversionError(f"{source.path} and {target.path} are different models: only one of them has {other}")
     log("comparing weights")
     wrong, rounded = _compare_weights(source, target)
     dtype = torch.float64 if parameter_count(source.model) < DOUBLE_BELOW else torch.float32
@@ -273,9 +265,7 @@ def _tokens(source: Weights, target: Weights) -> tuple[torch.Tensor, str]:
     return drawn, f"a fixed random draw{why}"
 
 
-def _logits(
-    weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool
-) -> tuple[torch.Tensor, str]:
+def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool) -> tuple[torch.Tensor, str]:
     """Logits [b, s, vocab_size] and who computed them."""
     found = stock_version()
     if weights.format == "huggingface" and use_stock and found is not None:
@@ -292,9 +282,7 @@ def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> to
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
         values = weights.read(parameter.info.spec.name)
-        parameter[: len(values)].copy_(
-            values[: len(parameter)]
-        )  # rows of padding, more or fewer, make no logits
+        parameter[: len(values)].copy_(values[: len(parameter)])  # rows of padding, more or fewer, make no logits
     logits: torch.Tensor = stage.eval()(tokens, stage.context())
     return logits.transpose(0, 1)[..., : model.vocab_size]
 

@@ -87,9 +87,7 @@ class DocumentDataset:
             f"{why}; give {self.name} a larger share of --split or more documents"
         )
 
-    def _read(
-        self, documents: NDArray[np.integer], position: int, offset: int, length: int
-    ) -> NDArray[np.int64]:
+    def _read(self, documents: NDArray[np.integer], position: int, offset: int, length: int) -> NDArray[np.int64]:
         """`length` tokens, int64, from token `offset` of the document that is `position`-th in the order `documents`.
 
         Raises:

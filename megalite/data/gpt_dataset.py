@@ -127,9 +127,7 @@ class GPTDataset(DocumentDataset):
                 return epoch
         recipe = self._recipe(number)
         arrays = recipe.make() if self.cache is None else self.cache.get(recipe)
-        samples = KeyedPermutation(
-            self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
-        )
+        samples = KeyedPermutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM)
         epoch = _Epoch(number, arrays["documents"], arrays["ends"], samples)
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)
@@ -147,13 +145,7 @@ class GPTDataset(DocumentDataset):
         def identity() -> Mapping[str, Any]:
             # Not seq_length: it has no part in the order of documents.
             first = self.documents.start
-            return {
-                "kind": "epoch",
-                "sizes": self._digest,
-                "first": first,
-                "seed": self.seed,
-                "epoch": number,
-            }
+            return {"kind": "epoch", "sizes": self._digest, "first": first, "seed": self.seed, "epoch": number}
 
         def fill(arrays: Arrays) -> None:
             documents, ends, total = arrays["documents"], arrays["ends"], 0

@@ -136,9 +136,7 @@ class IndexedDataset:
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), HEADER.size, 0)
         if header.startswith(_OLD_MAGIC):
-            raise self._unsupported(
-                0, "starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX"
-            )
+            raise self._unsupported(0, "starts with TNTIDX, the format that fairseq and Megatron-LM had before MMIDIDX")
         if header[: len(MAGIC)] != MAGIC:
             found = f"starts with {header[: len(MAGIC)]!r}"
             with _open(self.bin_path) as bin_file:
@@ -154,9 +152,7 @@ class IndexedDataset:
         if version != VERSION:
             raise self._fault(_VERSION_AT, f"version {version}", str(VERSION))
         if code in _FLOATS:
-            raise self._unsupported(
-                _CODE_AT, f"dtype code {code}, {_FLOATS[code]}, which is no type of token ids"
-            )
+            raise self._unsupported(_CODE_AT, f"dtype code {code}, {_FLOATS[code]}, which is no type of token ids")
         if code not in TOKEN_DTYPES:
             known = ", ".join(f"{c} {d.name}" for c, d in TOKEN_DTYPES.items())
             raise self._fault(_CODE_AT, f"dtype code {code}", f"one of {known}")
@@ -165,7 +161,9 @@ class IndexedDataset:
             found = f"mode bytes of a multimodal dataset ({size} bytes, text has {expected})"
             raise self._unsupported(expected, found)
         if size != expected:
-            stated = f"{expected} for {sequences} sequences and {indices} document indices (by bytes {_SEQUENCES_AT} to 33)"
+            stated = (
+                f"{expected} for {sequences} sequences and {indices} document indices (by bytes {_SEQUENCES_AT} to 33)"
+            )
             raise self._fault(None, f"{size} bytes", stated)
         return TOKEN_DTYPES[code], sequences, indices
 
@@ -189,9 +187,7 @@ class IndexedDataset:
                 bad = 0 if pointers[0] != end else int(np.argmax(wrong)) + 1
                 expected = end + int(steps[:bad].sum())
                 found = f"sequence {first + bad} starts at byte {pointers[bad]}"
-                raise self._fault(
-                    pointers_at + 8 * (first + bad), found, f"{expected} by the lengths before it"
-                )
+                raise self._fault(pointers_at + 8 * (first + bad), found, f"{expected} by the lengths before it")
             end = int(pointers[-1]) + int(steps[-1])
         return end // itemsize
 

@@ -195,19 +195,13 @@ class IndexedDatasetWriter:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
         if self.dtype not in TOKEN_DTYPES.values():
             names = ", ".join(known.name for known in TOKEN_DTYPES.values())
-            raise ConfigError(
-                f"{prefix}: tokens of type {self.dtype.name} cannot be stored; use one of {names}"
-            )
+            raise ConfigError(f"{prefix}: tokens of type {self.dtype.name} cannot be stored; use one of {names}")
         self._folder = Path(f"{prefix}.bin").parent
         self._folder.mkdir(parents=True, exist_ok=True)
         unique = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        self._partial = {
-            suffix: Path(f"{prefix}{suffix}.{unique}") for suffix in (".bin", ".idx", ".lengths")
-        }
+        self._partial = {suffix: Path(f"{prefix}{suffix}.{unique}") for suffix in (".bin", ".idx", ".lengths")}
         self._counts = TokenCounts(self.dtype)
-        self._stream = TokenStream(
-            self._partial[".bin"], self._partial[".lengths"], self._counts, name=self.prefix
-        )
+        self._stream = TokenStream(self._partial[".bin"], self._partial[".lengths"], self._counts, name=self.prefix)
 
     @property
     def num_tokens(self) -> int:

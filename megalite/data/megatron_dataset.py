@@ -177,9 +177,7 @@ class MegatronDataset(DocumentDataset):
             if len(part):
                 random.shuffle(part)
 
-    def _fill_sample_index(
-        self, sample_index: NDArray[np.signedinteger], document_index: NDArray[np.int32]
-    ) -> None:
+    def _fill_sample_index(self, sample_index: NDArray[np.signedinteger], document_index: NDArray[np.int32]) -> None:
         """Sample i starts at token i·seq_length of the documents laid end to end; row i says where that is.
 
         In blocks of documents, and of samples within them, so that the temporaries have a fixed size.

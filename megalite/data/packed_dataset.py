@@ -116,9 +116,7 @@ class PackedDataset(DocumentDataset):
         if index < self._full:
             document = int(np.searchsorted(self._full_ends, index, side="right"))
             before = int(self._full_ends[document - 1]) if document else 0
-            return [
-                _Piece(first_document + document, (index - before) * self.seq_length, self.seq_length + 1)
-            ]
+            return [_Piece(first_document + document, (index - before) * self.seq_length, self.seq_length + 1)]
         index -= self._full
         first = int(self._bin_ends[index - 1]) if index else 0
         pieces = []
@@ -147,9 +145,7 @@ class PackedDataset(DocumentDataset):
         # Bins take any document of a length: by length in ascending order, at random within one, as `of_items` counts.
         documents = documents[np.argsort(rest[documents], kind="stable")]
         documents = documents[np.argsort(self._bins.of_items(), kind="stable")]
-        samples = KeyedPermutation(
-            self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM
-        )
+        samples = KeyedPermutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM)
         epoch = _Epoch(number, documents, samples)
         # One assignment of a new tuple: the prefetch thread may be reading the old one.
         self._epochs = (*self._epochs[-1:], epoch)

@@ -23,9 +23,7 @@ def raw_draws(count: int, *, seed: int, index: int, stream: int = 0) -> NDArray[
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
-def permutation(
-    count: int, *, seed: int, index: int, stream: int = 0, dtype: DTypeLike = np.int64
-) -> NDArray[Any]:
+def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
     """A permutation of range(count): the order that sorts `count` random words. Shape `[count]`.
 
     The low bits of each word, as many as a position needs, give way to the position: then to sort the words in place

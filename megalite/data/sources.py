@@ -57,9 +57,7 @@ def open_run_datasets(
     datasets, notes = _build_for_run(config, tokenizer, log)
     split = config.data.split or DEFAULT_SPLIT
     if datasets.train is None:
-        raise ConfigError(
-            f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1"
-        )
+        raise ConfigError(f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1")
     if config.training.eval_interval is not None and datasets.valid is None:
         cause, remedy = "", "add --valid-data-path PREFIX"
         if config.data.data_path:
@@ -177,9 +175,7 @@ def build_datasets(
             if data.data_path:
                 share = split_documents(data.split or DEFAULT_SPLIT, len(indexed))[number]
             folder = Path(data.data_cache_path or Path(prefix).parent / "cache")
-            cache = caches.setdefault(
-                folder, IndexCache(folder, data.data_cache_path is not None, log, small_bytes)
-            )
+            cache = caches.setdefault(folder, IndexCache(folder, data.data_cache_path is not None, log, small_bytes))
             common = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
             parts.append(_Part(weight, {"indexed": indexed, "documents": share, **common, "cache": cache}))
         if any(len(part.settings["documents"]) for part in parts):
@@ -222,9 +218,7 @@ def _megatron_blend(
         size, wanted = blend_sizes(weights, num_samples)
         # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
         weights = normalized(weights)
-    datasets = [
-        MegatronDataset(**part.settings, num_samples=count) for part, count in zip(parts, wanted, strict=True)
-    ]
+    datasets = [MegatronDataset(**part.settings, num_samples=count) for part, count in zip(parts, wanted, strict=True)]
     if not weights:
         weights = [float(len(dataset)) for dataset in datasets]
         size = min(num_samples, sum(len(dataset) for dataset in datasets))

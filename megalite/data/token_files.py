@@ -86,9 +86,7 @@ def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
             return foreign
         facts = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; make it readable, or move it away"
-        ) from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; make it readable, or move it away") from None
     except (ValueError, RecursionError):
         return foreign
     if not isinstance(facts, dict):
@@ -105,9 +103,7 @@ def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
         )
     fault = _side_fault(facts)
     if fault is not None:
-        raise ConfigError(
-            f"{path}: {fault}; move it away, or write the dataset again with megalite preprocess"
-        )
+        raise ConfigError(f"{path}: {fault}; move it away, or write the dataset again with megalite preprocess")
     return facts, None
 
 
@@ -211,9 +207,7 @@ def _check_exists(prefix: str) -> None:
         hint = f"{folder} has no .idx file; make one with megalite preprocess"
     if found:
         missing = ".idx" if found == [".bin"] else ".bin"
-        raise ConfigError(
-            f"data path {prefix}: {prefix}{missing} is missing, {prefix}{found[0]} exists; {hint}"
-        )
+        raise ConfigError(f"data path {prefix}: {prefix}{missing} is missing, {prefix}{found[0]} exists; {hint}")
     raise ConfigError(f"data path {prefix}: neither {prefix}.bin nor {prefix}.idx exists; {hint}")
 
 

@@ -75,9 +75,7 @@ class Bucket:
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
-    def start_counting(
-        self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None
-    ) -> None:
+    def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come.
 
         Args:
@@ -137,9 +135,7 @@ def make_buckets(
         replicas: how many ranks share a bucket of this kind.
         allocate: see `Bucket`.
     """
-    found = cut_into_buckets(
-        dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size
-    )
+    found = cut_into_buckets(dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size)
     return [
         Bucket(kind, members, replicas=replicas(kind), grad_dtype=grad_dtype, allocate=allocate)
         for kind, members in found
@@ -167,9 +163,7 @@ class Arrivals:
         overlap: False: whatever is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing.
     """
 
-    def __init__(
-        self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool
-    ) -> None:
+    def __init__(self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool) -> None:
         self._overlap = overlap
         self._coming: dict[Bucket, Work] = {}
         if overlap:

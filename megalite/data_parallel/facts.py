@@ -31,11 +31,7 @@ class BucketKind(NamedTuple):
 
 
 def cut_into_buckets(
-    parameters: Iterable[P],
-    *,
-    kind: Callable[[P], BucketKind],
-    size: Callable[[P], int],
-    bucket_size: int,
+    parameters: Iterable[P], *, kind: Callable[[P], BucketKind], size: Callable[[P], int], bucket_size: int
 ) -> list[tuple[BucketKind, list[P]]]:
     """The bucket rule: parameters in reverse order, as gradients come, each to the open bucket of its kind, which is
     closed once it has `bucket_size` elements."""

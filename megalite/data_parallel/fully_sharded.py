@@ -92,9 +92,7 @@ class FullySharded(DistributedOptimizer):
             members.append([parameter for parameter in unit.parameters if parameter in left])
             for parameter in members[-1]:
                 del left[parameter]
-        return [
-            bucket for own in reversed(members) for bucket in super(FullySharded, self)._make_buckets(own)
-        ]
+        return [bucket for own in reversed(members) for bucket in super(FullySharded, self)._make_buckets(own)]
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         alloc_storage(bucket.grad)

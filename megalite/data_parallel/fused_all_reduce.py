@@ -40,9 +40,7 @@ class FusedAllReduce(DataParallelStrategy):
         wire = self.options.wire_dtype or self.options.grad_dtype
         self._queues = {
             bucket: ReadyQueue(
-                bucket,
-                threshold=nbytes / wire.itemsize,
-                align=ALIGNMENT * self.groups.replicas(bucket.kind).size,
+                bucket, threshold=nbytes / wire.itemsize, align=ALIGNMENT * self.groups.replicas(bucket.kind).size
             )
             for bucket in self.all_buckets()
         }

@@ -99,9 +99,7 @@ class Norms:
 
 def placed_in(shard: OptimizerShard) -> list[Placed]:
     """The parameters that a shard touches."""
-    return [
-        placed for placed in shard.bucket.placed if placed.start < shard.stop and placed.stop > shard.start
-    ]
+    return [placed for placed in shard.bucket.placed if placed.start < shard.stop and placed.stop > shard.start]
 
 
 PIECE = 1 << 20

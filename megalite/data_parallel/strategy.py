@@ -22,14 +22,7 @@ from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket, Placed, make_buckets
 from megalite.data_parallel.facts import STATES, Placement
-from megalite.data_parallel.shards import (
-    Norms,
-    OptimizerShard,
-    SplitMain,
-    StrategyGroups,
-    StrategyOptions,
-    unfolded,
-)
+from megalite.data_parallel.shards import Norms, OptimizerShard, SplitMain, StrategyGroups, StrategyOptions, unfolded
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter

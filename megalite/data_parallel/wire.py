@@ -39,9 +39,7 @@ class Background:
             return DONE
         if self._thread is None:
             # A daemon: a run that fails must be able to end while this waits for a peer that will never come.
-            self._thread = threading.Thread(
-                target=_work_through, args=(self._jobs,), name="megalite-dp", daemon=True
-            )
+            self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name="megalite-dp", daemon=True)
             self._thread.start()
         future: Future[None] = Future()
         self._last = future

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.data_parallel.buckets import (
-    Arrivals,
-    Bucket,
-    alloc_storage,
-    first_needed_first,
-    free_storage,
-    has_memory,
-)
+from megalite.data_parallel.buckets import Arrivals, Bucket, alloc_storage, first_needed_first, free_storage, has_memory
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.data_parallel.wire import Channel

@@ -95,9 +95,7 @@ def _gpu(index: int) -> Finding:
 def _peers() -> Finding:
     """Whether each GPU can read each other's memory."""
     devices = range(torch.cuda.device_count())
-    without = [
-        (i, j) for i in devices for j in devices if i < j and not torch.cuda.can_device_access_peer(i, j)
-    ]
+    without = [(i, j) for i in devices for j in devices if i < j and not torch.cuda.can_device_access_peer(i, j)]
     return peers(len(devices), without)
 
 
@@ -125,9 +123,7 @@ def _backends() -> Iterator[Finding]:
         name="gloo",
         level="ok" if gloo else "error",
         text="there" if gloo else "this torch is built without it",
-        remedy=None
-        if gloo
-        else "install torch from pytorch.org: ranks on CPUs, and checkpoints on GPUs, need gloo",
+        remedy=None if gloo else "install torch from pytorch.org: ranks on CPUs, and checkpoints on GPUs, need gloo",
         data={"available": gloo},
     )
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -137,9 +133,7 @@ def _backends() -> Iterator[Finding]:
     elif torch.cuda.is_available():
         remedy = "install a torch for CUDA from pytorch.org: ranks on GPUs need it"
         text = "this torch is built without it"
-        yield Finding(
-            topic=TOPIC, name="nccl", level="error", text=text, remedy=remedy, data={"available": False}
-        )
+        yield Finding(topic=TOPIC, name="nccl", level="error", text=text, remedy=remedy, data={"available": False})
     else:
         text = "not in this torch; no GPU here needs it"
         yield Finding(topic=TOPIC, name="nccl", text=text, data={"available": False})
@@ -155,9 +149,7 @@ def kernel_backends(device: torch.device) -> Iterator[Finding]:
         remedy = "pip install triton (wheels of torch for CUDA bring it); without it torch's own kernels serve, slower"
         yield Finding(topic=KERNELS, name="triton", level="warning", text=reason, remedy=remedy, data=data)
     reason = why_not_apex(device.type)
-    broken = (
-        {} if reason else {name: why for name in EXTENSIONS if (why := why_not_extension(name)) is not None}
-    )
+    broken = {} if reason else {name: why for name in EXTENSIONS if (why := why_not_extension(name)) is not None}
     found: dict[str, object] = {"reason": reason, "without": broken}
     if reason is not None:
         # It is optional everywhere.

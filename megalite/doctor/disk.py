@@ -39,9 +39,7 @@ def examine(
     data = {"folder": str(folder), "tested": str(place)}
     if not place.is_dir():
         remedy = "give a folder with --run-dir"
-        yield Finding(
-            topic=TOPIC, name="folder", level="error", text=f"{place} is a file", remedy=remedy, data=data
-        )
+        yield Finding(topic=TOPIC, name="folder", level="error", text=f"{place} is a file", remedy=remedy, data=data)
         return
     try:
         with _scratch(place) as descriptor:
@@ -84,9 +82,7 @@ def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
     text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{there}"
     sizes = {**data, "free": usage.free, "bytes": usage.total}
     if usage.free < LEAST_FREE:
-        remedy = (
-            "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
-        )
+        remedy = "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
         return Finding(topic=TOPIC, name="folder", level="warning", text=text, remedy=remedy, data=sizes)
     return Finding(topic=TOPIC, name="folder", text=text, data=sizes)
 
@@ -98,9 +94,7 @@ def _locks(descriptor: int) -> Finding:
     except OSError as error:
         remedy = "take care that no two runs save to one folder: nothing can stop them here"
         text = f"this file system locks no files ({error.strerror})"
-        return Finding(
-            topic=TOPIC, name="locks", level="warning", text=text, remedy=remedy, data={"work": False}
-        )
+        return Finding(topic=TOPIC, name="locks", level="warning", text=text, remedy=remedy, data={"work": False})
     return Finding(topic=TOPIC, name="locks", text="a second run in a folder is noticed", data={"work": True})
 
 

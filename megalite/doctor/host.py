@@ -85,13 +85,7 @@ def _cores(environment: Mapping[str, str], places: Places) -> Finding:
     name, _, _ = device_facts(torch.device("cpu"))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share, threads = _share_of_cores(places), torch.get_num_threads()
-    data = {
-        "model": name,
-        "cores": os.cpu_count(),
-        "usable_cores": usable,
-        "cpu_limit": share,
-        "threads": threads,
-    }
+    data = {"model": name, "cores": os.cpu_count(), "usable_cores": usable, "cpu_limit": share, "threads": threads}
     text = f"{name}, {usable} of {os.cpu_count()} cores usable, torch computes with {threads} threads"
     if share is not None and share < usable:
         text += f", and the container gets the time of {share:g} cores"
@@ -115,9 +109,7 @@ def _share_of_cores(places: Places) -> float | None:
 
 
 def _instructions(places: Places) -> Finding:
-    flags = set(
-        re.findall(r"^(?:flags|Features)\s*:(.*)$", _read(places.processor), re.MULTILINE)[:1] or [""]
-    )
+    flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", _read(places.processor), re.MULTILINE)[:1] or [""])
     words = set(" ".join(flags).split())
     found = [name for name in _INSTRUCTIONS if name in words]
     fast = any(name in found for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -181,16 +173,9 @@ def _open_files() -> Finding:
 def _locked_memory(places: Places, gpus: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text, data = _limit(soft, as_bytes=True), {"soft": soft, "hard": hard}
-    if (
-        gpus
-        and soft != resource.RLIM_INFINITY
-        and places.infiniband.is_dir()
-        and any(places.infiniband.iterdir())
-    ):
+    if gpus and soft != resource.RLIM_INFINITY and places.infiniband.is_dir() and any(places.infiniband.iterdir()):
         remedy = "InfiniBand registers memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
-        return Finding(
-            topic=TOPIC, name="locked memory", level="warning", text=text, remedy=remedy, data=data
-        )
+        return Finding(topic=TOPIC, name="locked memory", level="warning", text=text, remedy=remedy, data=data)
     return Finding(topic=TOPIC, name="locked memory", text=text, data=data)
 
 

@@ -61,9 +61,7 @@ def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
         if len(set(texts.values())) > 1:
             differ += 1
             odd = [host for host in others if texts[host] != texts[first]]
-            shown = ", ".join(f"{texts[host]} on {host}" for host in odd[:4]) + (
-                ", ..." if len(odd) > 4 else ""
-            )
+            shown = ", ".join(f"{texts[host]} on {host}" for host in odd[:4]) + (", ..." if len(odd) > 4 else "")
             yield Finding(
                 topic=TOPIC,
                 name=name,

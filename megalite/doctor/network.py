@@ -137,9 +137,7 @@ def chosen(variable: str, value: str, found: Sequence[Interface], *, exact: bool
         missing = [word for word in words if word not in names]
     else:
         missing = []
-    fit = [
-        name for name in names if any(name == word or (not exact and name.startswith(word)) for word in words)
-    ]
+    fit = [name for name in names if any(name == word or (not exact and name.startswith(word)) for word in words)]
     if excludes:
         fit = [name for name in names if name not in fit]
     data = {"value": value, "interfaces": fit}
@@ -184,9 +182,7 @@ def adapters(folder: Path) -> Finding:
         ports = sorted(folder.glob("*/ports/*/state"))
     except OSError:
         ports = []
-    states = {
-        f"{path.parts[-4]}:{path.parts[-2]}": _read(path).partition(": ")[2] or "unknown" for path in ports
-    }
+    states = {f"{path.parts[-4]}:{path.parts[-2]}": _read(path).partition(": ")[2] or "unknown" for path in ports}
     if not states:
         text = "none: NCCL and gloo use the interfaces above"
         return Finding(topic=TOPIC, name="infiniband", text=text, data={"ports": {}})

@@ -65,9 +65,7 @@ def examine(device: torch.device, *, seconds: float) -> Iterator[Finding]:
         yield judged(kind, device, error=error, repeats=repeats, rate=rate)
 
 
-def checked(
-    dtype: torch.dtype, device: torch.device, *, multiply: Product | None = None
-) -> tuple[float, bool]:
+def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product | None = None) -> tuple[float, bool]:
     """How far a product is from fp64's, as a share of its norm, and whether a second one has the same bits.
 
     Args:

@@ -264,9 +264,7 @@ def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Itera
     yield from findings([RankReport.from_data(report) for report in found])
 
 
-def measured(
-    context: RankContext, ranks: int, device_type: str, host: str, seconds: float
-) -> dict[str, object]:
+def measured(context: RankContext, ranks: int, device_type: str, host: str, seconds: float) -> dict[str, object]:
     """The report of one rank of a pool."""
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -309,10 +307,7 @@ def _operation(name: str, reports: Sequence[RankReport], large: int) -> Finding:
         )
     if wrong:
         who = ", ".join(f"{report.rank} ({report.host})" for report in wrong[:8])
-        text, remedy = (
-            f"wrong numbers on rank {who}",
-            "leave those hosts out, or change the driver or NCCL's version",
-        )
+        text, remedy = (f"wrong numbers on rank {who}", "leave those hosts out, or change the driver or NCCL's version")
         return Finding(topic=TOPIC, name=name, level="error", text=text, remedy=remedy, data=data)
     return Finding(topic=TOPIC, name=name, text=text, data=data)
 

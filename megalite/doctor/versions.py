@@ -55,9 +55,7 @@ def examine(version_of: Callable[[str], str | None] | None = None) -> Iterator[F
     """
     version_of = version_of or installed_version
     yield _python()
-    yield Finding(
-        topic=TOPIC, name="megalite", text=megalite.__version__, data={"version": megalite.__version__}
-    )
+    yield Finding(topic=TOPIC, name="megalite", text=megalite.__version__, data={"version": megalite.__version__})
     for package in PACKAGES:
         yield _package(package, version_of(package.name))
 
@@ -71,10 +69,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _python() -> Finding:
-    version, system = (
-        platform.python_version(),
-        f"{platform.system()} {platform.release()}, {platform.machine()}",
-    )
+    version, system = (platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}")
     data = {"version": version, "executable": sys.executable, "system": system}
     return Finding(topic=TOPIC, name="python", text=f"{version} ({sys.executable}) on {system}", data=data)
 

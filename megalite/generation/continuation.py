@@ -167,8 +167,7 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling
         if sampling.max_new_tokens > room:
             raise ConfigError(
                 f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}, but the model "
-                f"has {limit} positions; "
-                + (f"--max-new-tokens {room} works" if room > 0 else "give a shorter prompt")
+                f"has {limit} positions; " + (f"--max-new-tokens {room} works" if room > 0 else "give a shorter prompt")
             )
 
 
@@ -217,9 +216,7 @@ class Lane:
         else:
             self.lengths = [length + 1 for length in self.lengths]
 
-    def take(
-        self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int
-    ) -> Iterator[Continuation]:
+    def take(self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int) -> Iterator[Continuation]:
         """Hand out the tokens of a step; gives each row as it is with its own, and then lets those that ended go.
 
         Raises:

@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.continuation import (
-    Continuation,
-    Lane,
-    MakeText,
-    check_prompts,
-    continuations_of,
-    lanes_of,
-)
+from megalite.generation.continuation import Continuation, Lane, MakeText, check_prompts, continuations_of, lanes_of
 from megalite.generation.sample import Sampling, choose
 from megalite.models.gpt import GPTStage
 from megalite.pipeline.executor import Channels
@@ -39,12 +32,7 @@ class Chain:
     """
 
     def __init__(
-        self,
-        stage: GPTStage,
-        pp: Group,
-        edges: Mapping[tuple[int, int], Group],
-        *,
-        send_window: int = SEND_WINDOW,
+        self, stage: GPTStage, pp: Group, edges: Mapping[tuple[int, int], Group], *, send_window: int = SEND_WINDOW
     ) -> None:
         self.stage = stage
         self.size, self._rank = pp.size, pp.rank

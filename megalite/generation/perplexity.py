@@ -53,9 +53,7 @@ def stream_of_files(prefixes: Sequence[str], vocab_size: int) -> TokenStream:
     return TokenStream([files.open(prefix).tokens for prefix in prefixes])
 
 
-def stream_of_texts(
-    patterns: Sequence[str], *, key: str, limits: Limits, tokenizer: Tokenizer
-) -> TokenStream:
+def stream_of_texts(patterns: Sequence[str], *, key: str, limits: Limits, tokenizer: Tokenizer) -> TokenStream:
     """The documents of text, jsonl or parquet files, each with an end of document behind it.
 
     Args:
@@ -84,9 +82,7 @@ def _texts(patterns: Sequence[str], key: str, limits: Limits) -> Iterator[list[s
         found = read_piece(piece, [key], limits)
         if found.bad:
             bad = found.bad[0]
-            raise ConfigError(
-                f"{piece.path}:{lines + bad.line + 1}: {bad.reason}; fix the line or leave it out"
-            )
+            raise ConfigError(f"{piece.path}:{lines + bad.line + 1}: {bad.reason}; fix the line or leave it out")
         lines += found.lines
         yield found.texts[0]
 
@@ -167,9 +163,7 @@ def check_windows(model: ModelConfig, windows: Windows) -> None:
         )
 
 
-def measure(
-    chain: Chain, stream: TokenStream, windows: Windows, topology: Topology, *, batch_size: int
-) -> Perplexity:
+def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topology, *, batch_size: int) -> Perplexity:
     """The perplexity of a stream, the same on every rank and, up to the rounding of the losses themselves, in every layout.
 
     Batches of windows are dealt out over dp, and run through the stages one after the other. The losses of windows are added up
@@ -186,9 +180,7 @@ def measure(
     """
     check_windows(chain.stage.config, windows)
     losses = torch.zeros(len(windows), dtype=torch.float64)
-    batches = [
-        range(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)
-    ]
+    batches = [range(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)]
     for batch in batches[topology.dp.rank :: topology.dp.size]:
         found = _losses(chain, stream, windows, batch)
         if found is not None and topology.tp.rank == 0:

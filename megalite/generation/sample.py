@@ -71,11 +71,7 @@ class Draws:
 
 
 def choose(
-    logits: torch.Tensor,
-    sampling: Sampling,
-    draws: Sequence[float],
-    *,
-    seen: torch.Tensor | None = None,
+    logits: torch.Tensor, sampling: Sampling, draws: Sequence[float], *, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The next token of each row, int64 [b]; NOT_A_NUMBER where a logit is a NaN.
 
@@ -149,9 +145,7 @@ def read_prompts(path: str, key: str | None) -> list[str]:
 def _content(path: str) -> bytes:
     if path == STDIN:
         if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError(
-                f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command"
-            )
+            raise ConfigError(f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command")
         return sys.stdin.buffer.read()
     with open_regular(path) as file:
         try:

@@ -27,9 +27,7 @@ class TileKind(Enum):
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
-) -> torch.Tensor:
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """softmax(q·kᵀ/sqrt(d))·v with a causal mask.
 
     Args:
@@ -167,9 +165,7 @@ def _cuda_flash_backward(
     """Without dropout the random state is not read, and dense sequences have no cumulative lengths."""
     seed = q.new_empty(2, dtype=torch.uint64)
     saved = (grad_out, q, k, v, out, logsumexp, None, None, q.shape[2], k.shape[2])
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *saved, 0.0, causal, seed, seed.new_empty(())
-    )
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*saved, 0.0, causal, seed, seed.new_empty(()))
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -93,9 +93,7 @@ def blocked_attention(
         return causal_attention(q, k, v, causal=False)
     b, heads, seq, size = q.shape
     k, v = for_every_head(k, heads), for_every_head(v, heads)
-    return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(
-        b, heads, seq, size
-    )
+    return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(b, heads, seq, size)
 
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -14,16 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.layer_ops import (
-    add_dropped,
-    add_norm,
-    apply_rope,
-    bias_gelu,
-    geglu,
-    layer_norm,
-    rms_norm,
-    swiglu,
-)
+from megalite.kernels.layer_ops import add_dropped, add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import quantise
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -35,9 +26,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALF else x
 
 
-def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
     exact, factor = _wide(x), _wide(weight)
     if zero_centered:
         factor = factor + 1.0
@@ -45,11 +34,7 @@ def _rms_norm(
 
 
 def _add_dropped(
-    residual: torch.Tensor,
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    p: float,
+    residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float
 ) -> torch.Tensor:
     if bias is not None:
         branch = branch + bias

@@ -42,11 +42,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    first: int,
-    logsumexp: torch.Tensor | None,
-    grad: torch.Tensor,
+    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor:
     """(softmax - one at the label)·grad for this rank's columns [n, v], in the place of the logits.
 

@@ -21,11 +21,7 @@ class _MaskedDropout(torch.autograd.Function):
 
 
 def add_dropped(
-    residual: torch.Tensor,
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    p: float,
+    residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float
 ) -> torch.Tensor:
     """residual + dropout(branch + bias), all [..., n]; bias and keep are left out where None."""
     if bias is not None:
@@ -76,9 +72,7 @@ def layer_norm(
     return F.layer_norm(x.float(), weight.shape, weight.float() + 1.0, bias.float(), eps).to(x.dtype)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight, or · (1 + weight) where `zero_centered`."""
     if x.is_cuda and not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
@@ -137,9 +131,7 @@ class _Gated(torch.autograd.Function):
         if ctx.kind == "silu":
             torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         else:
-            torch.ops.aten.gelu_backward.grad_input(
-                grad * up, gate, approximate=ctx.kind, grad_input=grad_gate
-            )
+            torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate=ctx.kind, grad_input=grad_gate)
         return grad_x, None
 
 

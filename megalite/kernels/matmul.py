@@ -26,12 +26,7 @@ class Matmul(Protocol):
     """A kernel of the operation `matmul`, such as `matmul`."""
 
     def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        out: torch.Tensor | None = None,
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """a [..., i] · b [i, o] + bias [o] -> [..., o]; into `out` where a has two dimensions."""
 

@@ -72,9 +72,7 @@ class Direction:
     """ε·√(1 - β₂ᵗ)"""
 
     @classmethod
-    def at(
-        cls, step: int, *, beta1: float, beta2: float, eps: float, frozen: int | None = None
-    ) -> "Direction":
+    def at(cls, step: int, *, beta1: float, beta2: float, eps: float, frozen: int | None = None) -> "Direction":
         """With the bias corrections of update number `step`, from 1.
 
         Args:

@@ -20,11 +20,7 @@ EXTENSIONS = (
 )
 """Compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup."""
 
-_FILES = (
-    "multi_tensor_apply/multi_tensor_apply.py",
-    "normalization/fused_layer_norm.py",
-    "optimizers/fused_adam.py",
-)
+_FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer_norm.py", "optimizers/fused_adam.py")
 """What the package of that name has if it is NVIDIA's."""
 
 

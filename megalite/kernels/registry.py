@@ -245,9 +245,7 @@ class Kernels:
         preferences: the order among backends where nothing is asked for.
     """
 
-    def __init__(
-        self, requests: Mapping[str, str] | None = None, *, preferences: Preferences | None = None
-    ) -> None:
+    def __init__(self, requests: Mapping[str, str] | None = None, *, preferences: Preferences | None = None) -> None:
         self._requests = dict(requests or {})
         self._preferences = preferences or shipped_preferences()
         self._chosen: dict[tuple[str, Use], tuple[Choice, Any]] = {}

@@ -43,17 +43,13 @@ class Inputs:
         return torch.randint(below, (count,), generator=self._generator).to(self.device)
 
 
-def why_wrong(
-    backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int
-) -> str | None:
+def why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
     """Why a backend's kernel (a function, or a tuple of them) must not serve an operation on a device, or None."""
     return _why_wrong(backend, operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
 @cache
-def _why_wrong(
-    backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int
-) -> str | None:
+def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
     case, reference = _CASES[operation]
     try:
         found = case(kernel, Inputs(dtype, device), size)

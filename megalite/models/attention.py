@@ -66,12 +66,8 @@ class Attention(torch.nn.Module):
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             # Each tp rank norms its own heads, so its gradient is partial.
-            self.q_norm = Norm(
-                f"{name}.q_norm", config, factory=factory, size=config.head_size, per_head=True
-            )
-            self.k_norm = Norm(
-                f"{name}.k_norm", config, factory=factory, size=config.head_size, per_head=True
-            )
+            self.q_norm = Norm(f"{name}.q_norm", config, factory=factory, size=config.head_size, per_head=True)
+            self.k_norm = Norm(f"{name}.k_norm", config, factory=factory, size=config.head_size, per_head=True)
         self.out = RowParallelLinear(
             f"{name}.out",
             (config.hidden_size, config.num_attention_heads * self.head_size),
@@ -138,9 +134,7 @@ class Attention(torch.nn.Module):
                 v = v.contiguous()
         return q, k, v
 
-    def _core(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
         if context.next_tokens is not None:
             return cached_attention(q, k, v, visible=context.next_tokens.visible)

@@ -53,22 +53,16 @@ class Block(torch.nn.Module):
             f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type
         )
         # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
-        self.mlp_norm = ResidualNorm(
-            f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms
-        )
+        self.mlp_norm = ResidualNorm(f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms)
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
-            self.moe = FEED_FORWARD.get("experts")(
-                f"{name}.moe", config, factory=factory, recompute=recompute
-            )
+            self.moe = FEED_FORWARD.get("experts")(f"{name}.moe", config, factory=factory, recompute=recompute)
         else:
             inside = None if self.recompute_mlp else recompute
             self.mlp = MLP(f"{name}.mlp", config, factory=factory, recompute=inside)
 
-    def forward(
-        self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> torch.Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
 
         with self._remaking(normed := self.attention_norm(x), self.attention_norm, x):
@@ -99,11 +93,7 @@ class Block(torch.nn.Module):
 
     def _keep_mask(self, x: torch.Tensor, branch: str, context: ForwardContext) -> torch.Tensor | None:
         return context.keep_mask(
-            x,
-            self.dropout,
-            site=f"{self.name}.{branch}",
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
+            x, self.dropout, site=f"{self.name}.{branch}", tp=self.tp, sequence_parallel=self.sequence_parallel
         )
 
 
@@ -125,9 +115,7 @@ def run_layers(
         recomputed = kept if recompute.method == "uniform" else min(recompute.num_layers, kept)
     unit = recompute.num_layers if recompute.method == "uniform" else 1
     for start in range(0, recomputed, unit):
-        x = checkpoint(
-            _run, blocks[start : start + unit], x, context, use_reentrant=False, preserve_rng_state=False
-        )
+        x = checkpoint(_run, blocks[start : start + unit], x, context, use_reentrant=False, preserve_rng_state=False)
     return _run(blocks[recomputed:], x, context, cache)
 
 

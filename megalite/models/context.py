@@ -47,9 +47,7 @@ class AuxiliaryLosses:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, value: torch.Tensor, losses: AuxiliaryLosses, name: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, losses: AuxiliaryLosses, name: str) -> torch.Tensor:
         ctx.save_for_backward(value)
         ctx.losses, ctx.name = losses, name
         return x.view_as(x)
@@ -119,9 +117,7 @@ class KeyValueCache:
         room = min(2 * length, self._limit)
         self._entries[name] = (_with_room(k, length, room), _with_room(v, length, room))
 
-    def append(
-        self, name: str, k: torch.Tensor, v: torch.Tensor, new: NextTokens
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, name: str, k: torch.Tensor, v: torch.Tensor, new: NextTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Put in those of one new token per row, [b, groups/tp, 1, d], and return the columns that some row sees."""
         keys, values = self._entries[name]
         held = keys.shape[2]
@@ -201,9 +197,7 @@ class ForwardContext:
         return x if keep is None else masked_dropout(x, keep, p)
 
 
-def document_position_ids(
-    positions: torch.Tensor, document_starts: tuple[tuple[int, ...], ...]
-) -> torch.Tensor:
+def document_position_ids(positions: torch.Tensor, document_starts: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """Positions [s] counted from the start of each one's document: [s, b] for b samples' starts."""
     columns = []
     for starts in document_starts:

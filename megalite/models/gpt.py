@@ -12,13 +12,7 @@ from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.layer_ops import rope_frequencies, rope_tables
 from megalite.kernels.matmul import PlainProducts
 from megalite.models.block import Block, run_layers
-from megalite.models.context import (
-    AuxiliaryLosses,
-    ForwardContext,
-    KeyValueCache,
-    NextTokens,
-    document_position_ids,
-)
+from megalite.models.context import AuxiliaryLosses, ForwardContext, KeyValueCache, NextTokens, document_position_ids
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

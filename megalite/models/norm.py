@@ -83,6 +83,5 @@ class ResidualNorm(Norm):
             x = add_dropped(residual, branch, bias, keep, p)
             return self.normalize(x), x
         return self._sum_kernel(
-            *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps),
-            zero_centered=self.zero_centered,
+            *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps), zero_centered=self.zero_centered
         )

@@ -70,9 +70,7 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 @contextmanager
-def not_saving(
-    tensor: torch.Tensor, make: Callable[..., torch.Tensor], *inputs: torch.Tensor
-) -> Iterator[None]:
+def not_saving(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Iterator[None]:
     """Operations inside keep neither `tensor` nor views of it; their backward works on `make(*inputs)` instead.
 
     Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.

@@ -141,11 +141,7 @@ def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
 
 def head_shapes(model: ModelConfig) -> list[ParameterShape]:
     """Final norm and, unless it is the word embedding's own weight, the output matrix [V, h]."""
-    head = (
-        []
-        if model.tie_embeddings
-        else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
-    )
+    head = [] if model.tie_embeddings else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
     return [*_norm(model, "final_norm"), *head]
 
 
@@ -195,9 +191,7 @@ def attention_core_flops(model: ModelConfig, seq_length: int, convention: Conven
     return flops * (2 * seq_length - keys) // (2 * seq_length) if convention == "megatron" else flops
 
 
-def layer_forward_flops(
-    model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm"
-) -> int:
+def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of layer `layer_index`'s forward for one token of a sequence of `seq_length`.
 
     2 for each weight of its matrices, and the core of attention. Norms, activations and softmax are not counted.
@@ -219,7 +213,5 @@ def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention 
     shape that is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
     megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
     """
-    layers = sum(
-        layer_forward_flops(model, index, seq_length, convention) for index in range(model.num_layers)
-    )
+    layers = sum(layer_forward_flops(model, index, seq_length, convention) for index in range(model.num_layers))
     return 3 * (layers + head_forward_flops(model))

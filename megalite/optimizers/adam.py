@@ -37,9 +37,7 @@ class AdamW(Optimizer):
         ]
 
     @classmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> Optimizer:
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
             return RoundedAdamW(parameters, config.optimizer, seed=config.training.seed)
         return cls(parameters, config.optimizer, context.kernels)
@@ -186,9 +184,7 @@ def _leave_gaps(index: torch.Tensor, first: int, *, every: int, gap: int) -> Non
     index[end:] += (row + rows) * gap
 
 
-def random_bits(
-    flat: FlatParameter, start: int, stop: int, *, seed: int, step: int, out: torch.Tensor
-) -> torch.Tensor:
+def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: int, out: torch.Tensor) -> torch.Tensor:
     """32 random bits for each element of a range of a flat parameter, into `out`, int32; padding gets what was there."""
     for segment in flat.segments:
         low, high = max(segment.start, start), min(segment.stop, stop)

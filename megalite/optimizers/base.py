@@ -96,9 +96,7 @@ class Optimizer(ABC):
     from_zeros: frozenset[str] = frozenset()
     """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
 
-    def __init__(
-        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str]
-    ) -> None:
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str]) -> None:
         self.parameters, self.config = parameters, config
         self.notes: list[str] = []
         """Lines for the log, the same on every rank; the training loop takes them out after each step."""
@@ -111,9 +109,7 @@ class Optimizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> "Optimizer":
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
         """The optimizer of a run."""
 
     @abstractmethod

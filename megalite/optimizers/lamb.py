@@ -84,9 +84,7 @@ def block_size(parameter: torch.Tensor) -> int:
     return BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
 
 
-def trust_ratios(
-    weights: torch.Tensor, updates: torch.Tensor, *, lowest: float, highest: float
-) -> torch.Tensor:
+def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float, highest: float) -> torch.Tensor:
     """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0.
 
     Args:
@@ -167,16 +165,12 @@ class LAMB(Optimizer):
         self._ratios = [1.0] * len(self._sums.names)
         kernels = kernels or Kernels()
         self._kernels = {
-            flat.param: kernels.get(
-                "lamb", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel()
-            )
+            flat.param: kernels.get("lamb", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
             for flat in parameters
         }
 
     @classmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> Optimizer:
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         return cls(parameters, config.optimizer, group=context.topology.world, kernels=context.kernels)
 
     @torch.no_grad()
@@ -184,12 +178,7 @@ class LAMB(Optimizer):
         assert exchange is None, "LAMB steps by reduced gradients"
         self.updates += 1
         c = self.config
-        terms: dict[str, Any] = {
-            "beta1": c.adam_beta1,
-            "beta2": c.adam_beta2,
-            "eps": c.adam_eps,
-            "step": self.updates,
-        }
+        terms: dict[str, Any] = {"beta1": c.adam_beta1, "beta2": c.adam_beta2, "eps": c.adam_eps, "step": self.updates}
         norms: list[torch.Tensor] = []
         for block in self._blocks:
             assert block.param.grad is not None

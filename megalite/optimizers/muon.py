@@ -145,9 +145,7 @@ def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device
     return [_deal(wave, group, work) for wave in waves]
 
 
-def _spans(
-    shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int
-) -> Iterator[tuple[int, Span]]:
+def _spans(shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int) -> Iterator[tuple[int, Span]]:
     """(number of the matrix, span) for each that elements [start, stop) of the flattened slice `bounds` touch."""
     (top, bottom), (left, right) = bounds[-2:]
     size = (bottom - top) * (right - left)
@@ -195,9 +193,7 @@ def _deal(matrices: Sequence[Matrix], group: Group, work: list[int]) -> Wave:
             wave.gather.add((matrix, holders[sender]), sender=sender, receiver=owner, rank=group.rank)
             for receiver, holding in holders.items():
                 wave.give_back.add((matrix, holding), sender=owner, receiver=receiver, rank=group.rank)
-        assert elements == matrix.rows * matrix.columns, (
-            f"{matrix.key} is not complete on ranks {group.ranks}"
-        )
+        assert elements == matrix.rows * matrix.columns, f"{matrix.key} is not complete on ranks {group.ranks}"
     return wave
 
 
@@ -263,9 +259,7 @@ class Muon(Optimizer):
         self._waves = plan(matrices, group, others[0].param.device)
 
     @classmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> Optimizer:
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         matrices = [flat for flat in parameters if flat.orthogonal]
         others = [flat for flat in parameters if not flat.orthogonal]
         # Where replicas have their own weights each orthogonalises its own matrices.
@@ -338,8 +332,7 @@ class Muon(Optimizer):
             return
         sent = [read(*place) for part in traffic.sent for place in part]
         splits = [
-            [sum(holding.size for _, holding in part) for part in parts]
-            for parts in (traffic.received, traffic.sent)
+            [sum(holding.size for _, holding in part) for part in parts] for parts in (traffic.received, traffic.sent)
         ]
         received = self._empty(sum(splits[0]))
         self._group.all_to_all(received, torch.cat([self._empty(0), *sent]), *splits)

@@ -123,11 +123,7 @@ class FreezePoint:
         """
         if "frozen_updates" not in counters:
             return
-        step, updates, last = (
-            counters["freeze_step"],
-            counters["frozen_updates"],
-            counters["second_moment_norm"],
-        )
+        step, updates, last = (counters["freeze_step"], counters["frozen_updates"], counters["second_moment_norm"])
         if step is not None and self._given is not None and int(step) != self._given:
             raise ConfigError(
                 f"freeze_step is {self._given}, but the checkpoint's warm-up ended after step {step} already; give "
@@ -146,9 +142,7 @@ NOISE_SHARE = 0.01
 """Of a mean square (of a tensor's second moment, of ε): what is below is not stepped by its own size."""
 
 
-def second_moment_norm(
-    parameters: Sequence[FlatParameter], optimizer: Optimizer, correction: float
-) -> torch.Tensor:
+def second_moment_norm(parameters: Sequence[FlatParameter], optimizer: Optimizer, correction: float) -> torch.Tensor:
     """This rank's part of ‖v/correction‖₁, fp64."""
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].param.device)
     for flat in parameters:
@@ -245,9 +239,7 @@ class OneBitOptimizer(Optimizer):
         self._by_bucket = config.onebit_scale == "bucket"
 
     @classmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> Optimizer:
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         world = context.topology.world
         freeze = FreezePoint(config, world=world)
         return cls(parameters, config.optimizer, freeze, group=world, kernels=context.kernels)
@@ -343,9 +335,7 @@ class OneBitAdam(FrozenMoments):
     In bucket scale all signs of a bucket stand for one size, as in the paper.
     """
 
-    def __init__(
-        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
-    ) -> None:
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)
         self._base = AdamW(parameters, config)
 

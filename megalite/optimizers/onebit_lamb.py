@@ -41,9 +41,7 @@ class OneBitLAMB(FrozenMoments):
     from_zeros = frozenset(("exp_avg_sq_fresh",))
     """v' is made when the warm-up ends."""
 
-    def __init__(
-        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
-    ) -> None:
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)
         self._base = self._lamb = LAMB(parameters, config, group=self._group, kernels=self._kernels)
         device = parameters[0].param.device
@@ -190,6 +188,4 @@ class OneBitLAMB(FrozenMoments):
         if self.config.onebit_scale == "bucket":
             found["momentum_scale"] = self._sigma
         held = {each.name: self._sums.column(each) for flat in self.parameters for each in flat.segments}
-        return {
-            (state, name): values[column] for state, values in found.items() for name, column in held.items()
-        }
+        return {(state, name): values[column] for state, values in found.items() for name, column in held.items()}

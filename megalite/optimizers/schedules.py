@@ -68,11 +68,7 @@ class LossScaler:
             skipped = {"skipped_steps": self.skipped_steps, "skipped_samples": self.skipped_samples}
         if not self.dynamic:
             return skipped
-        return skipped | {
-            "scale": self.scale,
-            "good_steps": self._good_steps,
-            "overflows_left": self._overflows_left,
-        }
+        return skipped | {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Load a saved state; a scale that this run fixes stays fixed.

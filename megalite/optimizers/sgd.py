@@ -31,9 +31,7 @@ class SGD(Optimizer):
                 self._sgd.state[param] = states
 
     @classmethod
-    def from_config(
-        cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context
-    ) -> Optimizer:
+    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         return cls(parameters, config.optimizer)
 
     @torch.no_grad()

@@ -46,9 +46,7 @@ class ZeroOneAdam(OneBitOptimizer):
     from_zeros = frozenset(("local_update", "synced_param"))
     """Both are made when the warm-up ends."""
 
-    def __init__(
-        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any
-    ) -> None:
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, states=STATES["zero-one-adam"], **common)
         self._variance_updates = 0
         self._decay, self._rate = 1.0, 0.0

@@ -52,11 +52,7 @@ def _root_mean_square(tensor: np.ndarray) -> float:
 
 
 def worst_tensor(
-    ours: Mapping[str, np.ndarray],
-    reference: Mapping[str, np.ndarray],
-    *,
-    negligible: float,
-    by_elements: bool = True,
+    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, negligible: float, by_elements: bool = True
 ) -> tuple[float, str, float, float]:
     """(difference, name, size in the reference, in ours) of the tensor that differs most.
 
@@ -90,15 +86,11 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
         difference = relative_difference(mine, theirs)
         lines.append(Line(what=what, step=step, one_rank=theirs, layout=mine, difference=difference))
 
-    def tensors(
-        what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
-    ) -> None:
+    def tensors(what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
         difference, name, size, own_size = worst_tensor(
             mine, theirs, negligible=NEGLIGIBLE[what], by_elements=by_elements
         )
-        lines.append(
-            Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name)
-        )
+        lines.append(Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name))
 
     for index, (mine, theirs) in enumerate(zip(ours.steps, reference.steps, strict=True)):
         step = index + 1

@@ -97,9 +97,7 @@ def _optimizer(generator: random.Random) -> Drawn:
 
 def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
     ep = generator.choice([n for n in (1, 2, 3, 4) if drawn["tp"] * drawn["cp"] * drawn["dp"] % n == 0])
-    etp = generator.choice(
-        [n for n in (1, 2, 3, 4) if drawn["tp"] * drawn["cp"] * drawn["dp"] % (n * ep) == 0]
-    )
+    etp = generator.choice([n for n in (1, 2, 3, 4) if drawn["tp"] * drawn["cp"] * drawn["dp"] % (n * ep) == 0])
     experts = ep * generator.randint(1, 8 // ep)
     topk = generator.randint(1, min(experts, 3))
     pre_softmax = topk == 1 or generator.random() < 0.4
@@ -131,10 +129,7 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     over_tp = tp * cp if "sequence_parallel" in drawn or "num_experts" in drawn else 1
     unit = math.lcm(2 * cp if cp > 1 else 1, over_tp)
     s = unit * generator.randint(1, max(1, 36 // unit))
-    found |= {
-        "seq_length": s,
-        "ffn_hidden_size": math.lcm(tp, drawn.get("etp", 1)) * generator.randint(3, 12),
-    }
+    found |= {"seq_length": s, "ffn_hidden_size": math.lcm(tp, drawn.get("etp", 1)) * generator.randint(3, 12)}
     found |= {"vocab_size": generator.randint(20, 130)}
     found["make_vocab_size_divisible_by"] = tp * generator.choice((1, 2, 3))
     if generator.random() < 0.25 and s > 2:

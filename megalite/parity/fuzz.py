@@ -12,12 +12,7 @@ from megalite.parity.shrink import MAX_WORLD
 
 
 def fuzz(
-    seconds: float,
-    *,
-    seed: int,
-    steps: int,
-    tolerance: float | None,
-    failed: Callable[[str, Report], None],
+    seconds: float, *, seed: int, steps: int, tolerance: float | None, failed: Callable[[str, Report], None]
 ) -> tuple[int, int]:
     """Try drawn configs until the time is up.
 

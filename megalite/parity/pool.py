@@ -87,9 +87,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(
-        self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
         Args:
@@ -166,11 +164,7 @@ def _work(rank: int, pool_size: int, port: int, strict: bool, pipe: Connection) 
                 made.clear()
                 current = job
                 dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"job{job}", store),
-                    rank=rank,
-                    world_size=size,
-                    timeout=seconds,
+                    "gloo", store=dist.PrefixStore(f"job{job}", store), rank=rank, world_size=size, timeout=seconds
                 )
             answer = (True, fn(RankContext(rank, made), *args, **kwargs))
         except BaseException:

@@ -104,9 +104,7 @@ def _reference(config: RunConfig, steps: int) -> Trajectory:
     try:
         reference = one_rank_trajectory(config, steps)
     except NonFiniteError as error:
-        raise ConfigError(
-            f"the model does not train on one rank, so no layout can be compared: {error}"
-        ) from error
+        raise ConfigError(f"the model does not train on one rank, so no layout can be compared: {error}") from error
     if not any(step.is_finite for step in reference.steps):
         scale = config.training.initial_loss_scale
         raise ConfigError(

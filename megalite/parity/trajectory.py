@@ -132,15 +132,10 @@ def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> Rank
     scalars, gradients = [], []
     for _ in range(steps):
         result = runner.step()
-        scalars.append(
-            Scalars(loss=result.loss, grad_norm=result.grad_norm, auxiliary=dict(result.auxiliary))
-        )
+        scalars.append(Scalars(loss=result.loss, grad_norm=result.grad_norm, auxiliary=dict(result.auxiliary)))
         gradients.append(local_parts(runner.replica, "grad"))
     return RankTrajectory(
-        steps=scalars,
-        gradients=gradients,
-        weights=local_parts(runner.replica, "weight"),
-        evaluation=runner.evaluate(),
+        steps=scalars, gradients=gradients, weights=local_parts(runner.replica, "weight"), evaluation=runner.evaluate()
     )
 
 

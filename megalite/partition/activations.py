@@ -229,9 +229,7 @@ def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
 
     With sequence parallelism an input is kept as this rank's part; W gathers it again.
     """
-    elements = sum(
-        sum(_deferred_of_layer(config, index)) for index in range(plan.first_layer, plan.last_layer)
-    )
+    elements = sum(sum(_deferred_of_layer(config, index)) for index in range(plan.first_layer, plan.last_layer))
     if plan.has_head:
         p, model = config.parallel, config.model
         whole = p.tp if p.sequence_parallel else 1

@@ -127,9 +127,7 @@ def _unit(name: str) -> str:
     return "head" if first == "final_norm" else first
 
 
-def _cut(
-    config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = ""
-) -> list[PlannedBucket]:
+def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:
     p = config.parallel
     assert p.dp is not None
     dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
@@ -147,10 +145,7 @@ def _cut(
 
     found = []
     for kind, members in cut_into_buckets(
-        shapes,
-        kind=kind_of,
-        size=lambda shape: local_size(shape, config),
-        bucket_size=bucket_size(config, dense),
+        shapes, kind=kind_of, size=lambda shape: local_size(shape, config), bucket_size=bucket_size(config, dense)
     ):
         replicas = expert if kind.expert else dense
         found.append(

@@ -77,9 +77,7 @@ def _coming_in(config: RunConfig, plan: StagePlan, buckets: Sequence[PlannedBuck
     """Elements of gradients, if each bucket is on its way until others need the room."""
     names = [
         shape.name
-        for shape in stage_shapes(
-            config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head
-        )
+        for shape in stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
     ]
     names.reverse()
     if config.model.tie_embeddings and plan.has_head and plan.has_embedding:
@@ -220,9 +218,7 @@ def held_parameters(config: RunConfig, rank: int) -> list[HeldParameter]:
     element = ELEMENT_BYTES[config.training.precision]
     found = []
     for plan in stages_of_rank(config, rank):
-        shapes = stage_shapes(
-            config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head
-        )
+        shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
         for shape in shapes:
             again = plan.has_head and not plan.has_embedding and shares_embedding(stages)
             if again and shape.name == "embedding.word.weight":

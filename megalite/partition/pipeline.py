@@ -59,9 +59,7 @@ def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int
     model, seq_length = config.model, config.training.seq_length
     core = attention_core_flops(model, seq_length)
     projections = sum(
-        2 * shape.size
-        for shape in layer_shapes(model, layer_index)
-        if shape.decay and ".attention." in shape.name
+        2 * shape.size for shape in layer_shapes(model, layer_index) if shape.decay and ".attention." in shape.name
     )
     feed_forward = layer_forward_flops(model, layer_index, seq_length) - core - projections
     again = core if "core_attn" in modules else 0
@@ -170,9 +168,7 @@ def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
     """The costs of the file if one is given, else FLOPs, with those of an R where the schedule has any."""
     ahead = has_recompute_actions(config)
     if config.parallel.pipeline_costs is not None:
-        return read_costs(Path(config.parallel.pipeline_costs)).costs(
-            tuple(plan.rank for plan in stages), ahead=ahead
-        )
+        return read_costs(Path(config.parallel.pipeline_costs)).costs(tuple(plan.rank for plan in stages), ahead=ahead)
     return flop_costs(config, stages, ahead=ahead)
 
 
@@ -206,9 +202,7 @@ def _read(key: _Key) -> Schedule:
     if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:
         chunks, rest = divmod(schedule.num_stages, schedule.num_ranks)
         remedy = (
-            "a file whose stages are a multiple of its ranks"
-            if rest
-            else f"--pp {schedule.num_ranks} --vpp {chunks}"
+            "a file whose stages are a multiple of its ranks" if rest else f"--pp {schedule.num_ranks} --vpp {chunks}"
         )
         raise ConfigError(
             f"pipeline_schedule_file {path} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but pp is "
@@ -221,9 +215,7 @@ def _read(key: _Key) -> Schedule:
             f"again inside them; use --recompute-granularity none, or a file without R"
         )
     if schedule.forward_only:
-        raise ConfigError(
-            f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each"
-        )
+        raise ConfigError(f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each")
     return schedule
 
 

@@ -84,9 +84,7 @@ def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[Parameter
     """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
     by_name: dict[str, ParameterShape] = {}
     for plan in stages:
-        shapes = stage_shapes(
-            config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head
-        )
+        shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
         by_name |= {shape.name: shape for shape in shapes}
     return list(by_name.values())
 

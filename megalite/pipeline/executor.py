@@ -100,9 +100,7 @@ class StepState:
 
 def require_own_memory(output: torch.Tensor) -> None:
     """What `free_output` may be called on."""
-    assert output._base is None, (
-        "a stage's output must not be a view: its memory is freed while its graph lives on"
-    )
+    assert output._base is None, "a stage's output must not be a view: its memory is freed while its graph lives on"
 
 
 def free_output(output: torch.Tensor) -> None:
@@ -242,9 +240,7 @@ class Executor:
                 if self._expected is not None:
                     self._check_memory(self._expected[position], action, step)
             except Exception as error:
-                error.add_note(
-                    f"in {action} on pipeline rank {self._rank} of:\n{render_grid(self._schedule)}"
-                )
+                error.add_note(f"in {action} on pipeline rank {self._rank} of:\n{render_grid(self._schedule)}")
                 raise
         self._channels.drain()
         return step.losses
@@ -355,9 +351,7 @@ class Executor:
     def _check_memory(self, expected: LiveUnits, action: Action, step: StepState) -> None:
         pending = sum(deferred.pending for deferred in self._deferred.values())
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
-        assert found == expected, (
-            f"after {action} rank {self._rank} holds {found}; the program says {expected}"
-        )
+        assert found == expected, f"after {action} rank {self._rank} holds {found}; the program says {expected}"
 
     def _buffer(self) -> torch.Tensor:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)

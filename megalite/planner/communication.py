@@ -46,9 +46,7 @@ def time_basis(config: RunConfig) -> str:
     if d.grad_compression != "none" and d.compression_warmup_steps:
         return f"after {d.compression_warmup_steps} steps"
     t = config.training
-    several = (
-        t.recompute_granularity == "full" and t.recompute_method == "uniform" and t.recompute_num_layers > 1
-    )
+    several = t.recompute_granularity == "full" and t.recompute_method == "uniform" and t.recompute_num_layers > 1
     if p.dp_strategy == "fully-sharded" and several:
         return "about: layers recomputed together are gathered once more"
     return ""
@@ -87,9 +85,7 @@ def _exchanges(
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
         return _compressed(config, bucket)
     if p.dp_strategy in ("all-reduce", "fused-all-reduce"):
-        return (
-            [("all-to-all", n * wire), ("all-gather", n * wire)] if in_parts else [("all-reduce", n * wire)]
-        )
+        return [("all-to-all", n * wire), ("all-gather", n * wire)] if in_parts else [("all-reduce", n * wire)]
     if p.dp_strategy in ("distributed-optimizer", "fully-sharded"):
         sharded = d.shard_gradients or p.dp_strategy == "fully-sharded"
         pushes = num_microbatches if sharded else 1
@@ -150,9 +146,7 @@ def wire_factor(operation: str, size: int) -> float:
     return (2.0 if operation == "all-reduce" else 1.0) * (size - 1) / size
 
 
-def step_volumes(
-    config: RunConfig, pipeline_rank: int, num_microbatches: int
-) -> Mapping[tuple[str, str], int]:
+def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> Mapping[tuple[str, str], int]:
     """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out.
 
     How many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over

@@ -63,12 +63,7 @@ def take_layout(
 
 
 def _find(
-    config: RunConfig,
-    *,
-    explicit: frozenset[str],
-    fixed: frozenset[str],
-    world_size: int,
-    device: torch.device,
+    config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world_size: int, device: torch.device
 ) -> tuple[dict[str, Any], str]:
     """The layout, and what the log says of it."""
     require_startable(config)
@@ -115,9 +110,7 @@ def newest_layout(folder: Path) -> Former | None:
         try:
             manifest = Manifest.from_json(read_text(folder / candidate.name / MANIFEST_NAME))
             layout = {name: _saved(manifest.config, name) for name in LAYOUT if name != "dp"}
-            layout["dp"] = _saved(
-                {"parallel": manifest.layout}, "dp"
-            )  # as a rule derived: open in the config
+            layout["dp"] = _saved({"parallel": manifest.layout}, "dp")  # as a rule derived: open in the config
         except CheckpointError:
             continue
         world_size = math.prod(layout[axis] for axis in ("tp", "cp", "dp", "pp"))

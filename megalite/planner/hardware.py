@@ -8,16 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megalite.config.errors import ConfigError
-from megalite.config.records import (
-    AT_LEAST_ONE,
-    FRACTION,
-    OR_ZERO,
-    PRECISIONS,
-    build,
-    find_file,
-    read_yaml,
-    write_yaml,
-)
+from megalite.config.records import AT_LEAST_ONE, FRACTION, OR_ZERO, PRECISIONS, build, find_file, read_yaml, write_yaml
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 SOURCES = ("accelerator", "node", "network")
@@ -148,9 +139,7 @@ def load_cluster(name_or_path: str) -> Cluster:
             )
     for name in cluster.provenance:
         if name not in known:
-            raise ConfigError(
-                f"cluster file {path}: provenance: unknown name {name} (there are {', '.join(known)})"
-            )
+            raise ConfigError(f"cluster file {path}: provenance: unknown name {name} (there are {', '.join(known)})")
     return cluster
 
 
@@ -250,9 +239,7 @@ def load_stack(name_or_path: str) -> SoftwareStack:
             )
     for name in stack.provenance:
         if name not in _FIGURES:
-            raise ConfigError(
-                f"stack file {path}: provenance: unknown name {name} (there are {', '.join(_FIGURES)})"
-            )
+            raise ConfigError(f"stack file {path}: provenance: unknown name {name} (there are {', '.join(_FIGURES)})")
     return stack
 
 

@@ -45,9 +45,7 @@ def draw_frontier(data: dict[str, Any]) -> str:
     """Tokens a second (up) against bytes of the fullest rank (right): the frontier as a line, layouts as dots."""
     batch = data["model"]["global_batch_size"] * data["model"]["seq_length"]
     frontier = [(size / _GIB, batch / seconds) for size, seconds in data["frontier"]]
-    dots = [
-        (layout["memory"]["total_bytes"] / _GIB, layout["tokens_per_second"]) for layout in data["layouts"]
-    ]
+    dots = [(layout["memory"]["total_bytes"] / _GIB, layout["tokens_per_second"]) for layout in data["layouts"]]
     widest = max(x for x, _ in (*frontier, *dots)) * 1.05
     highest = max(y for _, y in (*frontier, *dots)) * 1.08
 
@@ -62,9 +60,7 @@ def draw_frontier(data: dict[str, Any]) -> str:
         x, y = place(*dot)
         style = "dot" if rank else "best"
         title = f"{rank + 1}: {layout['words']}, {format_bytes(layout['memory']['total_bytes'])}"
-        body.append(
-            f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(title)}</title></circle>'
-        )
+        body.append(f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(title)}</title></circle>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" role="img">'
         f"<title>Tokens a second against memory</title><style>{_CHART_STYLE}</style>{''.join(body)}</svg>"
@@ -92,9 +88,7 @@ def _axes(widest: float, highest: float, place: Any) -> list[str]:
         label = count_in_words(value) if value else "0"
         found.append(f'<text x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     middle = (left + right) / 2
-    found.append(
-        f'<text x="{middle:.1f}" y="{bottom + 36:.1f}" text-anchor="middle">GiB on the fullest rank</text>'
-    )
+    found.append(f'<text x="{middle:.1f}" y="{bottom + 36:.1f}" text-anchor="middle">GiB on the fullest rank</text>')
     found.append(f'<text x="{left + 6:.1f}" y="{top + 10:.1f}">tokens/s</text>')
     return found
 
@@ -147,11 +141,7 @@ def timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
     """The pipeline's step to scale."""
     peaks = tuple(str(peak) for peak in timeline.peak_activations)
     count = timeline.schedule.num_microbatches
-    shown = (
-        ""
-        if count == layout["microbatches"]
-        else f", the first {count} of {layout['microbatches']} microbatches"
-    )
+    shown = "" if count == layout["microbatches"] else f", the first {count} of {layout['microbatches']} microbatches"
     panel = Panel(timeline, peaks, f"bubble {layout['bubble']:.1%}{shown}")
     return draw_svg([panel], unit="s", peak="activations alive, in microbatches x stages")
 
@@ -176,8 +166,5 @@ def _parts(layout: dict[str, Any]) -> str:
 
 
 def _provenance(sources: dict[str, str]) -> str:
-    rows = [
-        f"<tr><td>{escape(name)}</td><td class='why'>{escape(text)}</td></tr>"
-        for name, text in sources.items()
-    ]
+    rows = [f"<tr><td>{escape(name)}</td><td class='why'>{escape(text)}</td></tr>" for name, text in sources.items()]
     return f"<table><tr><th>figure</th><th>source</th></tr>{''.join(rows)}</table>"

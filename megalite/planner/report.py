@@ -286,9 +286,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give a path in a folder that exists"
-        ) from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
 
 
 def launch_lines(plan: Plan, path: Path) -> list[str]:

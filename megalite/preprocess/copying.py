@@ -196,9 +196,7 @@ def _copy_tokens(
                 if ".bin" in expected:
                     seen.update(tokens.data)
                 if written.dtype != dataset.dtype:
-                    require_fit(
-                        str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}"
-                    )
+                    require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
                 stored = tokens.astype(written.dtype, copy=False)
                 if side_file is not None and written.statistics is not None:
                     _check_ids(dataset, stored, side_file.vocab_size)

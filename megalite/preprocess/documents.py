@@ -144,9 +144,7 @@ def _read_rows(piece: Piece, limits: Limits) -> PieceTexts:
         try:
             if row in nulls:
                 raise BadDocument("wrong type", "null instead of a text")
-            raw = [
-                column.data[end[row] : end[row + 1]] for column, end in zip(piece.columns, ends, strict=True)
-            ]
+            raw = [column.data[end[row] : end[row + 1]] for column, end in zip(piece.columns, ends, strict=True)]
             if any(len(text) > limits.max_document_bytes for text in raw):
                 raise _too_long(limits)
             found.add(row, [plain_text(text) for text in raw])

@@ -144,13 +144,10 @@ def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
     for name, stop, document in zip(SPLITS, stops, above, strict=True):
         if indices[document] != stop:
             nearest = [
-                bisect_left(indices, indices[_nearest(lambda i: int(indices[i]), len(indices), stop)])
-                for stop in stops
+                bisect_left(indices, indices[_nearest(lambda i: int(indices[i]), len(indices), stop)]) for stop in stops
             ]
             cut = " ".join(
-                f"--documents {part.start}:{part.stop}"
-                for part in _ranges(nearest, dataset.num_documents)
-                if part
+                f"--documents {part.start}:{part.stop}" for part in _ranges(nearest, dataset.num_documents) if part
             )
             raise ConfigError(
                 f"split {split}: {name} ends before sequence {stop}, within document {document - 1} (sequences "

@@ -58,9 +58,7 @@ class PieceTokenizer:
         """
         read = read_piece(piece, self._keys, self._limits)
         left_out: dict[int, tuple[str, str]] = {}
-        encoded = [
-            self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)
-        ]
+        encoded = [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
         good = [i for i in range(len(encoded[0])) if i not in left_out]
         bad = [(line.line, line.kind, line.reason) for line in read.bad]
         bad = sorted([*bad, *((read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
@@ -166,9 +164,7 @@ class DatasetStatistics:
         common = used[np.argsort(-counts[used], kind="stable")][:_MOST_COMMON].tolist()
         shares = counts[used] / max(int(counts.sum()), 1)
         return {
-            "most_common": [
-                {"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common
-            ],
+            "most_common": [{"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common],
             "unused": self._vocab_size - len(used),
             "max_id": int(used[-1]) if len(used) else -1,
             # Rounded, since the last bits of a sum of logarithms depend on the processor.

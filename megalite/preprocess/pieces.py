@@ -14,15 +14,7 @@ from typing import BinaryIO, Literal
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
-from megalite.preprocess.streams import (
-    Blocks,
-    Column,
-    changed,
-    cut_parquet,
-    file_blocks,
-    pipe_blocks,
-    read_ahead,
-)
+from megalite.preprocess.streams import Blocks, Column, changed, cut_parquet, file_blocks, pipe_blocks, read_ahead
 
 TextDocuments = Literal["file", "line", "paragraph"]
 Form = Literal["json", "line", "paragraph", "file", "rows"]
@@ -96,11 +88,7 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         """Bytes of (decompressed) content; for parquet, bytes of the texts."""
-        return (
-            sum(len(column.data) for column in self.columns)
-            if self.form == "rows"
-            else self.stop - self.start
-        )
+        return sum(len(column.data) for column in self.columns) if self.form == "rows" else self.stop - self.start
 
     def after(self, lines: int, before: Place | None = None) -> Place:
         """The place where it ends, if it has `lines` lines and `before` is where it began."""
@@ -119,9 +107,7 @@ def cut(
     check_keys(keys)
     plain = next((item for item in inputs if item.kind == "text"), None)
     if plain and len(keys) > 1:
-        raise ConfigError(
-            f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key"
-        )
+        raise ConfigError(f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key")
     if limits.max_document_bytes < 1 or limits.piece_bytes < 1:
         raise ConfigError(
             f"max_document_bytes {limits.max_document_bytes} and piece_bytes {limits.piece_bytes} must be at least 1; try "
@@ -144,9 +130,7 @@ def check_keys(keys: Sequence[str]) -> None:
         raise ConfigError(f"json_keys {' '.join(keys)!r} must name one or more different keys; try text")
 
 
-def _cut_input(
-    item: Input, keys: Sequence[str], limits: Limits, place: Place, stop: Event
-) -> Iterator[Piece]:
+def _cut_input(item: Input, keys: Sequence[str], limits: Limits, place: Place, stop: Event) -> Iterator[Piece]:
     forms: dict[str, Form] = {"jsonl": "json", "text": limits.text_documents, "parquet": "rows"}
     form = forms[item.kind]
     make = partial(Piece, source=place.source, path=item.path, form=form)
@@ -187,9 +171,7 @@ class _Stream:
         hashed: keep a running sha256 of the content, for a stream that no file identifies.
     """
 
-    def __init__(
-        self, path: str, blocks: Blocks, limits: Limits, make: Callable[..., Piece], *, hashed: bool
-    ) -> None:
+    def __init__(self, path: str, blocks: Blocks, limits: Limits, make: Callable[..., Piece], *, hashed: bool) -> None:
         self._path, self._blocks, self._limits, self._make = path, blocks, limits, make
         self._sha256 = hashlib.sha256() if hashed else None
         self._buffer = bytearray()
@@ -256,11 +238,7 @@ class _Stream:
             pass
         for mark, what, remedy in FOREIGN_HEADS:
             if self._buffer.startswith(mark):
-                how = (
-                    f"pipe it through {remedy}"
-                    if self._path == STDIN
-                    else f"run {remedy} on it, or rename it"
-                )
+                how = f"pipe it through {remedy}" if self._path == STDIN else f"run {remedy} on it, or rename it"
                 raise ConfigError(f"input {self._path} holds {what}, not lines of JSON; {how}")
 
     def _skip(self, place: Place) -> None:

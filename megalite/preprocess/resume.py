@@ -17,14 +17,7 @@ from megalite.data.token_files import SUFFIXES
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import PreprocessJob, require_free
 from megalite.preprocess.output import DatasetStatistics, OutputState
-from megalite.preprocess.unfinished import (
-    Journal,
-    JournalContent,
-    Mark,
-    Stamp,
-    UnfinishedFolder,
-    read_journal,
-)
+from megalite.preprocess.unfinished import Journal, JournalContent, Mark, Stamp, UnfinishedFolder, read_journal
 from megalite.tokenizers.base import Tokenizer
 
 JOB_FORMAT = 1
@@ -66,9 +59,7 @@ def input_stamp(item: Input) -> Stamp:
     return [path, status.st_size, status.st_mtime_ns]
 
 
-def complete_output(
-    folder: UnfinishedFolder, job: PreprocessJob, facts: Facts, stamps: Sequence[Stamp]
-) -> Mark | None:
+def complete_output(folder: UnfinishedFolder, job: PreprocessJob, facts: Facts, stamps: Sequence[Stamp]) -> Mark | None:
     """The last mark of an earlier run that was stopped while it gave its files their names, else None.
 
     It is finished only if the inputs are exactly those that it had, and its files are what it made. Else, if no file
@@ -102,11 +93,7 @@ def _inputs_fault(before: Sequence[Stamp], now: Sequence[Stamp]) -> str | None:
     """Why finished files may not be those of the inputs there are now, or None."""
     if list(now) != list(before):
         other = next((stamp for stamp in now if stamp not in before), None)
-        return (
-            f"input {other[0]} is not one that it read"
-            if other
-            else "it read other inputs, or in another order"
-        )
+        return f"input {other[0]} is not one that it read" if other else "it read other inputs, or in another order"
     # Content can be compared only by reading it, which `begin` does; files that have their names cannot be resumed from.
     return "it read standard input, which cannot be compared" if any(s[1] is None for s in now) else None
 
@@ -186,11 +173,7 @@ def _verify_kept(folder: Path, marks: Sequence[Mark], vocab_size: int) -> list[K
     """Read what an earlier run left, up to the last mark that the files of all keys agree with."""
     good = len(marks)
     while True:
-        outputs = (
-            zip(*(mark.outputs for mark in marks[:good]), strict=True)
-            if good
-            else [()] * len(marks[0].outputs)
-        )
+        outputs = zip(*(mark.outputs for mark in marks[:good]), strict=True) if good else [()] * len(marks[0].outputs)
         kept = [_read_kept(folder / str(number), states, vocab_size) for number, states in enumerate(outputs)]
         least = min(one.marks for one in kept)
         if least == good:
@@ -231,9 +214,7 @@ def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
         yield block
 
 
-def _require_same(
-    folder: Path, content: JournalContent, mark: Mark, facts: Facts, stamps: Sequence[Stamp]
-) -> None:
+def _require_same(folder: Path, content: JournalContent, mark: Mark, facts: Facts, stamps: Sequence[Stamp]) -> None:
     for name, value in facts.items():
         if content.job.get(name) != value:
             raise ConfigError(

@@ -91,9 +91,7 @@ def plan(job: PreprocessJob) -> Plan:
     return Plan(inputs, tokenizer)
 
 
-def preprocess(
-    job: PreprocessJob, on_progress: Callable[[Progress], None] = lambda progress: None
-) -> Progress:
+def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Run the job; `on_progress` is called after each piece of input with the running totals.
 
     Memory is bounded: some pieces of input in flight for each worker. Outputs appear under their names when all is

@@ -53,9 +53,7 @@ def unreadable(path: str, reason: object) -> ConfigError:
 
 def changed(path: str, how: str) -> ConfigError:
     """The error for an input that is no longer what it was."""
-    return ConfigError(
-        f"input {path} has changed since it was found: {how}; start again once nothing writes to it"
-    )
+    return ConfigError(f"input {path} has changed since it was found: {how}; start again once nothing writes to it")
 
 
 def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop: Event) -> Blocks:
@@ -222,10 +220,7 @@ def cut_parquet(
     try:
         # pyarrow compares the checksums of pages (where the writer left some) only on request.
         with pyarrow.parquet.ParquetFile(
-            path,
-            buffer_size=_BUFFER_BYTES,
-            pre_buffer=False,
-            page_checksum_verification=True,
+            path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as file:
             _check_columns(path, file.schema_arrow, keys)
             rows = file.metadata.num_rows
@@ -256,9 +251,7 @@ def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> 
             kind = kind.value_type
         is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
         if not any(test(kind) for test in is_text):
-            raise ConfigError(
-                f"input {path}: column {key!r} is of type {kind}, expected string; there are {shown}"
-            )
+            raise ConfigError(f"input {path}: column {key!r} is of type {kind}, expected string; there are {shown}")
 
 
 def _pieces(
@@ -309,9 +302,7 @@ def _column(arrays: Sequence["pyarrow.Array"]) -> Column:
     """The bytes of one key's texts, without the parts of the batches that are not in it."""
     import pyarrow
 
-    decoded = [
-        array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array for array in arrays
-    ]
+    decoded = [array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array for array in arrays]
     array = pyarrow.concat_arrays(decoded)
     nulls = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
     offsets, data = _texts(array)

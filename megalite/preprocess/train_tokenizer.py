@@ -187,9 +187,7 @@ def train_sentencepiece(
     return _write(path, model.getvalue())
 
 
-def train_byte_level(
-    texts: Iterable[str], *, output_prefix: str | Path, vocab_size: int, words: str = "gpt2"
-) -> Path:
+def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_size: int, words: str = "gpt2") -> Path:
     """Train byte-level BPE (GPT-2's) on `texts` and write `<output_prefix>.json`, a tokenizer.json; returns its path.
 
     Every text comes back as it was, except <|endoftext|>: the 256 bytes are tokens, and nothing is normalised.
@@ -271,9 +269,7 @@ def _reason(error: str) -> str:
     if least:
         return f"256 bytes, 3 control pieces and every common character are {least[1]}; try --vocab-size {least[1]} or more"
     # "INTERNAL: file.cc(638) [condition] " comes before what is meant for people.
-    return (
-        re.sub(r"^.*\.cc\(\d+\) \[.*\]\s*", "", error, flags=re.DOTALL)[:200] + "; try another --vocab-size"
-    )
+    return re.sub(r"^.*\.cc\(\d+\) \[.*\]\s*", "", error, flags=re.DOTALL)[:200] + "; try another --vocab-size"
 
 
 def _check_size(vocab_size: int, least: int, what: str) -> None:

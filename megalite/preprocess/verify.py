@@ -34,9 +34,7 @@ def find_prefixes(entries: Sequence[str]) -> list[str]:
         for prefix in prefixes:
             name = prefix + suffix
             # Two names of one dataset lead to the same files.
-            names = seen.setdefault(
-                (os.path.realpath(f"{prefix}.bin"), os.path.realpath(f"{prefix}.idx")), {}
-            )
+            names = seen.setdefault((os.path.realpath(f"{prefix}.bin"), os.path.realpath(f"{prefix}.idx")), {})
             if names and (not suffix or "" in names or suffix in names):
                 other = names.get(suffix) or next(iter(names.values()))
                 what = f"{name} is given twice" if name == other else f"{other} and {name} are one dataset"
@@ -59,9 +57,7 @@ def _of_entry(entry: str) -> tuple[list[str], str]:
                 return [prefix], suffix
     folder = Path(entry)
     if not folder.is_dir():
-        raise ConfigError(
-            f"{entry}: neither {entry}.idx nor a folder of datasets exists; give a path without .bin"
-        )
+        raise ConfigError(f"{entry}: neither {entry}.idx nor a folder of datasets exists; give a path without .bin")
     try:
         names = {path.name for path in folder.iterdir()}
     except OSError as error:
@@ -92,9 +88,7 @@ def parse_documents(text: str, dataset: IndexedDataset) -> range:
         how = "ends before it starts" if stop < start else "is empty"
         raise ConfigError(f"documents {text!r}: the range {how} (the end is not part of it); {example}")
     if not 0 <= start < stop <= count:
-        raise ConfigError(
-            f"documents {text!r}: {dataset.prefix} has the documents 0 to {count - 1}; {example}"
-        )
+        raise ConfigError(f"documents {text!r}: {dataset.prefix} has the documents 0 to {count - 1}; {example}")
     return range(start, stop)
 
 
@@ -211,9 +205,7 @@ def verify(
             if side is None:
                 raise
             # No writer of side files writes such a dataset.
-            text += (
-                f"; {side_file_path(prefix)} is of one with {side['dtype']} tokens: bytes have changed since"
-            )
+            text += f"; {side_file_path(prefix)} is of one with {side['dtype']} tokens: bytes have changed since"
         return Verified(prefix, Fault(damage.path, damage.offset, text), bad_side_file=bad_side_file)
     facts = side or {}
     tokenizer = facts.get("tokenizer")

@@ -144,9 +144,7 @@ class _Worker:
     def __init__(self, build: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, build, argument), daemon=True
-        )
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, build, argument), daemon=True)
         # Ctrl-C reaches every process of the terminal, and a batch system may signal all: the parent decides.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:

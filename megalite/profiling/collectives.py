@@ -244,18 +244,12 @@ def measure_collectives(
                 run, whole = _collective(operation, group, size, timer.device)
                 timing = timer.over_ranks(timer.amid(run, seconds=each))
                 yield CollectiveTime(
-                    operation=operation,
-                    place=channels.place,
-                    ranks=group.size,
-                    message_bytes=whole,
-                    timing=timing,
+                    operation=operation, place=channels.place, ranks=group.size, message_bytes=whole, timing=timing
                 )
         yield _messages(timer, channels, size, each)
 
 
-def _collective(
-    operation: str, group: Group, size: int, device: torch.device
-) -> tuple[Callable[[], object], int]:
+def _collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
     """The call, and the bytes of its whole tensor: `size` rounded up to equal parts."""
     part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
     whole = torch.zeros(part.numel() * group.size, device=device)
@@ -349,10 +343,7 @@ def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTi
     compute = products(_TURN_PRODUCTS, timer.device)
     in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
     # The machine's speed drifts: both are looked at in turns.
-    looks = [
-        [timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)]
-        for _ in range(_LOOKS)
-    ]
+    looks = [[timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)] for _ in range(_LOOKS)]
     idle = channels.edges is None
     times = (timer.over_ranks(_median(timings), idle=idle) for timings in zip(*looks, strict=True))
     return TurnTime(at_once=next(times), in_turn=next(times))

@@ -15,14 +15,7 @@ from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import gemm_seconds
 from megalite.planner.cost.stage import layer_parts
 from megalite.planner.cost.workload import workload_of
-from megalite.planner.hardware import (
-    Accelerator,
-    Cluster,
-    Network,
-    SoftwareStack,
-    cluster_names,
-    load_cluster,
-)
+from megalite.planner.hardware import Accelerator, Cluster, Network, SoftwareStack, cluster_names, load_cluster
 from megalite.profiling.collectives import CollectiveTime, Machine
 from megalite.profiling.operations import AttentionTime, GemmTime, MemoryTime
 from megalite.profiling.passes import TINY_MODEL, TINY_TOKENS, Overheads
@@ -70,12 +63,7 @@ def _same_accelerator(machine: Machine, base: Cluster) -> bool:
     model = base.accelerator.name.split("-")[0]
     words = machine.device_name.replace("-", " ").split()
     close = abs(machine.memory_bytes / base.accelerator.memory_bytes - 1) < 0.1
-    return (
-        machine.device_type == "cuda"
-        and model in words
-        and close
-        and "PCI" not in machine.device_name.upper()
-    )
+    return machine.device_type == "cuda" and model in words and close and "PCI" not in machine.device_name.upper()
 
 
 def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
@@ -119,9 +107,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         rate, nics = max(steps.rate, messages.rate), base.network.nics if nominal else 1
         share = nics * base.network.nic_bandwidth / node.accelerators if nominal else rate
         network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=steps.latency)
-        shares = dataclasses.replace(
-            shares, network=min(1.0, steps.rate / share), p2p=min(1.0, messages.rate / share)
-        )
+        shares = dataclasses.replace(shares, network=min(1.0, steps.rate / share), p2p=min(1.0, messages.rate / share))
         provenance["network"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
         provenance["efficiency.network"] = provenance["efficiency.p2p"] = f"across nodes, {source}"
     cluster = Cluster(
@@ -167,8 +153,7 @@ def _fit_accelerator(
     """(accelerator, efficiency of products, of memory, errors)."""
     machine = measured.machine
     reached = {
-        name: max(time.flops_per_second for time in measured.gemms if time.dtype == name)
-        for name in measured.dtypes
+        name: max(time.flops_per_second for time in measured.gemms if time.dtype == name) for name in measured.dtypes
     }
     start = measured.overheads.operation.seconds
     highest, rate, memory_error = fit_memory(measured.memory, start)
@@ -191,9 +176,7 @@ def _fit_accelerator(
     errors = {f"gemm {first}": error, "memory": memory_error}
     peaks = dict(accelerator.peak_flops)
     for name in others:
-        share, _, errors[f"gemm {name}"] = fit_gemm(
-            [time for time in measured.gemms if time.dtype == name], trial
-        )
+        share, _, errors[f"gemm {name}"] = fit_gemm([time for time in measured.gemms if time.dtype == name], trial)
         if not nominal:
             peaks[name] *= share / gemm  # so that the one efficiency gives the rate of each type
     return dataclasses.replace(accelerator, kernel_seconds=kernel, peak_flops=peaks), gemm, memory, errors
@@ -230,9 +213,7 @@ def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float,
     kernels = np.concatenate([[0.0], np.geomspace(1e-7, 1e-4, 31)])
     best = (np.inf, 0.0, 0.0)
     for share in np.geomspace(0.01, 1.0, 400):
-        trial = dataclasses.replace(
-            cluster, efficiency=dataclasses.replace(cluster.efficiency, gemm=float(share))
-        )
+        trial = dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, gemm=float(share)))
         work = gemm_seconds(m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=trial)
         errors = np.abs((work + added + kernels[:, None]) / seconds - 1).mean(axis=1)
         index = int(errors.argmin())

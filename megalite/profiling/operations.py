@@ -140,8 +140,7 @@ def _products(
     main_grad = torch.zeros(shape.outputs, shape.inputs, dtype=main, device=device)
     kernels = Kernels()
     matmul, weight_grad = (
-        kernels.get(operation, device=device, dtype=dtype, size=shape.inputs)
-        for operation in ("matmul", "weight_grad")
+        kernels.get(operation, device=device, dtype=dtype, size=shape.inputs) for operation in ("matmul", "weight_grad")
     )
     yield "forward", lambda: matmul(x, weight.t())
     yield "input-gradient", lambda: matmul(grad, weight)

@@ -102,10 +102,7 @@ def measure_passes(
     shapes = [shape for shape in SHAPES if shape.flops <= most_flops] or list(SHAPES[:3])
     each = seconds / (2 * len(shapes))
     for shape in shapes:
-        for backward, run in (
-            (False, _forward(shape, dtype, timer.device)),
-            (True, _both(shape, dtype, timer.device)),
-        ):
+        for backward, run in ((False, _forward(shape, dtype, timer.device)), (True, _both(shape, dtype, timer.device))):
             timing = timer.over_ranks(timer.each(run, seconds=each))
             yield PassTime(shape=shape, backward=backward, dtype=name, timing=timing)
 
@@ -209,12 +206,7 @@ def _parts(time: PassTime, cluster: Cluster, stack: SoftwareStack) -> Parts:
 
 
 def with_passes(
-    times: Sequence[PassTime],
-    cluster: Cluster,
-    stack: SoftwareStack,
-    *,
-    source: str,
-    least_operation: float = 0.0,
+    times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack, *, source: str, least_operation: float = 0.0
 ) -> tuple[SoftwareStack, float]:
     """The stack with the constants of `fit_passes`, and its error.
 
@@ -297,9 +289,7 @@ def _line(few: float, many: float) -> tuple[float, float]:
     return max(0.0, few - FEW * layer), layer
 
 
-def _stage_passes(
-    layers: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Callable[[], object]]]:
+def _stage_passes(layers: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward alone, and forward with backward, of a middle stage; weight gradients go to fp32 buffers, as in training."""
     factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=dtype, device=device)
     stage = GPTStage(

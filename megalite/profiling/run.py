@@ -37,14 +37,7 @@ from megalite.topology.topology import ProcessGroups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_WEIGHTS = {
-    "gemm": 0.2,
-    "attention": 0.1,
-    "memory": 0.1,
-    "overheads": 0.05,
-    "passes": 0.25,
-    "collectives": 0.3,
-}
+_WEIGHTS = {"gemm": 0.2, "attention": 0.1, "memory": 0.1, "overheads": 0.05, "passes": 0.25, "collectives": 0.3}
 """Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
 
 _TURNS = 0.15
@@ -155,9 +148,7 @@ def measure(
         progress("passes of small stages")
         name = dtypes[0]
         most = first_rate(timer, DTYPES[name]) * share["passes"] / (2 * len(SHAPES) * _SAMPLES)
-        passes += measure_passes(
-            timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"]
-        )
+        passes += measure_passes(timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"])
     collectives: list[CollectiveTime] = []
     turns: TurnTime | None = None
     if machine.ranks > 1:
@@ -182,12 +173,7 @@ def measure(
 
 
 def _collectives(
-    places: Sequence[Channels],
-    timer: Timer,
-    seconds: float,
-    *,
-    most_bytes: float,
-    progress: Callable[[str], None],
+    places: Sequence[Channels], timer: Timer, seconds: float, *, most_bytes: float, progress: Callable[[str], None]
 ) -> list[CollectiveTime]:
     found: list[CollectiveTime] = []
     for channels in places:

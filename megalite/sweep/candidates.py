@@ -152,10 +152,7 @@ def expand(spec: SweepSpec) -> Expansion:
         )
     base = merge(copy.deepcopy(levels)).config
     return Expansion(
-        candidates=tuple(candidates),
-        base=fix(base, spec.steps)[0],
-        left_out=left_out,
-        ignored=tuple(ignored(base)),
+        candidates=tuple(candidates), base=fix(base, spec.steps)[0], left_out=left_out, ignored=tuple(ignored(base))
     )
 
 
@@ -188,9 +185,7 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for _, values in spec.grid:
         size *= len(values)
     if size > MOST:
-        raise ConfigError(
-            f"sweep {spec.path}: the grid has {size} configurations, more than {MOST}; shorten an axis"
-        )
+        raise ConfigError(f"sweep {spec.path}: the grid has {size} configurations, more than {MOST}; shorten an axis")
     for chosen in itertools.product(*(values for _, values in spec.grid)):
         point: dict[str, Any] = {}
         for part in chosen:
@@ -257,9 +252,7 @@ class Run:
         return t.global_batch_size * t.seq_length
 
 
-def check_all(
-    expansion: Expansion, *, memory_limit: float | None, machine: Machine | None
-) -> tuple[Run, ...]:
+def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Machine | None) -> tuple[Run, ...]:
     """Each candidate as a run, in the same order; of those that are the same configuration the first.
 
     Args:

@@ -42,8 +42,7 @@ Observer = Callable[[Sequence[Progress], Result | None], None]
 def launchable(runs: Sequence[Run], launcher: Launcher) -> tuple[Run, ...]:
     """The runs, with those refused that the launcher cannot start."""
     return tuple(
-        run if run.refused is not None else dataclasses.replace(run, refused=launcher.fault(run))
-        for run in runs
+        run if run.refused is not None else dataclasses.replace(run, refused=launcher.fault(run)) for run in runs
     )
 
 
@@ -125,7 +124,4 @@ def _look(active: _Active, *, warm_up: int, timeout: float) -> Result | None:
 
 
 def _progress(active: Sequence[_Active]) -> list[Progress]:
-    return [
-        Progress(run=each.run, steps=steps_made(each.folder), seconds=each.launched.seconds())
-        for each in active
-    ]
+    return [Progress(run=each.run, steps=steps_made(each.folder), seconds=each.launched.seconds()) for each in active]

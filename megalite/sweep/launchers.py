@@ -148,13 +148,7 @@ _ANSWER_SECONDS = 60.0
 
 
 def job_script(
-    run: Run,
-    folder: Path,
-    *,
-    spec: SbatchSpec,
-    timeout: float,
-    environment: Mapping[str, str],
-    program: Path | None,
+    run: Run, folder: Path, *, spec: SbatchSpec, timeout: float, environment: Mapping[str, str], program: Path | None
 ) -> str:
     """The script of a run's job: torchrun on every node, and its exit status in a file."""
     nodes = -(-run.ranks // spec.gpus_per_node)
@@ -204,9 +198,7 @@ class SbatchLauncher:
         program: script that trains, in place of `megalite train`.
     """
 
-    def __init__(
-        self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None
-    ) -> None:
+    def __init__(self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         self.at_once = spec.at_once
         self._spec = spec
         self._environment = dict(environment)
@@ -233,12 +225,7 @@ class SbatchLauncher:
         script = folder / SCRIPT
         script.write_text(
             job_script(
-                run,
-                folder,
-                spec=self._spec,
-                timeout=timeout,
-                environment=self._environment,
-                program=self._program,
+                run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
             )
         )
         answer = _ask("sbatch", "--parsable", str(script))

@@ -71,12 +71,7 @@ def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
             continue
         if result.status == OK and result.step_seconds:
             pairs.append(
-                Pair(
-                    run=run,
-                    result=result,
-                    predicted_seconds=predicted,
-                    measured_seconds=result.step_seconds,
-                )
+                Pair(run=run, result=result, predicted_seconds=predicted, measured_seconds=result.step_seconds)
             )
         else:
             failed.append((run.tokens_per_step / predicted, run))
@@ -87,9 +82,7 @@ def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
         pick=pick,
         best=best,
         regret=best.measured_speed / pick.measured_speed - 1.0 if best and pick else None,
-        correlation=spearman(
-            [pair.predicted_speed for pair in pairs], [pair.measured_speed for pair in pairs]
-        ),
+        correlation=spearman([pair.predicted_speed for pair in pairs], [pair.measured_speed for pair in pairs]),
         mean_error=statistics.fmean(abs(pair.error) for pair in pairs) if pairs else None,
         missed=tuple(run for speed, run in failed if pick is None or speed > pick.predicted_speed),
     )
@@ -146,12 +139,8 @@ def scatter(dots: Sequence[Dot], *, x_label: str, y_label: str, diagonal: bool =
     for tick in range(_TICKS + 1):
         x, bottom = place(top_x * tick / _TICKS, 0.0)
         left, y = place(0.0, top_y * tick / _TICKS)
-        parts.append(
-            f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom:.1f}M{left} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-        )
-        parts.append(
-            f'<text x="{x:.1f}" y="{bottom + 16:.1f}" class="middle">{top_x * tick / _TICKS:.3g}</text>'
-        )
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom:.1f}M{left} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" class="middle">{top_x * tick / _TICKS:.3g}</text>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{top_y * tick / _TICKS:.3g}</text>')
     if diagonal:
         (x0, y0), (x1, y1) = place(0.0, 0.0), place(top_x, top_y)
@@ -195,9 +184,7 @@ def refuse_taken(path: Path) -> None:
         raise ConfigError(f"--calibrate: there is no folder {path.parent}; give a file in one that exists")
 
 
-def calibrate(
-    runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str
-) -> str:
+def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str) -> str:
     """Fit, and write the cluster to `path` and the stack to `stack_file(path)`; returns what it did, for people.
 
     Args:
@@ -302,9 +289,7 @@ def _kind(key: str, judgement: Judgement, fastest: str | None) -> str:
     return "pick" if judgement.pick is not None and key == judgement.pick.run.key else "ran"
 
 
-def _pictures(
-    runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgement, fastest: str | None
-) -> str:
+def _pictures(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgement, fastest: str | None) -> str:
     measured = [
         (run, result)
         for run in runs
@@ -345,9 +330,7 @@ _COLUMNS = (
 )
 
 
-def _table(
-    runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgement, fastest: str | None
-) -> str:
+def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgement, fastest: str | None) -> str:
     apart = list(runs[0].settings) if runs else []
     errors = {pair.run.key: pair.error for pair in judgement.pairs}
     head = "".join(f"<th>{escape(name)}</th>" for name in apart)

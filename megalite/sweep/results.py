@@ -237,9 +237,7 @@ _MOST_CHARACTERS = 500
 """Of an error, in a table."""
 
 
-def outcome(
-    run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int
-) -> Result:
+def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int) -> Result:
     """The result of a run that has ended.
 
     Args:
@@ -267,9 +265,7 @@ def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
     """Steps, their seconds, peak memory and last loss of a metrics.jsonl, without the first `warm_up` steps."""
     records = [record for line in _lines(path) if (record := parse_record(line + "\n")) is not None]
     train = [record for record in records if record["kind"] == "train"]
-    times = [
-        value / 1e3 for record in train[warm_up:] if (value := _number(record, "ms_per_step")) is not None
-    ]
+    times = [value / 1e3 for record in train[warm_up:] if (value := _number(record, "ms_per_step")) is not None]
     peaks = [int(value) for record in train if (value := _number(record, "memory_bytes")) is not None]
     return {
         "steps": len(times),
@@ -307,10 +303,7 @@ def _failure(log: list[str], status: int) -> dict[str, Any]:
     if any(_TIME_LIMIT.search(line) for line in log):
         return {"status": TIMEOUT, "error": "ended by the time limit of its job"}
     if any(_KILLED.search(line) for line in log):
-        return {
-            "status": OOM,
-            "error": "a rank was ended by SIGKILL, as the system does when memory runs out",
-        }
+        return {"status": OOM, "error": "a rank was ended by SIGKILL, as the system does when memory runs out"}
     ours = next((match[0] for line in log if (match := _OURS.search(line))), None)
     if ours is not None:
         refused = status == BAD_INPUT or any(_REFUSED.search(line) for line in log)
@@ -318,10 +311,7 @@ def _failure(log: list[str], status: int) -> dict[str, Any]:
     raised = [match[1] for line in log if (match := _RAISED.match(line))]
     # The launcher's own exception says no more than that a rank failed.
     first = next((line for line in raised if "ChildFailedError" not in line), None)
-    return {
-        "status": FAILED,
-        "error": _short(first or f"exit status {status}; {LOG} of the run has no error line"),
-    }
+    return {"status": FAILED, "error": _short(first or f"exit status {status}; {LOG} of the run has no error line")}
 
 
 def _short(line: str) -> str:

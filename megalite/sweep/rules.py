@@ -42,9 +42,7 @@ def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: st
     found = {}
     for key, value in tree.items():
         if key not in readers:
-            raise ConfigError(
-                f"{source}: unknown key {key}{nearest(str(key), readers)} (one of {', '.join(readers)})"
-            )
+            raise ConfigError(f"{source}: unknown key {key}{nearest(str(key), readers)} (one of {', '.join(readers)})")
         found[key] = readers[key](value, f"{source}: {key}")
     return found
 
@@ -170,9 +168,7 @@ class Condition:
         try:
             return bool(_value(self.formula, of))
         except (TypeError, ZeroDivisionError) as error:
-            raise ConfigError(
-                f"{self.where}: {ast.unparse(self.formula)} cannot be worked out: {error}"
-            ) from None
+            raise ConfigError(f"{self.where}: {ast.unparse(self.formula)} cannot be worked out: {error}") from None
 
 
 def read_condition(given: Any, where: str) -> Condition:

@@ -111,18 +111,14 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
             points.append(point)
         for setting in sorted({setting for point in points for setting in point}):
             if setting in taken:
-                raise ConfigError(
-                    f"{where}: {taken[setting]} and {name} both give {setting}; keep one of them"
-                )
+                raise ConfigError(f"{where}: {taken[setting]} and {name} both give {setting}; keep one of them")
             taken[setting] = name
         axes.append((name, tuple(points)))
     return tuple(axes)
 
 
 def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        _settings(each, f"{where}, entry {number}") for number, each in enumerate(entries(value, where), 1)
-    )
+    return tuple(_settings(each, f"{where}, entry {number}") for number, each in enumerate(entries(value, where), 1))
 
 
 def _conditions(value: Any, where: str) -> tuple[Condition, ...]:
@@ -166,13 +162,7 @@ def _environment(value: Any, where: str) -> dict[str, str]:
 
 
 _SBATCH: Mapping[str, Reader] = MappingProxyType(
-    {
-        "gpus_per_node": whole,
-        "at_once": whole,
-        "poll_seconds": seconds,
-        "options": _options,
-        "setup": texts,
-    }
+    {"gpus_per_node": whole, "at_once": whole, "poll_seconds": seconds, "options": _options, "setup": texts}
 )
 
 
@@ -237,7 +227,5 @@ def read_spec(path: Path) -> SweepSpec:
             f"steps: {spec.warm_up_steps + 5}"
         )
     if spec.program is not None and not spec.program.is_file():
-        raise ConfigError(
-            f"sweep {path}: program {spec.program} does not exist; leave it out to use megalite train"
-        )
+        raise ConfigError(f"sweep {path}: program {spec.program} does not exist; leave it out to use megalite train")
     return spec

@@ -30,9 +30,7 @@ class DeferredGradient(Protocol):
         """Add the gradient to the weight's `main_grad` and report it; without one return it, like the weight in shape."""
 
 
-def compute_or_defer(
-    gradient: DeferredGradient, deferred: "DeferredWeightGradients | None"
-) -> torch.Tensor | None:
+def compute_or_defer(gradient: DeferredGradient, deferred: "DeferredWeightGradients | None") -> torch.Tensor | None:
     """What a backward returns for its weight: the gradient, or None where it is deferred or in `main_grad`."""
     if deferred is not None and deferred.is_deferring:
         deferred.append(gradient)
@@ -64,12 +62,8 @@ class DeferredWeightGradients:
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
         """A backward inside gives input gradients alone (and what needs no matrix product: norms, biases, tables)."""
-        assert self._current is None, (
-            f"another backward is deferred while that of microbatch {microbatch} starts"
-        )
-        assert microbatch not in self._waiting, (
-            f"microbatch {microbatch} is deferred already and has not been run"
-        )
+        assert self._current is None, f"another backward is deferred while that of microbatch {microbatch} starts"
+        assert microbatch not in self._waiting, f"microbatch {microbatch} is deferred already and has not been run"
         self._current = self._waiting[microbatch] = deque()
         try:
             yield

@@ -126,9 +126,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.matmul: Matmul = factory.kernel("matmul", shape[-1])
         self.products = PlainProducts(self.matmul)
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
-        self.bias = (
-            factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
-        )
+        self.bias = factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
     def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
         """`add_bias` False leaves the bias to the caller. Collectives: see `linear`, `gathered_linear`."""
@@ -136,12 +134,7 @@ class ColumnParallelLinear(torch.nn.Module):
         if self.overlap and self.sequence_parallel:
             return gathered_linear(x, self.weight, bias, tp=self.tp, matmul=self.matmul)
         return linear(
-            x,
-            self.weight,
-            bias,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            products=self.products,
+            x, self.weight, bias, tp=self.tp, sequence_parallel=self.sequence_parallel, products=self.products
         )
 
 
@@ -159,20 +152,14 @@ class RowParallelLinear(torch.nn.Module):
     products: Products
     overlap = False
 
-    def __init__(
-        self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()
         self.tp = factory.tp
         self.sequence_parallel = factory.sequence_parallel
         self.matmul: Matmul = factory.kernel("matmul", shape[-1] // factory.tp.size)
         self.products = PlainProducts(self.matmul)
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=1, std=std)
-        self.bias = (
-            factory.parameter(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True)
-            if bias
-            else None
-        )
+        self.bias = factory.parameter(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
 
     @property
     def late_bias(self) -> ShardedParameter | None:

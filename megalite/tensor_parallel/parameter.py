@@ -145,8 +145,7 @@ class ParameterFactory:
             spec=spec,
             shard_dim=shard_dim,
             decay=decay,
-            partial_over_tp=(in_sequence_region and self.sequence_parallel)
-            or (always_partial and self.tp.size > 1),
+            partial_over_tp=(in_sequence_region and self.sequence_parallel) or (always_partial and self.tp.size > 1),
             expert=expert,
             tied=tied,
             uses=uses,
@@ -159,14 +158,7 @@ class ParameterFactory:
         return parameter
 
     def _initial(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        shard_dim: int | None,
-        std: float | None,
-        value: float,
-        expert: bool,
+        self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, std: float | None, value: float, expert: bool
     ) -> tuple[torch.Tensor, ShardSpec]:
         """The local slice with its first values."""
         spec = ShardSpec.whole(name, shape)

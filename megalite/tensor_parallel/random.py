@@ -51,9 +51,7 @@ def fill_expert_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: 
         _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", expert))
 
 
-def _fill_blocks(
-    tensor: torch.Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]
-) -> None:
+def _fill_blocks(tensor: torch.Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]) -> None:
     (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
     shape = list(spec.global_shape)
     for block in range(start // BLOCK, -(-stop // BLOCK)):
@@ -73,9 +71,7 @@ class DropoutStream:
     seed: int
     sample_ids: tuple[int, ...]
 
-    def keep(
-        self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device
-    ) -> torch.Tensor:
+    def keep(self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device) -> torch.Tensor:
         """The boolean keep-mask of one sample (by its place in the microbatch) at one site, full shape."""
         generator = torch.Generator(device)
         generator.manual_seed(_key(self.seed, site, self.sample_ids[sample], size=8) >> 1)

@@ -70,12 +70,7 @@ def sum_of_parts(make: Callable[[int], torch.Tensor], tp: Group) -> tuple[torch.
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: ShardedParameter,
-        bias: ShardedParameter | None,
-        tp: Group,
-        matmul: Matmul,
+        ctx: Any, x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, tp: Group, matmul: Matmul
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias, ctx.tp, ctx.matmul = weight, bias is not None, tp, matmul
@@ -103,9 +98,7 @@ class _Gathered(torch.autograd.Function):
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: ShardedParameter, tp: Group, matmul: Matmul
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, tp: Group, matmul: Matmul) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp, ctx.matmul = weight, tp, matmul
         parts = x.unflatten(0, (tp.size, -1))

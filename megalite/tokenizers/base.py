@@ -94,9 +94,7 @@ class NullTokenizer(Tokenizer):
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < self.vocab_size):
-                raise ConfigError(
-                    f"NullTokenizer: {word[:40]!r} is not a number from 0 to {self.vocab_size - 1}"
-                )
+                raise ConfigError(f"NullTokenizer: {word[:40]!r} is not a number from 0 to {self.vocab_size - 1}")
         return list(map(int, words))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -15,11 +15,7 @@ _GPT2 = "GPT2BPETokenizer"
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")
 """Kinds that tokenizer_type alone makes."""
 _DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
-_EXAMPLES = {
-    SENTENCEPIECE: "tokenizer.model",
-    HUGGING_FACE: "tokenizer.json",
-    TIKTOKEN: "cl100k_base.tiktoken",
-}
+_EXAMPLES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json", TIKTOKEN: "cl100k_base.tiktoken"}
 _MARK = b"\xef\xbb\xbf"
 _OBJECT = re.compile(rb'\s*\{\s*["}]')
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
@@ -79,9 +75,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
             f"tokenizer_type {kind} is unknown; use one of {', '.join((*_EXAMPLES, _GPT2, *WITHOUT_FILES))}"
         )
     if model is None:
-        raise ConfigError(
-            f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {_EXAMPLES[kind]}"
-        )
+        raise ConfigError(f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {_EXAMPLES[kind]}")
     detected = detect_kind(read_tokenizer_file(model), model)
     if detected != kind and detected in _DESCRIPTIONS:
         raise ConfigError(
@@ -153,9 +147,7 @@ def detect_kind(content: bytes, path: str | Path) -> str:
         half = "vocab"
     if half is not None:
         name, other = ("merges.txt", "vocab") if half == "merge" else ("vocab.json", "merge")
-        raise ConfigError(
-            f"{path} is the {name} of a GPT-2 BPE; give --{half}-file {path} and --{other}-file"
-        )
+        raise ConfigError(f"{path} is the {name} of a GPT-2 BPE; give --{half}-file {path} and --{other}-file")
     return TIKTOKEN if is_tiktoken(content) else SENTENCEPIECE
 
 

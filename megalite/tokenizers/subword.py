@@ -38,9 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ConfigError(f"{model_file} is not a SentencePiece model: {error}") from None
         self.vocab_size = self._processor.get_piece_size() if loaded else 0
         if not self.vocab_size:
-            raise ConfigError(
-                f"{model_file} is not a SentencePiece model ({len(content)} bytes); give a .model file"
-            )
+            raise ConfigError(f"{model_file} is not a SentencePiece model ({len(content)} bytes); give a .model file")
         self._fingerprint = digest(content)
         self.eod = self._processor.eos_id()
         if self.eod < 0:
@@ -105,9 +103,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         except BaseException as error:  # a plain Exception or a panic for everything wrong in the JSON
             if isinstance(error, ConfigError) or not is_failure(error):
                 raise
-            raise ConfigError(
-                f"{tokenizer_file} is not a Hugging Face tokenizer.json: {str(error)[:300]}"
-            ) from None
+            raise ConfigError(f"{tokenizer_file} is not a Hugging Face tokenizer.json: {str(error)[:300]}") from None
         # A file may store truncation and padding: settings of an inference server, not of a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -129,9 +125,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
 
     def beginning(self) -> list[int]:
         """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
-        plain, marked = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
-        )
+        plain, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         count = next((at for at in range(len(marked)) if plain and marked[at : at + len(plain)] == plain), 0)
         return list(marked[:count])
 
@@ -215,9 +209,7 @@ def _parse_merges(
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: {error}; give the merges.txt of a GPT-2 tokenizer"
-        ) from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error}; give the merges.txt of a GPT-2 tokenizer") from None
     merges: dict[tuple[str, str], None] = {}
     for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
@@ -225,9 +217,7 @@ def _parse_merges(
             continue
         pair = line.split(" ")
         if len(pair) != 2 or not all(pair):
-            raise ConfigError(
-                f"{path}:{number}: expected two symbols separated by a space, got {line[:60]!r}"
-            )
+            raise ConfigError(f"{path}:{number}: expected two symbols separated by a space, got {line[:60]!r}")
         unknown = [token for token in (*pair, "".join(pair)) if token not in vocabulary]
         if unknown:
             raise ConfigError(

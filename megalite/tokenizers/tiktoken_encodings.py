@@ -19,7 +19,9 @@ _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]
 _MARKED = r"[^\r\n\p{L}\p{N}]?"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-O200K_PATTERN = rf"{_MARKED}{_UPPER}*{_LOWER}+{_CONTRACTION}|{_MARKED}{_UPPER}+{_LOWER}*{_CONTRACTION}|\p{{N}}{{1,3}}|{_O200K_REST}"
+O200K_PATTERN = (
+    rf"{_MARKED}{_UPPER}*{_LOWER}+{_CONTRACTION}|{_MARKED}{_UPPER}+{_LOWER}*{_CONTRACTION}|\p{{N}}{{1,3}}|{_O200K_REST}"
+)
 MEGATRON_V1_PATTERN = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 MEGATRON_V2_PATTERN = rf"{_MARKED}{_UPPER}*{_LOWER}+|{_MARKED}{_UPPER}+{_LOWER}*|\p{{N}}|{_O200K_REST}"
 
@@ -50,17 +52,11 @@ def _llama3_special() -> tuple[tuple[str, int], ...]:
 _END = "<|endoftext|>"
 ENCODINGS = {
     "r50k_base": Encoding(
-        GPT2_PATTERN,
-        50256,
-        ((_END, 50256),),
-        "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        GPT2_PATTERN, 50256, ((_END, 50256),), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     ),
     # Its ranks leave 50256 out: that is <|endoftext|>.
     "p50k_base": Encoding(
-        GPT2_PATTERN,
-        50280,
-        ((_END, 50256),),
-        "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069",
+        GPT2_PATTERN, 50280, ((_END, 50256),), "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
     ),
     "cl100k_base": Encoding(
         CL100K_PATTERN,
@@ -78,10 +74,7 @@ ENCODINGS = {
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
     ),
     "llama3": Encoding(
-        LLAMA3_PATTERN,
-        128000,
-        _llama3_special(),
-        "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55",
+        LLAMA3_PATTERN, 128000, _llama3_special(), "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
     ),
 }
 PATTERNS = {

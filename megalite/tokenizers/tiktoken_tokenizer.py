@@ -69,9 +69,7 @@ class TikTokenizer(Tokenizer):
 
     name = "TikTokenizer"
 
-    def __init__(
-        self, model_file: str | Path, pattern: str | None = None, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, model_file: str | Path, pattern: str | None = None, vocab_size: int | None = None) -> None:
         content = read_tokenizer_file(model_file)
         try:
             import tiktoken
@@ -203,9 +201,7 @@ def _plan_list(content: bytes, path: str | Path, pattern: str | None, vocab_size
             f"{least}"
         )
     ranks = _parse_ranks(_json_entries(content, path), path)
-    shifted = {
-        token: rank + _MEGATRON_SPECIAL for token, rank in ranks.items() if rank < size - _MEGATRON_SPECIAL
-    }
+    shifted = {token: rank + _MEGATRON_SPECIAL for token, rank in ranks.items() if rank < size - _MEGATRON_SPECIAL}
     if sum(len(token) == 1 for token in shifted) < 256:
         raise ConfigError(
             f"{path}: the 256 single bytes are not all among the first {size - _MEGATRON_SPECIAL} ranks; give a larger "
@@ -231,9 +227,7 @@ def _parse_ranks(entries: Sequence[_Entry], path: str | Path) -> dict[bytes, int
         if not token:
             raise ConfigError(f"{path}: {place}: the token is empty")
         if type(rank) is not int or not 0 <= rank < _MAX_RANK:
-            raise ConfigError(
-                f"{path}: {place}: rank {str(rank)[:30]!r} is not a number from 0 to {_MAX_RANK - 1}"
-            )
+            raise ConfigError(f"{path}: {place}: rank {str(rank)[:30]!r} is not a number from 0 to {_MAX_RANK - 1}")
         if token in ranks:
             raise ConfigError(f"{path}: {place}: token {token!r} has rank {ranks[token]} already")
         if rank in owners:
@@ -255,13 +249,9 @@ def _lines(content: bytes, path: str | Path) -> list[_Entry]:
         if not fields:
             continue
         if len(fields) != 2:
-            raise ConfigError(
-                f"{path}: line {number}: expected a token in base64 and its rank, got {line[:60]!r}"
-            )
+            raise ConfigError(f"{path}: line {number}: expected a token in base64 and its rank, got {line[:60]!r}")
         is_rank = fields[1].isdigit() and len(fields[1]) < 12
-        entries.append(
-            (f"line {number}", fields[0], int(fields[1]) if is_rank else fields[1].decode("latin-1"))
-        )
+        entries.append((f"line {number}", fields[0], int(fields[1]) if is_rank else fields[1].decode("latin-1")))
     return entries
 
 
@@ -289,6 +279,5 @@ def _has_long_space(text: str) -> bool:
     """White space of 8192 characters in a row: such a run holds two of the places looked at, and all between."""
     looked = text[::_WINDOW]
     return any(
-        looked[k : k + 2].isspace() and text[k * _WINDOW : (k + 1) * _WINDOW].isspace()
-        for k in range(len(looked) - 1)
+        looked[k : k + 2].isspace() and text[k * _WINDOW : (k + 1) * _WINDOW].isspace() for k in range(len(looked) - 1)
     )

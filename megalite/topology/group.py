@@ -150,9 +150,7 @@ class Group:
                 output.copy_(part)
             return DONE
         return self._lane.start(
-            lambda: _all_gather_single(output, part, group=self.process_group, async_op=True),
-            "all_gather",
-            part.nbytes,
+            lambda: _all_gather_single(output, part, group=self.process_group, async_op=True), "all_gather", part.nbytes
         )
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -185,11 +183,7 @@ class Group:
         return _Then(work, lambda: add_in_order(output, parts))
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
         """Rows of `tensor`, cut into one part for each rank, go to their ranks; `output` gets theirs in rank order.
 
@@ -239,18 +233,14 @@ class Group:
             dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
             dist.P2POp(dist.irecv, received, previous, self.process_group),
         ]
-        work = self._lane.start(
-            lambda: _Both(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes
-        )
+        work = self._lane.start(lambda: _Both(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes)
         return received, work
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """In place: every rank gets the tensor of the rank with index `source`."""
         if self.size > 1:
             self._lane.start(
-                lambda: _started(
-                    dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
-                ),
+                lambda: _started(dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)),
                 "broadcast",
                 tensor.nbytes,
             ).wait()
@@ -258,17 +248,13 @@ class Group:
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""
         return self._lane.start(
-            lambda: _started(dist.isend(tensor, self.ranks[to], group=self.process_group)),
-            "send",
-            tensor.nbytes,
+            lambda: _started(dist.isend(tensor, self.ranks[to], group=self.process_group)), "send", tensor.nbytes
         )
 
     def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
         """Receive into `tensor` from the rank with index `source`."""
         return self._lane.start(
-            lambda: _started(dist.irecv(tensor, self.ranks[source], group=self.process_group)),
-            "receive",
-            tensor.nbytes,
+            lambda: _started(dist.irecv(tensor, self.ranks[source], group=self.process_group)), "receive", tensor.nbytes
         )
 
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
@@ -284,10 +270,7 @@ class Group:
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         self.all_gather(everything, padded)
         rows = everything.view(self.size, longest).cpu()
-        return [
-            json.loads(bytes(row[:length].tolist()))
-            for row, length in zip(rows, lengths.tolist(), strict=True)
-        ]
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
         """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at."""

@@ -100,12 +100,7 @@ class ParallelLayout:
                 f"expert_tp·ep = {self.expert_tp}·{self.ep} = {block} does not divide the {dense} ranks of a pipeline "
                 f"stage (tp·cp·dp = {self.tp}·{self.cp}·{self.dp}); choose ep so that it does, e.g. --ep 1"
             )
-        if (
-            self.order == "tp-cp-ep-pp-dp"
-            and self._experts_apart
-            and self.pp > 1
-            and block != self.tp * self.cp
-        ):
+        if self.order == "tp-cp-ep-pp-dp" and self._experts_apart and self.pp > 1 and block != self.tp * self.cp:
             raise ConfigError(
                 f"with rank_order {self.order}, expert_tp·ep = {block} must equal tp·cp = {self.tp * self.cp}, or the "
                 "dense and the expert grid would have different pipelines; use --rank-order tp-cp-ep-dp-pp"
@@ -145,9 +140,7 @@ class ParallelLayout:
         """Where `rank` stands on the dense axes."""
         assert 0 <= rank < self.world_size, (rank, self.world_size)
         strides = self._dense_strides
-        return Coordinate(
-            **{axis: rank // strides[axis][1] % strides[axis][0] for axis in Coordinate._fields}
-        )
+        return Coordinate(**{axis: rank // strides[axis][1] % strides[axis][0] for axis in Coordinate._fields})
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank that stands at these coordinates; the inverse of `coordinate`."""
@@ -275,9 +268,7 @@ class ShardSpec:
         return cls(name=name, global_shape=tuple(shape), slice=tuple((0, size) for size in shape))
 
     @classmethod
-    def split(
-        cls, name: str, global_shape: tuple[int, ...], *, dim: int, index: int, parts: int
-    ) -> "ShardSpec":
+    def split(cls, name: str, global_shape: tuple[int, ...], *, dim: int, index: int, parts: int) -> "ShardSpec":
         """Part `index` of `parts` equal parts along `dim`.
 
         Raises:

@@ -23,12 +23,7 @@ _NOTICE_SECONDS = 0.3
 
 _CLOSED_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
-    *(
-        "Connection refused",
-        "remote process exited",
-        "ncclRemoteError",
-        "Application timeout caused pair closure",
-    ),
+    *("Connection refused", "remote process exited", "ncclRemoteError", "Application timeout caused pair closure"),
 )
 
 
@@ -98,9 +93,7 @@ class RollCall:
         mine = [f"host {launch.host} ({platform.node()})", time.time_ns()]
         everyone = world.gather_json(mine, device)
         hosts = tuple(str(host) for host, _ in everyone)
-        return cls(
-            rank=world.rank, hosts=hosts, key=f"megalite/roll-call/{everyone[0][1]}", store=launch.store
-        )
+        return cls(rank=world.rank, hosts=hosts, key=f"megalite/roll-call/{everyone[0][1]}", store=launch.store)
 
     def missing(self, seconds: float = ANSWER_SECONDS) -> list[int] | None:
         """Answer, wait for the answers of others, and return the ranks that have given none.

@@ -46,9 +46,7 @@ _NAMED = 16
 """Ranks that a message names."""
 
 
-def fresh_part(
-    store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta
-) -> dist.PrefixStore:
+def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.PrefixStore:
     """A part of `store` that is new and the same on all ranks of this start.
 
     Each rank says a word that it has made up. Rank 0 answers all words that it finds with the name of a meeting, once more
@@ -107,9 +105,7 @@ def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
     """The ranks that have not come, as a rank sees it that has gone to `meeting`, or to none."""
     silent = [rank for rank in ranks if not store.check([_word(rank)])]
     if silent or not meeting:
-        return silent or [
-            0
-        ]  # all words are there, some perhaps of former ranks: rank 0 would have answered them
+        return silent or [0]  # all words are there, some perhaps of former ranks: rank 0 would have answered them
     return [rank for rank in ranks if not store.check([_seat(meeting, rank)])]
 
 
@@ -257,17 +253,11 @@ class Topology:
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = Group(
-                        name=kind,
-                        ranks=ranks,
-                        rank=ranks.index(rank),
-                        process_group=process_group,
-                        heartbeat=heartbeat,
+                        name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group, heartbeat=heartbeat
                     )
             return mine
 
-        groups = {
-            kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in MADE_KINDS
-        }
+        groups = {kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in MADE_KINDS}
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}
         for pair in layout.pipeline_edges():
@@ -371,9 +361,7 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
-def _connect(
-    edges: dict[tuple[int, int], Group], layout: ParallelLayout, rank: int, device: torch.device
-) -> None:
+def _connect(edges: dict[tuple[int, int], Group], layout: ParallelLayout, rank: int, device: torch.device) -> None:
     """Send one number over every edge, all ranks in the same order.
 
     NCCL connects an edge at its first message, and then holds the caller until the other end has come there too. In

@@ -33,11 +33,7 @@ class Precision:
 
 
 def build_strategy(
-    config: RunConfig,
-    stages: Mapping[int, torch.nn.Module],
-    topology: Topology,
-    precision: Precision,
-    kernels: Kernels,
+    config: RunConfig, stages: Mapping[int, torch.nn.Module], topology: Topology, precision: Precision, kernels: Kernels
 ) -> DataParallelStrategy:
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     parallel, settings = config.parallel, config.data_parallel

@@ -97,11 +97,7 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        stepper: Stepper,
-        loader: BatchLoader | None,
-        stops: StopRequests | None = None,
+        self, replica: Replica, stepper: Stepper, loader: BatchLoader | None, stops: StopRequests | None = None
     ) -> None:
         self._stops = stops
         training = replica.config.training
@@ -130,12 +126,7 @@ class Evaluator:
         losses: list[float] = []
         for first in range(0, self._batches * self._size, self._size):
             microbatches, _ = read_batches(
-                self._loader,
-                first,
-                self._size,
-                topology=self._topology,
-                scope=self._topology.world,
-                stops=self._stops,
+                self._loader, first, self._size, topology=self._topology, scope=self._topology.world, stops=self._stops
             )
             if self._loader is not None and len(losses) + 1 < self._batches:
                 self._loader.prefetch(first + self._size, self._size)

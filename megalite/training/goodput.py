@@ -215,9 +215,7 @@ class SessionLog:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self.log(
-                    f"warning: cannot write {FILE}: {error.strerror}; goodput will not count what is not there"
-                )
+                self.log(f"warning: cannot write {FILE}: {error.strerror}; goodput will not count what is not there")
         return found
 
     def close(self, ended: str) -> Goodput:

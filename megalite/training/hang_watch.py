@@ -23,16 +23,7 @@ from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 from megalite.watchdog.exchange import ASK, WatchedRank, WatchPlan
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
-from megalite.watchdog.processes import (
-    GONE,
-    RUNNING,
-    STOPPED,
-    Handlers,
-    host_key,
-    network_key,
-    start_time,
-    supported,
-)
+from megalite.watchdog.processes import GONE, RUNNING, STOPPED, Handlers, host_key, network_key, start_time, supported
 from megalite.watchdog.processes import state as process_state
 
 _DUMP = "_dump_fr_trace_json"
@@ -161,9 +152,7 @@ class _Watcher:
                 if not self._replace(found):
                     return
             elif wrong == 3 * _LOOKS:
-                self._say(
-                    f"warning: {_THE_WATCHER} {_HAPPENED[found]}, and no other has been started: {_UNNOTICED}"
-                )
+                self._say(f"warning: {_THE_WATCHER} {_HAPPENED[found]}, and no other has been started: {_UNNOTICED}")
 
     def _state(self) -> str:
         try:
@@ -341,10 +330,7 @@ def _plan(
 def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
     # A session of its own: neither Ctrl-C nor what a launcher sends to this process's group is for it.
     process = subprocess.Popen(
-        [sys.executable, "-m", _WATCHER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
+        [sys.executable, "-m", _WATCHER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(plan.to_json()).encode() + b"\n")

@@ -65,9 +65,7 @@ class Timings:
         self._clock, self._topology, self._threshold = clock, topology, threshold
         self._gathers = not apart and topology.world.size > 1
         self._hosts = (
-            topology.world.gather_json(platform.node(), topology.device)
-            if self._gathers
-            else [platform.node()]
+            topology.world.gather_json(platform.node(), topology.device) if self._gathers else [platform.node()]
         )
         self._units = units(topology.layout)
 
@@ -116,9 +114,7 @@ class Timings:
         ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {' '.join(map(str, one.ranks))}"
         hosts = " ".join(dict.fromkeys(self._hosts[rank] for rank in one.ranks))
         together = "" if len(one.ranks) == 1 else ", which wait for each other in every layer,"
-        peers = " ".join(map(str, one.peers[:_NAMED_PEERS])) + (
-            " ..." if len(one.peers) > _NAMED_PEERS else ""
-        )
+        peers = " ".join(map(str, one.peers[:_NAMED_PEERS])) + (" ..." if len(one.peers) > _NAMED_PEERS else "")
         return (
             f"straggler: {ranks} (host {hosts}){together} took {1e3 * one.seconds:.1f} ms a step for forward and backward, "
             f"{one.factor:.2f} times the median of {'its' if len(one.ranks) == 1 else 'their'} peers ({'rank' if len(one.peers) == 1 else 'ranks'} {peers})"
@@ -139,9 +135,7 @@ def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
     return [[tuple(sorted(members)) for members in places[place]] for place in sorted(places)]
 
 
-def compare(
-    seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float
-) -> list[Straggler]:
+def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float) -> list[Straggler]:
     """Units that take at least `threshold` times the median of the others at their place, slowest first.
 
     Args:
@@ -188,9 +182,7 @@ class Instruments:
     Collectives: those of `Timings`.
     """
 
-    def __init__(
-        self, replica: Replica, *, started: float, step: int, apart: bool, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, replica: Replica, *, started: float, step: int, apart: bool, log: Callable[[str], None]) -> None:
         self._replica, self._log = replica, log
         self._started, self._first = started, step
         topology, logging = replica.topology, replica.config.logging

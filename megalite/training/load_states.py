@@ -18,9 +18,7 @@ from megalite.training.replica import Replica
 from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
 
 
-def load_states(
-    replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]
-) -> None:
+def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]) -> None:
     """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
 
     What a checkpoint of another strategy or optimizer does not have starts anew, what each of its replicas had of its own
@@ -93,12 +91,7 @@ def _refuse_other_optimizer(replica: Replica, state: FlatState, checkpoint: Chec
 
 
 def _load_stored(
-    replica: Replica,
-    state: FlatState,
-    checkpoint: Checkpoint,
-    key: str,
-    placed: Placed,
-    notes: dict[str, None],
+    replica: Replica, state: FlatState, checkpoint: Checkpoint, key: str, placed: Placed, notes: dict[str, None]
 ) -> None:
     """A state that is there: one for all replicas, or under a leading dimension each replica's own."""
     shape = placed.parameter.info.spec.global_shape
@@ -112,9 +105,7 @@ def _load_stored(
         return
     if len(stored) != 1 + len(shape) or stored[1:] != shape:
         expected = "" if state.placement is not Placement.PRIVATE else ", or one such for each replica"
-        raise CheckpointError(
-            f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}"
-        )
+        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}")
     group = replica.strategy.groups.replicas(state.bucket.kind)
     if state.placement is Placement.PRIVATE and stored[0] == group.size:
         _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
@@ -146,13 +137,7 @@ def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, No
 
 
 def _read_range(
-    checkpoint: Checkpoint,
-    key: str,
-    placed: Placed,
-    first: int,
-    target: torch.Tensor,
-    *,
-    replica: int | None = None,
+    checkpoint: Checkpoint, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
 ) -> None:
     """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on.
 

@@ -32,9 +32,7 @@ def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Ten
     return (losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)
 
 
-def auxiliary_losses(
-    *, batch_size: int, seq_length: int, scale: float, device: torch.device
-) -> AuxiliaryLosses:
+def auxiliary_losses(*, batch_size: int, seq_length: int, scale: float, device: torch.device) -> AuxiliaryLosses:
     """Where layers add their own terms in a step: means over the sequences or the tokens of the global batch."""
     return AuxiliaryLosses(
         per_sequence=1.0 / batch_size, per_token=1.0 / (batch_size * seq_length), scale=scale, device=device

@@ -46,9 +46,7 @@ def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
     """
     c, model = config.checkpoint, config.model
     if steps == 0:
-        origin = (
-            "what --load names" if c.load is not None else f"--init-method-std ({model.init_method_std:g})"
-        )
+        origin = "what --load names" if c.load is not None else f"--init-method-std ({model.init_method_std:g})"
         return f"No step has been taken, so that --lr is not the cause: look at {origin} and at this batch"
     if not in_weights:
         return "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
@@ -77,9 +75,7 @@ class OutputWatch:
         for number, stage in self._replica.stages.items():
             handles.append(stage.register_forward_pre_hook(partial(self._begin, number)))
             for name, module in stage.named_modules():
-                handles.append(
-                    module.register_forward_hook(partial(self._after, number, name or "the whole stage"))
-                )
+                handles.append(module.register_forward_hook(partial(self._after, number, name or "the whole stage")))
         try:
             yield self
         finally:
@@ -97,10 +93,7 @@ class OutputWatch:
 
 
 def locate(
-    replica: Replica,
-    losses: Sequence[torch.Tensor],
-    microbatches: Sequence[Microbatch],
-    outputs: OutputWatch | None,
+    replica: Replica, losses: Sequence[torch.Tensor], microbatches: Sequence[Microbatch], outputs: OutputWatch | None
 ) -> tuple[str, bool]:
     """Where a step's NaN or infinity shows first, in words, the same on every rank; and whether the weights have it.
 
@@ -127,10 +120,7 @@ def locate(
 
 
 def _findings(
-    replica: Replica,
-    losses: Sequence[torch.Tensor],
-    microbatches: Sequence[Microbatch],
-    outputs: OutputWatch | None,
+    replica: Replica, losses: Sequence[torch.Tensor], microbatches: Sequence[Microbatch], outputs: OutputWatch | None
 ) -> Iterator[Finding]:
     """What this rank sees, the nearest to the cause first."""
     place = place_of(replica)
@@ -205,9 +195,7 @@ def _cut(shard: OptimizerShard, values: torch.Tensor, first: int) -> Iterator[tu
             yield placed, values[start - first : stop - first]
 
 
-def require_finite(
-    saved: Sequence[Saved], step: int, *, newest: str, world: Group, device: torch.device
-) -> None:
+def require_finite(saved: Sequence[Saved], step: int, *, newest: str, world: Group, device: torch.device) -> None:
     """Nothing that is not finite is about to be saved, on any rank.
 
     It reads all of it once, which takes a small part of the time that the disk does.

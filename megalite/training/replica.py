@@ -121,11 +121,7 @@ class Replica:
 
 
 def build_stages(
-    config: RunConfig,
-    plan: Sequence[StagePlan],
-    topology: Topology,
-    precision: Precision,
-    kernels: Kernels,
+    config: RunConfig, plan: Sequence[StagePlan], topology: Topology, precision: Precision, kernels: Kernels
 ) -> dict[int, GPTStage]:
     """The modules of this rank's virtual stages, with their initial weights."""
     factory = ParameterFactory(
@@ -162,9 +158,7 @@ def build_stages(
                 recompute=recompute,
                 cp_comm_type=config.parallel.cp_comm_type,
                 # In a V the first and the last stage are on one rank.
-                word=first.embedding.word.weight
-                if first is not None and first.embedding is not None
-                else None,
+                word=first.embedding.word.weight if first is not None and first.embedding is not None else None,
             )
     return stages
 

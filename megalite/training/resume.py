@@ -70,14 +70,10 @@ def _length_changes(training: Mapping[str, Any], config: RunConfig, dp: Any) -> 
     except (AssertionError, ArithmeticError, TypeError, ValueError):
         told = False
     if not told:
-        return [
-            "the checkpoint does not say how long its run was: with data_order megatron samples may repeat"
-        ]
+        return ["the checkpoint does not say how long its run was: with data_order megatron samples may repeat"]
     now = megatron_lengths(config)
     differ = [
-        f"{split} {before[split]} -> {now[split]}"
-        for split in now
-        if before.get(split, now[split]) != now[split]
+        f"{split} {before[split]} -> {now[split]}" for split in now if before.get(split, now[split]) != now[split]
     ]
     if not differ:
         return []
@@ -171,12 +167,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     check_same_model(checkpoint, config.model, finetune=finetune)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
     replica.strategy.settle()
-    if (
-        not finetune
-        and tokenizer
-        and checkpoint.manifest.tokenizer
-        and tokenizer != checkpoint.manifest.tokenizer
-    ):
+    if not finetune and tokenizer and checkpoint.manifest.tokenizer and tokenizer != checkpoint.manifest.tokenizer:
         raise CheckpointError(
             f"{checkpoint.path} was trained with another tokenizer (sha256 {checkpoint.manifest.tokenizer[:12]}..., "
             f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start anew from the weights"
@@ -240,9 +231,7 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
     # A setting that came after the checkpoint was written: it had its default's meaning.
     section = checkpoint.manifest.config.get("model", {})
     if not isinstance(section, dict):
-        raise CheckpointError(
-            f"{checkpoint.path}: config.model in its manifest.json is not a section of settings"
-        )
+        raise CheckpointError(f"{checkpoint.path}: config.model in its manifest.json is not a section of settings")
     saved = asdict(ModelConfig()) | section
     ours = asdict(model)
     free = set(TRAINING_FIELDS)
@@ -252,11 +241,7 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
         # how a context is extended
         free |= {"rotary_base", "sliding_window"} | {name for name in ours if name.startswith("rope_")}
     names = [name for name in ours if name not in free]
-    differ = [
-        f"{name} {saved.get(name)} there, {ours[name]} here"
-        for name in names
-        if saved.get(name) != ours[name]
-    ]
+    differ = [f"{name} {saved.get(name)} there, {ours[name]} here" for name in names if saved.get(name) != ours[name]]
     if differ:
         raise CheckpointError(
             f"{checkpoint.path} is of another model: {'; '.join(differ)}. Use the settings of the checkpoint "
@@ -266,6 +251,4 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
 
 def _describe(layout: dict[str, object]) -> str:
     shown = {axis: layout[axis] for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout}
-    return ", ".join(
-        f"{axis} {size}" for axis, size in shown.items() if axis not in ("cp", "ep") or size != 1
-    )
+    return ", ".join(f"{axis} {size}" for axis, size in shown.items() if axis not in ("cp", "ep") or size != 1)

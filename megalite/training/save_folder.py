@@ -142,9 +142,7 @@ class RestartGuard:
 
 
 def _attempt(state: Mapping[str, Any]) -> Attempt:
-    return Attempt(
-        start=int(state["start"]), failed_in=int(state["failed_in"]), error=str(state["error"])[:_MOST]
-    )
+    return Attempt(start=int(state["start"]), failed_in=int(state["failed_in"]), error=str(state["error"])[:_MOST])
 
 
 def settings_digest(config: RunConfig) -> str:
@@ -256,12 +254,7 @@ def _lock(config: RunConfig, log: Callable[[str], None]) -> int | None:
 
 
 def make_saver(
-    replica: Replica,
-    progress: Progress,
-    *,
-    total: int,
-    tokenizer: str | None,
-    log: Callable[[str], None],
+    replica: Replica, progress: Progress, *, total: int, tokenizer: str | None, log: Callable[[str], None]
 ) -> Saver:
     """Ready to save; the folder has room.
 

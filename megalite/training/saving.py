@@ -119,20 +119,10 @@ class _Write:
         }
 
     def __call__(
-        self,
-        plan: Sequence[SavedTensor],
-        tensors: Sequence[torch.Tensor],
-        world: Group,
-        device: torch.device,
+        self, plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device
     ) -> Path:
         path = save_checkpoint(
-            self._folder,
-            step=self._step,
-            plan=plan,
-            tensors=tensors,
-            world=world,
-            device=device,
-            **self._settings,
+            self._folder, step=self._step, plan=plan, tensors=tensors, world=world, device=device, **self._settings
         )
         prune(self._folder, self._retention, newest=self._step, world=world, device=device, log=self._log)
         return path
@@ -201,9 +191,7 @@ class Saver:
             self._memory.reserve(tensors)
         except RuntimeError as error:
             size = format_bytes(sum(tensor.nbytes for tensor in tensors))
-            failure = CheckpointError(
-                f"async_save needs {size} of host memory on a rank: {error}; leave it out"
-            )
+            failure = CheckpointError(f"async_save needs {size} of host memory on a rank: {error}; leave it out")
         agree(failure, world=self._world, device=self._device)
 
     def _most_at_a_time(self, steps: Sequence[int]) -> int:
@@ -231,12 +219,7 @@ class Saver:
                 self._require_finite(saved, progress.step)
             plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
             write = _Write(
-                self._replica,
-                self.folder,
-                progress,
-                tokenizer=self._tokenizer,
-                make_folder=False,
-                log=self._log,
+                self._replica, self.folder, progress, tokenizer=self._tokenizer, make_folder=False, log=self._log
             )
             self.saved_at = progress.step
             if not self._config.async_save:

@@ -113,9 +113,7 @@ class Loaders:
     """Gets what the datasets have to say about their indices."""
 
 
-def resolve(
-    config: RunConfig, *, world_size: int, explicit: frozenset[str]
-) -> tuple[RunConfig, Tokenizer | None]:
+def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
     """The complete, legal config of a run on `world_size` ranks, and its tokenizer.
 
     Raises:
@@ -201,9 +199,7 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
             dp_rank=topology.dp.rank,
             dp_size=topology.dp.size,
             micro_batch_size=config.training.micro_batch_size,
-            spans=sequence_spans(
-                config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size
-            ),
+            spans=sequence_spans(config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
             find_documents=replica.finds_documents,
             packed=replica.packs_documents,
             pin=topology.device.type == "cuda",
@@ -295,16 +291,12 @@ def open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> li
             folder.mkdir(parents=True, exist_ok=True)
             reserve_ending(folder)
             replace_durably(folder / "config.yaml", files.dump(replica.written).encode())
-            sinks.append(
-                best_effort(JsonLines(folder / "metrics.jsonl", step=step), folder / "metrics.jsonl")
-            )
+            sinks.append(best_effort(JsonLines(folder / "metrics.jsonl", step=step), folder / "metrics.jsonl"))
             if "csv" in config.logging.metrics:
                 sinks.append(best_effort(CSVFile(folder / "metrics.csv", step=step), folder / "metrics.csv"))
             if tensorboard is None and not tensorboard_installed():
                 # Not asked for by name, and metrics.jsonl has the same numbers.
-                log(
-                    "tensorboard is not installed: metrics go to metrics.jsonl alone; pip install tensorboard"
-                )
+                log("tensorboard is not installed: metrics go to metrics.jsonl alone; pip install tensorboard")
             else:
                 tensorboard = tensorboard or str(folder / "tensorboard")
         if tensorboard is not None:

@@ -110,9 +110,7 @@ def _saved(
 def private_spec(spec: ShardSpec, replica: int, replicas: int) -> ShardSpec:
     """One replica's own values, in a tensor with a leading dimension over replicas."""
     return ShardSpec(
-        name=spec.name,
-        global_shape=(replicas, *spec.global_shape),
-        slice=((replica, replica + 1), *spec.slice),
+        name=spec.name, global_shape=(replicas, *spec.global_shape), slice=((replica, replica + 1), *spec.slice)
     )
 
 
@@ -126,9 +124,7 @@ def tensor_spec(state: TensorState) -> ShardSpec:
         each = size // max(stop - start, 1)
         index, count = index * each + start // max(stop - start, 1), max(count, 1) * each
     return ShardSpec(
-        name=spec.name,
-        global_shape=(count, *shape),
-        slice=((index, index + 1), *((0, size) for size in shape)),
+        name=spec.name, global_shape=(count, *shape), slice=((index, index + 1), *((0, size) for size in shape))
     )
 
 

@@ -57,9 +57,7 @@ class ActionTimer:
         assert origin is not None, "take without begin"
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return [
-            (action, _seconds(origin, start), _seconds(origin, end)) for action, start, end in self._marks
-        ]
+        return [(action, _seconds(origin, start), _seconds(origin, end)) for action, start, end in self._marks]
 
     def _now(self) -> _Mark:
         if self._device.type != "cuda":
@@ -86,14 +84,7 @@ class TraceWriter:
         log: prints a line; called on rank 0 alone.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        *,
-        steps: Sequence[int],
-        folder: Path,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]) -> None:
         self._topology, self._folder, self._log = topology, folder, log
         self.steps = frozenset(steps)
         self.timer = ActionTimer(topology.device)

@@ -145,13 +145,7 @@ class Trainer:
         if self._watched:
             run_dir = asked.logging.run_dir
             watch = begin_watch(
-                parallel,
-                launch=launch,
-                world=world,
-                device=device,
-                run_dir=run_dir,
-                log=self.log,
-                say=self.stops.say,
+                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=self.log, say=self.stops.say
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
@@ -303,9 +297,7 @@ class Trainer:
                 bubble = self.traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
             self._step_reached, self._moved = after.step, True
-            self.reporter.step(
-                result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited
-            )
+            self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited)
             if self.instruments.finish(after.step):
                 self.reporter.restart_clock()
         except (ConfigError, NonFiniteError) as error:
@@ -350,11 +342,7 @@ class Trainer:
             self.reporter.evaluation(loss, at=self.progress, split="test")
 
     def _log_notes(self) -> None:
-        for notes in (
-            self.loaders.index_notes,
-            self.replica.strategy.notes,
-            self.replica.optimizer.notes,
-        ):
+        for notes in (self.loaders.index_notes, self.replica.strategy.notes, self.replica.optimizer.notes):
             while notes:
                 self.log(notes.pop(0))
 

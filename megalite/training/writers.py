@@ -15,36 +15,12 @@ from megalite.config.run import RunConfig
 from megalite.training.sinks import TENSORBOARD_TAGS, AppendedFile
 
 COLUMNS = (
-    *(
-        "kind",
-        "step",
-        "consumed_samples",
-        "loss",
-        "valid_loss",
-        "test_loss",
-        "valid_perplexity",
-        "test_perplexity",
-    ),
+    *("kind", "step", "consumed_samples", "loss", "valid_loss", "test_loss", "valid_perplexity", "test_perplexity"),
     *("load_balancing_loss", "z_loss", "lr", "grad_norm", "loss_scale", "skipped", "batch_size"),
     *("ms_per_step", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu"),
     *("memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "memory_bytes_max"),
-    *(
-        "data_wait_ms",
-        "forward_ms",
-        "forward_ms_min",
-        "backward_ms",
-        "backward_ms_min",
-        "reduce_ms",
-        "reduce_ms_min",
-    ),
-    *(
-        "optimizer_ms",
-        "optimizer_ms_min",
-        "other_ms",
-        "other_ms_min",
-        "evaluation_seconds",
-        "save_seconds",
-    ),
+    *("data_wait_ms", "forward_ms", "forward_ms_min", "backward_ms", "backward_ms_min", "reduce_ms", "reduce_ms_min"),
+    *("optimizer_ms", "optimizer_ms_min", "other_ms", "other_ms_min", "evaluation_seconds", "save_seconds"),
     *("bubble_fraction", "straggler_factor", "goodput", "dp_phase", "dp_wire_bytes"),
 )
 """The names of records that get a column; what a row has not stays empty."""
@@ -112,8 +88,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                "metrics has wandb in it but the wandb package is not installed; pip install wandb, or leave "
-                "wandb out"
+                "metrics has wandb in it but the wandb package is not installed; pip install wandb, or leave wandb out"
             ) from None
         logging = config.logging
         folder = None if logging.run_dir is None else Path(logging.run_dir)
@@ -128,12 +103,7 @@ class Wandb:
                 dir=None if folder is None else str(folder),
                 config=redacted(sectioned(config)),
                 save_code=False,
-                settings={
-                    "console": "off",
-                    "disable_code": True,
-                    "disable_git": True,
-                    "x_disable_meta": True,
-                },
+                settings={"console": "off", "disable_code": True, "disable_git": True, "x_disable_meta": True},
             )
         except OSError:
             raise

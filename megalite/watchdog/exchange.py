@@ -126,11 +126,7 @@ class Exchange:
     def hear(self) -> dict[str, list[RankState]]:
         """What other hosts whose ranks stand still have said lately, by host."""
         now = time.monotonic()
-        return {
-            host: states
-            for host, (since, states) in tuple(self._heard.items())
-            if now - since < _FRESH_SECONDS
-        }
+        return {host: states for host, (since, states) in tuple(self._heard.items()) if now - since < _FRESH_SECONDS}
 
     def close(self) -> None:
         """Take back what was said; the last host to do so removes the folder."""

@@ -141,9 +141,7 @@ def rank_from_json(value: Mapping[str, Any]) -> RankState:
     """
     fields = dict(value)
     fields["lanes"] = {
-        name: LaneState(
-            lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"])
-        )
+        name: LaneState(lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"]))
         for name, lane in fields["lanes"].items()
     }
     return RankState(**fields)

@@ -33,9 +33,7 @@ class Wait:
     def __str__(self) -> str:
         words = f"waits in {self.operation} {self.number} of {self.lane}"
         if self.behind:
-            return (
-                f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
-            )
+            return f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
         return f"{words}, which all that can be seen have begun"
 
 
@@ -54,9 +52,7 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
     by_rank = {state.rank: state for state in states}
     waits = [wait for state in states for wait in _waits(state, states)]
     reasons = {wait.rank: str(wait) for wait in waits}
-    lost = {
-        rank: _LOST.get(state.process, "it has failed") for rank, state in by_rank.items() if state.is_lost
-    }
+    lost = {rank: _LOST.get(state.process, "it has failed") for rank, state in by_rank.items() if state.is_lost}
     if lost:
         return _verdict(lost, reasons)
     left = [state.rank for state in states if state.phase == "ended"]
@@ -176,12 +172,8 @@ class Report:
     def headline(self) -> str:
         """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
         if not self.verdict.culprits:
-            return (
-                "no rank can be told from the others: all wait, and each has begun what the others wait for"
-            )
-        return "; ".join(
-            f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits
-        )
+            return "no rank can be told from the others: all wait, and each has begun what the others wait for"
+        return "; ".join(f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits)
 
     def summary(self, written: Path | None) -> str:
         """The lines for stderr."""

@@ -96,11 +96,7 @@ class _Watch:
             patient = any(state.patient for state in alive)
             limit = self._plan.patient_seconds if patient else self._plan.seconds
             self._exchange.tell(states if silent >= limit / 2 else None)
-            if (
-                silent >= limit
-                and self._others_agree(silent, limit)
-                and not self._may_be_the_network(states, silent)
-            ):
+            if silent >= limit and self._others_agree(silent, limit) and not self._may_be_the_network(states, silent):
                 self._end_run(states, limit)
                 return
 
@@ -160,8 +156,7 @@ class _Watch:
             Path(self._plan.folder, ASK).touch()
         asked = time.monotonic()
         stacks = ask_for_stacks(
-            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive},
-            seconds=_STACKS_SECONDS,
+            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive}, seconds=_STACKS_SECONDS
         )
         report = Report(
             silent=min(state.silent for state in alive),

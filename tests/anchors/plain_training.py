@@ -64,9 +64,7 @@ def shapes(model: Plain) -> dict[str, tuple[int, ...]]:
         found[f"{name}.mlp.down.weight"] = (HIDDEN, ffn)
         norms += [f"{name}.attention_norm", f"{name}.mlp_norm"]
     if biases:
-        found |= {
-            name.replace("weight", "bias"): shape[:1] for name, shape in found.items() if "layers" in name
-        }
+        found |= {name.replace("weight", "bias"): shape[:1] for name, shape in found.items() if "layers" in name}
     for name in (*norms, "final_norm"):
         found |= {f"{name}.{kind}": (HIDDEN,) for kind in ("weight", *(["bias"] if biases else []))}
     return found if model.tied else {**found, "head.weight": (ROWS, HIDDEN)}

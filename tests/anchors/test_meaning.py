@@ -93,10 +93,7 @@ class Seen:
                 balance += float(experts * (share * logits[:, sample].softmax(-1).mean(0)).sum())
                 z += float(logits[:, sample].logsumexp(-1).square().mean())
         coefficients = MIXTURE["moe_aux_loss_coeff"], MIXTURE["moe_z_loss_coeff"]
-        return {
-            "load_balancing_loss": coefficients[0] * balance / batch,
-            "z_loss": coefficients[1] * z / batch,
-        }
+        return {"load_balancing_loss": coefficients[0] * balance / batch, "z_loss": coefficients[1] * z / batch}
 
 
 def test_a_step_of_a_ramp_up_is_that_of_a_fixed_batch_and_its_auxiliary_losses_are_means() -> None:
@@ -112,11 +109,7 @@ def test_a_step_of_a_ramp_up_is_that_of_a_fixed_batch_and_its_auxiliary_losses_a
         seen = Seen(with_weights_of(fixed, ramping))
         theirs, ours = fixed.step(), ramping.step()
         sizes.append(ramping.progress.samples - before)
-        assert (ours.loss, ours.grad_norm, ours.auxiliary) == (
-            theirs.loss,
-            theirs.grad_norm,
-            theirs.auxiliary,
-        )
+        assert (ours.loss, ours.grad_norm, ours.auxiliary) == (theirs.loss, theirs.grad_norm, theirs.auxiliary)
         gradients = [local_parts(runner.replica, "grad") for runner in (ramping, fixed)]
         assert all(np.array_equal(gradients[0][name][2], part[2]) for name, part in gradients[1].items())
         assert ours.auxiliary == pytest.approx(seen.auxiliary(size), rel=1e-12)

@@ -153,8 +153,7 @@ def test_the_plain_run_has_nothing_of_megalite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
-    [*((layout, "fp32") for layout in LAYOUTS), *((layout, "fp64") for layout in SHARP)],
+    ("layout", "precision"), [*((layout, "fp32") for layout in LAYOUTS), *((layout, "fp64") for layout in SHARP)]
 )
 def test_a_layout_follows_it(layout: str, precision: str, committed: Any) -> None:
     model, own = LAYOUTS[layout]

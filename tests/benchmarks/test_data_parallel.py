@@ -46,9 +46,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    lines = [
-        json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()
-    ]
+    lines = [json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in CASES}
 
 
@@ -84,9 +82,7 @@ def test_peers_have_a_pair_of_ours() -> None:
     assert set(data_parallel.PAIRS) == set(PEERS)
 
 
-def test_without_root_it_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shaped_links.os, "geteuid", lambda: 1000)
 
     with pytest.raises(SystemExit, match="nothing measured: it needs root"):

@@ -41,9 +41,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         text = sys.stdout.getvalue()
     finally:
         sys.stdout = printed
-    return SimpleNamespace(
-        code=code, text=text, result=json.loads(files[0].read_text()), preferences=files[1]
-    )
+    return SimpleNamespace(code=code, text=text, result=json.loads(files[0].read_text()), preferences=files[1])
 
 
 def test_the_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
@@ -77,12 +75,7 @@ def test_the_dry_run_checks_each_kernel(dry: SimpleNamespace) -> None:
     kernels = [row for row in dry.result["rows"] if row["part"] == "kernels" and "ms" in row]
     with_triton = {row["operation"] for row in kernels if row["backend"] == "triton"}
     assert {row["case"] for row in kernels} == set(CASES)
-    assert with_triton == set(flat.CASES) - {
-        "add_norm, dropout",
-        "matmul",
-        "weight_grad",
-        "softmax",
-    }
+    assert with_triton == set(flat.CASES) - {"add_norm, dropout", "matmul", "weight_grad", "softmax"}
     for row in kernels:
         assert row["bitwise"], row
         # The interpreter cuts digits off where a device rounds; a CPU's weight gradient is rounded to bf16.
@@ -93,12 +86,7 @@ def test_the_dry_run_says_where_a_step_spends_its_time(dry: SimpleNamespace) -> 
     profile = [row for row in dry.result["rows"] if "profile" in row]
     assert [row["profile"] for row in profile] == list(gpu_profile.ROWS)
     assert sum(row["share"] for row in profile) == pytest.approx(1.0, abs=1e-6)
-    assert {row["profile"] for row in profile if row["ms"] > 0} >= {
-        "GEMM",
-        "attention",
-        "cross-entropy",
-        "optimizer",
-    }
+    assert {row["profile"] for row in profile if row["ms"] > 0} >= {"GEMM", "attention", "cross-entropy", "optimizer"}
 
 
 def test_the_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) -> None:
@@ -183,19 +171,9 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
     rows = [
         *(kernel_row("torch", 1024, 1.0), kernel_row("triton", 1024, 0.99)),  # not clearly faster
         *(kernel_row("torch", 2048, 2.0), kernel_row("triton", 2048, 0.5), kernel_row("triton", 2048, 0.5)),
-        *(
-            kernel_row("torch", 4096, 2.0),
-            kernel_row("triton", 4096, 0.5),
-        ),  # the same order: no rule of its own
+        *(kernel_row("torch", 4096, 2.0), kernel_row("triton", 4096, 0.5)),  # the same order: no rule of its own
         *(kernel_row("torch", 8192, 2.0), kernel_row("triton", 8192, 0.5, bitwise=False)),
-        {
-            "part": "kernels",
-            "operation": "swiglu",
-            "case": "swiglu",
-            "backend": "apex",
-            "size": 8192,
-            "failed": "none",
-        },
+        {"part": "kernels", "operation": "swiglu", "case": "swiglu", "backend": "apex", "size": 8192, "failed": "none"},
     ]
     found = rules(rows, device="sm_90", measured_on="a GPU")
     assert [(rule.get("from_size"), rule["order"]) for rule in found] == [
@@ -212,9 +190,7 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
         ("triton", "torch"),
         ("torch",),
     ]
-    assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), (
-        "the shipped ones stay"
-    )
+    assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), "the shipped ones stay"
 
 
 CEILINGS: list[Row] = [
@@ -260,10 +236,7 @@ def test_mfu_is_by_the_planners_formulas() -> None:
     config = gpu_step.config_of("GPT 1.3B", device="cpu", microbatch=8, accumulation=8)
     assert row["tokens_per_second"] == pytest.approx(67000.0)
     assert row["mfu_palm"] == pytest.approx(67000.0 * flops_per_token(config.model, 2048) / 989.4e12)
-    assert (row["mfu_palm"], row["mfu_causal"]) == (
-        pytest.approx(0.614, abs=1e-3),
-        pytest.approx(0.573, abs=1e-3),
-    )
+    assert (row["mfu_palm"], row["mfu_causal"]) == (pytest.approx(0.614, abs=1e-3), pytest.approx(0.573, abs=1e-3))
 
 
 def test_the_tables_show_ratios_and_reasons() -> None:

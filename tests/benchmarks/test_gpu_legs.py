@@ -47,10 +47,7 @@ for task in tasks:
 
 def run_stub(*legs: tuple[str, ...], seconds: float = 20.0, until: float = 60.0) -> list[Row]:
     return run_legs(
-        [
-            Leg(str(number), tuple({"part": "stub", "do": do} for do in leg), seconds)
-            for number, leg in enumerate(legs)
-        ],
+        [Leg(str(number), tuple({"part": "stub", "do": do} for do in leg), seconds) for number, leg in enumerate(legs)],
         until=time.monotonic() + until,
         show=lambda row: None,
         command=(sys.executable, "-S", "-c", STUB),

@@ -2,14 +2,7 @@
 
 import pytest
 
-from benchmarks.planner.memory import (
-    CASES,
-    FIGURE_1,
-    first_rank,
-    measured_rows,
-    published_model,
-    published_rows,
-)
+from benchmarks.planner.memory import CASES, FIGURE_1, first_rank, measured_rows, published_model, published_rows
 
 
 @pytest.mark.parametrize(

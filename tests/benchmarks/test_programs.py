@@ -25,12 +25,7 @@ PARTS = {
 }
 """Programs that other programs start."""
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
-PAGES = [
-    *common.ROOT.glob("*.md"),
-    *common.ROOT.glob("docs/**/*.md"),
-    *FOLDER.rglob("*.md"),
-    common.ROOT / "Makefile",
-]
+PAGES = [*common.ROOT.glob("*.md"), *common.ROOT.glob("docs/**/*.md"), *FOLDER.rglob("*.md"), common.ROOT / "Makefile"]
 SMALLEST = (
     ("cpu.attention", ["--rounds", "1", "--shapes", "1x2x16x8"], "milliseconds"),
     ("cpu.products", ["--rounds", "1", "--shapes", "16x8x16"], "flops_per_second"),
@@ -58,9 +53,7 @@ def test_commands_of_all_pages_name_programs() -> None:
             assert (common.ROOT / path).exists(), (page, path)
 
 
-@pytest.mark.parametrize(
-    "line", sorted(re.findall(r"`(?:python|torchrun [^`]*?)(?: -m benchmarks[^`]+)`", README))
-)
+@pytest.mark.parametrize("line", sorted(re.findall(r"`(?:python|torchrun [^`]*?)(?: -m benchmarks[^`]+)`", README)))
 def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.strip("`"))
     at = words.index("-m")

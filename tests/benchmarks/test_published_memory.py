@@ -2,13 +2,7 @@
 
 import pytest
 
-from benchmarks.planner.memory import (
-    GPTShape,
-    Recompute,
-    activation_bytes,
-    layer_bytes,
-    parameter_and_optimizer_bytes,
-)
+from benchmarks.planner.memory import GPTShape, Recompute, activation_bytes, layer_bytes, parameter_and_optimizer_bytes
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.partition.activations import layer_activation_bytes
@@ -17,24 +11,14 @@ from megalite.partition.activations import layer_activation_bytes
 # sequence parallelism and selective recomputation.
 FIGURE_1 = [
     (GPTShape(layers=48, hidden=6144, heads=64, sequence=2048, micro_batch=4, tp=8), 45.56, 59.25, 9.56),
-    (
-        GPTShape(layers=96, hidden=12288, heads=96, sequence=2048, micro_batch=1, tp=8, pp=8, vpp=3),
-        45.56,
-        66.84,
-        12.35,
-    ),
+    (GPTShape(layers=96, hidden=12288, heads=96, sequence=2048, micro_batch=1, tp=8, pp=8, vpp=3), 45.56, 66.84, 12.35),
     (
         GPTShape(layers=105, hidden=20480, heads=128, sequence=2048, micro_batch=1, tp=8, pp=35, vpp=3),
         31.64,
         114.02,
         23.08,
     ),
-    (
-        GPTShape(layers=128, hidden=25600, heads=160, sequence=2048, micro_batch=1, tp=8, pp=64),
-        32.96,
-        131.25,
-        26.56,
-    ),
+    (GPTShape(layers=128, hidden=25600, heads=160, sequence=2048, micro_batch=1, tp=8, pp=64), 32.96, 131.25, 26.56),
 ]
 
 

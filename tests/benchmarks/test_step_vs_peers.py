@@ -143,10 +143,7 @@ def test_each_of_our_ways_is_held_against_the_best_peer() -> None:
 def test_nothing_is_timed_where_losses_differ() -> None:
     with pytest.raises(Disagreement, match=r"torch DDP differ from megalite's by 5.00e-05, more than 1e-05"):
         competed(limit=1e-5)
-    nan = {
-        worker.MEGALITE: FakePool([2.0], [1.0]),
-        "torch DDP": FakePool([float("nan")], [1.0]),
-    }
+    nan = {worker.MEGALITE: FakePool([2.0], [1.0]), "torch DDP": FakePool([float("nan")], [1.0])}
     settings = {"checks": 1, "rounds": 1, "steps": 1, "gemm": 8, "seed": 0}
     with pytest.raises(Disagreement):
         compete(nan, case_of("dp2"), limit=1e-4, **settings)  # type: ignore[arg-type]
@@ -163,9 +160,7 @@ def test_a_profile_shows_the_largest_operations() -> None:
         },
         "plain torch": {"CPU seconds": (2.0, 1), "aten::mm": (8.0, 4)},
     }
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in breakdown.report(found, 2).splitlines()
-    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in breakdown.report(found, 2).splitlines()]
     assert rows[2] == ["CPU seconds", "1.5 in 1", "2 in 1"]
     two = [["aten::addmm_", "2.5 in 1", "0 in 0"], ["aten::mm", "7 in 3", "8 in 4"]]
     assert rows[3:] == two, "the larger difference first"

@@ -75,9 +75,7 @@ def entry(**changes: Any) -> Evil:
     return header(lambda found: found[NAME].update(changes))
 
 
-def in_two_parts(
-    names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: tuple[int, int] = (0, 1)
-) -> Evil:
+def in_two_parts(names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: tuple[int, int] = (0, 1)) -> Evil:
     """The tensor in two parts, rows 0 to 5 and 5 to 12, both in one file.
 
     Args:
@@ -236,9 +234,7 @@ HEADERS: dict[str, tuple[Outcome, Evil]] = {
     "header of thousands of tensors": (
         UNREADABLE,
         raw_header(
-            json.dumps(
-                {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(5_000)}
-            ).encode()
+            json.dumps({f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(5_000)}).encode()
         ),
     ),
     "metadata that is no text": (UNREADABLE, header(lambda found: found.update(__metadata__={"a": [1]}))),

@@ -26,9 +26,7 @@ def train(folder: Path) -> None:
         save(runner.replica, folder, runner.progress, tokenizer="ab" * 32)
 
 
-def save_tensors(
-    folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Scheme = rows, **changes: Any
-) -> Path:
+def save_tensors(folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Scheme = rows, **changes: Any) -> Path:
     """A checkpoint of step 1 with these tensors."""
     settings: dict[str, Any] = {
         "step": 1,

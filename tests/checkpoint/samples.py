@@ -184,10 +184,7 @@ def find(folder: Path, step: int | None = None, log: Callable[[str], None] = pri
 def assert_holds(checkpoint: Checkpoint, seed: int = 0) -> None:
     """The checkpoint has exactly the sample tensors of `seed`, bit for bit."""
     tensors = sample_tensors(seed)
-    keys = {
-        saved(identity, full, tuple((0, n) for n in full.shape)).key: full
-        for identity, full in tensors.items()
-    }
+    keys = {saved(identity, full, tuple((0, n) for n in full.shape)).key: full for identity, full in tensors.items()}
     assert checkpoint.keys() == sorted(keys)
     for key, full in keys.items():
         read = checkpoint.read(key, device=CPU)

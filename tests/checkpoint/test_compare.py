@@ -14,16 +14,7 @@ from megalite.checkpoint.compare import BLOCK, blocks, statistics
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
 from megalite.cli.inspect import DIFFERENT, OK
-from tests.checkpoint.inspecting import (
-    WEIGHTS,
-    Captured,
-    Tensors,
-    flip_last_bit,
-    inspect,
-    refused,
-    said,
-    save_tensors,
-)
+from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
 from tests.checkpoint.samples import CPU, SOLO, columns, find, sample_tensors, save_as
 
 
@@ -62,9 +53,7 @@ def test_statistics_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.M
     assert (scalar.min, scalar.max, scalar.mean, scalar.std) == (5, 5, 5, 0)
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (1,), (5,), (50,), (3, 4), (4, 30), (30, 4), (2, 3, 4), (2, 3, 40), (1, 1, 25)]
-)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (50,), (3, 4), (4, 30), (30, 4), (2, 3, 4), (2, 3, 40), (1, 1, 25)])
 def test_blocks(shape: tuple[int, ...]) -> None:
     """They tile the tensor, in order, and none is too large."""
     found = list(blocks(shape, 12))
@@ -88,10 +77,7 @@ def test_equal_whatever_the_layout(tmp_path: Path, capsys: Captured, verify: boo
 def test_how_two_differ(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values by the largest difference, zeros and NaNs by their bits; tensors, shapes, dtypes and fields."""
     torch.set_num_threads(1)
-    base = {
-        name: torch.arange(24.0).view(4, 6)
-        for name in ("small", "large", "zero", "nan", "same", "cast", "shape")
-    }
+    base = {name: torch.arange(24.0).view(4, 6) for name in ("small", "large", "zero", "nan", "same", "cast", "shape")}
     other = {name: values.clone() for name, values in base.items()}
     other["small"][1, 2:4] += torch.tensor([0.25, 0.5])
     other["large"][3, 5] = -1e6
@@ -111,10 +97,7 @@ def test_how_two_differ(tmp_path: Path, capsys: Captured, monkeypatch: pytest.Mo
     assert inspect("--diff", *sides, "--json") == DIFFERENT
     data = json.loads(said(capsys))
     assert data["fields"] == {"layout.tp": [2, None], "layout": [None, {}], "config.optimizer.lr": [0.1, 0.2]}
-    assert (data["only_first"], data["only_second"]) == (
-        ["optimizer.exp_avg:mine"],
-        ["optimizer.exp_avg:theirs"],
-    )
+    assert (data["only_first"], data["only_second"]) == (["optimizer.exp_avg:mine"], ["optimizer.exp_avg:theirs"])
     assert data["declared"].keys() == {"weight:cast", "weight:shape"}
     assert list(data["differing"]) == ["weight:nan", "weight:large", "weight:small", "weight:zero"]
     assert data["compared"] == 6

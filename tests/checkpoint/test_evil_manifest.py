@@ -97,10 +97,7 @@ EVIL: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "slice dims": (change(*E, "parts", 0, "slice", to=[[0, 12]]), "does not lie in"),
     "slice null": (change(*E, "parts", 0, "slice", to=None), "must be a list"),
     "no parts": (change(*E, "parts", to=[]), "leave a gap"),
-    "part twice": (
-        lambda body: body["tensors"][E[1]]["parts"].append(body["tensors"][E[1]]["parts"][0]),
-        "overlap",
-    ),
+    "part twice": (lambda body: body["tensors"][E[1]]["parts"].append(body["tensors"][E[1]]["parts"][0]), "overlap"),
     "part lacks file": (drop(*E, "parts", 0, "file"), "lacks fields file"),
     "part text": (change(*E, "parts", 0, to="x"), "must be an object"),
     "dtype unknown": (change(*E, "dtype", to="OBJECT"), "is not one of"),
@@ -138,10 +135,7 @@ RAW: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "another sha256": (lambda text: text.replace('"sha256":"', '"sha256":"0', 1), "edited"),
     "space": (lambda text: text.replace(":", ": ", 1), "edited"),
     "trailing": (lambda text: text + " ", "edited"),
-    "sha256 gone": (
-        lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "sha256"}),
-        "edited",
-    ),
+    "sha256 gone": (lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "sha256"}), "edited"),
 }
 
 

@@ -38,15 +38,7 @@ def test_names() -> None:
     assert step_of("step-0000100") == 100
     assert step_of("step-12345678") == 12345678
     assert step_of("step-0000100.replaced") == 100
-    for name in (
-        "step-100",
-        "step-00000100",
-        "step--000001",
-        ".tmp-step-100",
-        "step-0000100.bak",
-        "step-٠٠٠٠١٠٠",
-        "x",
-    ):
+    for name in ("step-100", "step-00000100", "step--000001", ".tmp-step-100", "step-0000100.bak", "step-٠٠٠٠١٠٠", "x"):
         assert step_of(name) is None
 
 
@@ -97,10 +89,7 @@ def test_one_level_off(tmp_path: Path) -> None:
     save_as(tmp_path / "run" / "checkpoints", SOLO, step=5)
     assert f"but in {tmp_path / 'run' / 'checkpoints'}" in slip(tmp_path / "run")
     inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
-    assert (
-        "is itself a checkpoint" in inside
-        and f"--load {tmp_path / 'run' / 'checkpoints'} --ckpt-step 5" in inside
-    )
+    assert "is itself a checkpoint" in inside and f"--load {tmp_path / 'run' / 'checkpoints'} --ckpt-step 5" in inside
     (tmp_path / "file").write_text("x")
     assert "Not a directory" in slip(tmp_path / "file")
 
@@ -163,20 +152,13 @@ def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
 def test_folders_of_other_programs(tmp_path: Path) -> None:
     for folder, names, whose in (
         ("hf", ("config.json", "model.safetensors"), "a Hugging Face folder"),
-        (
-            "meg",
-            ("latest_checkpointed_iteration.txt", "iter_0000010"),
-            "a folder of Megatron-LM's checkpoints",
-        ),
+        ("meg", ("latest_checkpointed_iteration.txt", "iter_0000010"), "a folder of Megatron-LM's checkpoints"),
     ):
         (tmp_path / folder).mkdir()
         for name in names:
             (tmp_path / folder / name).touch()
         message = slip(tmp_path / folder)
-        assert (
-            f"{tmp_path / folder} is {whose}; megalite convert {tmp_path / folder} imported --to native"
-            in message
-        )
+        assert f"{tmp_path / folder} is {whose}; megalite convert {tmp_path / folder} imported --to native" in message
 
 
 def test_a_folder_is_locked_by_one_at_a_time(tmp_path: Path) -> None:

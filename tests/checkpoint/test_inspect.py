@@ -16,16 +16,7 @@ from megalite.cli.inspect import DAMAGED, DIFFERENT, OK
 from megalite.config.describe import replace, sectioned, values_of
 from megalite.config.files import load as load_config
 from megalite.config.run import RunConfig
-from tests.checkpoint.inspecting import (
-    WEIGHTS,
-    Captured,
-    Tensors,
-    flip_last_bit,
-    inspect,
-    refused,
-    said,
-    save_tensors,
-)
+from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
 from tests.checkpoint.samples import find
 from tests.support.tiny import LLAMA, tiny_config
 
@@ -57,9 +48,7 @@ def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
 
 def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
     """Numbers that leave gaps, other shapes and dtypes on rows of their own, tensors in parts, many files."""
-    tensors: Tensors = {
-        ("weight", "", f"layers.{n}.w2.weight"): torch.ones(20, 4) for n in (0, 1, 2, 5, 9, 10, 11)
-    }
+    tensors: Tensors = {("weight", "", f"layers.{n}.w2.weight"): torch.ones(20, 4) for n in (0, 1, 2, 5, 9, 10, 11)}
     tensors["weight", "", "layers.3.w2.weight"] = torch.ones(20, 6)
     tensors["weight", "", "layers.4.w2.weight"] = torch.ones(20, 4).half()
     tensors["weight", "", "layers.7.experts.0.weight"] = torch.ones(40)
@@ -232,10 +221,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
         ([folder, "--tensors", "nothing*"], "has no tensor of such a name; it has "),
         ([folder, "--tensors", "nothing*"], "; try '*nothing*'"),
         ([tmp_path / "theirs"], "imported --to native"),
-        (
-            ["--diff", folder, folder, "--tensors", "nothing*"],
-            "neither checkpoint has a tensor of such a name",
-        ),
+        (["--diff", folder, folder, "--tensors", "nothing*"], "neither checkpoint has a tensor of such a name"),
     ]
     (folder / ".tmp-step-3").mkdir()
     (tmp_path / "theirs").mkdir()
@@ -274,8 +260,6 @@ def test_a_reader_that_has_seen_enough(real: Path) -> None:
     os.close(read_end)
     with os.fdopen(write_end, "wb") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "megalite.cli.inspect", str(real), "--json"],
-            stdout=output,
-            stderr=subprocess.PIPE,
+            [sys.executable, "-m", "megalite.cli.inspect", str(real), "--json"], stdout=output, stderr=subprocess.PIPE
         )
     assert (done.returncode, done.stderr) == (OK, b"")

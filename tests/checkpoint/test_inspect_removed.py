@@ -30,11 +30,7 @@ def _save(folder: Path, step: int) -> Path:
 
 
 def _before(
-    monkeypatch: pytest.MonkeyPatch,
-    module: Any,
-    name: str,
-    event: Callable[..., bool],
-    then: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, event: Callable[..., bool], then: Callable[[], Any]
 ) -> None:
     """Do something once, just before a function is called with arguments for which `event` holds."""
     original, pending = getattr(module, name), [then]
@@ -52,9 +48,7 @@ def _in(step: Path) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize("function", ["read_text", "file_length"])
-def test_an_older_one_goes(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+def test_an_older_one_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     older = folder / "step-0000001"
     _before(monkeypatch, survey_module, function, _in(older), lambda: shutil.rmtree(older))
     assert inspect(folder) == OK
@@ -62,9 +56,7 @@ def test_an_older_one_goes(
     assert table.splitlines()[2].endswith("removed meanwhile") and rest.endswith("sha256 OK\n")
 
 
-def test_the_newest_goes_while_it_is_hashed(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_goes_while_it_is_hashed(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = folder / "step-0000002"
     _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
     assert inspect(folder) == OK
@@ -73,9 +65,7 @@ def test_the_newest_goes_while_it_is_hashed(
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}")
 
 
-def test_the_only_one_gives_way_to_a_newer(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_only_one_gives_way_to_a_newer(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with --keep-latest 1: the next look finds the newer one."""
     first = _save(tmp_path / "run", 1)
 

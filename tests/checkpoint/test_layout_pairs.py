@@ -169,18 +169,14 @@ def sources(folder: Path) -> Sources:
                 for name, values in assemble([rank[run].state[kind] for rank in ranks]).items()
             }
             moments = {key: values for key, values in full.items() if key.startswith("exp_avg")}
-            assert all(bool(values.any()) for values in moments.values()), (
-                "moments of zeros would prove nothing"
-            )
+            assert all(bool(values.any()) for values in moments.values()), "moments of zeros would prove nothing"
             save_file(full, folder / f"{run}-{layout}.safetensors")
             found[run, layout] = ranks[0][run], read_plainly(folder / run / layout / "step-0000002")
     return found
 
 
 def test_every_pair_is_met() -> None:
-    met = {
-        (source, target) for run in ("fp32", "fp16") for target in NAMES for source in sources_of(run, target)
-    }
+    met = {(source, target) for run in ("fp32", "fp16") for target in NAMES for source in sources_of(run, target)}
     assert len(met) == len(NAMES) ** 2
     assert {source for target in NAMES for source in sources_of("fp64", target)} == set(NAMES)
 

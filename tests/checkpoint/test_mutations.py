@@ -41,10 +41,7 @@ RUN = {
     "dp_strategy": "distributed-optimizer",
 }
 OLDER, NEWEST = 1, 2
-FILES = [
-    MANIFEST,
-    *(f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "optimizer") for rank in (0, 1)),
-]
+FILES = [MANIFEST, *(f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "optimizer") for rank in (0, 1))]
 
 REASONS = re.compile(
     r"(?P<file>[\w.-]+): (sha256 is [0-9a-f]{12}\.\.\., the manifest says|\d+ bytes long, the manifest says \d+"
@@ -142,9 +139,7 @@ def test_inspect_says_so_too(runs: Runs, mutation: Mutation, capsys: pytest.Capt
         assert said and said["file"] in damaged_files(place, mutation)
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"", b"\0" * 13, b"step-0000001\n", b"step-9999999\n", b"../../etc\n"]
-)
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 13, b"step-0000001\n", b"step-9999999\n", b"../../etc\n"])
 def test_latest_does_not_matter(runs: Runs, content: bytes | None) -> None:
     """It is for people: whatever becomes of it, the newest checkpoint is found."""
     latest = runs.folder / "latest"

@@ -41,16 +41,10 @@ MODULES = set(
     ]
 )
 CALLS = {
-    *(
-        f"torch.{name}"
-        for name in ("save", "jit.load", "jit.script", "package", "hub", "utils.cpp_extension")
-    ),
+    *(f"torch.{name}" for name in ("save", "jit.load", "jit.script", "package", "hub", "utils.cpp_extension")),
     *(f"torch.serialization{name}" for name in ("", ".load", ".add_safe_globals")),
     *(f"torch.distributed.checkpoint{name}" for name in ("", ".load")),
-    *(
-        f"yaml.{name}"
-        for name in ("unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all")
-    ),
+    *(f"yaml.{name}" for name in ("unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all")),
     *(f"yaml.{kind}Loader" for kind in ("", "Unsafe", "Full", "C", "CUnsafe", "CFull")),
     *("os.system", "os.popen", "numpy.lib.format", "numpy.lib.npyio", "pandas.read_pickle"),
     *("eval", "exec", "compile", "__import__"),
@@ -93,9 +87,7 @@ def is_constant(node: ast.expr | None, value: bool) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-def call_is_safe(
-    call: ast.Call, called: str, module: Module, safe_loaders: set[str], names: dict[str, str]
-) -> bool:
+def call_is_safe(call: ast.Call, called: str, module: Module, safe_loaders: set[str], names: dict[str, str]) -> bool:
     """Of calls that can be made safely: this one is."""
     if called == "torch.load":
         return module.inside(RESTRICTED) and is_constant(keyword(call, "weights_only"), True)
@@ -111,9 +103,7 @@ def offences(module: Module) -> Iterator[str]:
     names = names_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            whole = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            )
+            whole = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (name for name in whole if name.split(".")[0] in MODULES or name in CALLS)
     for name in names.values():
         if name.split(".")[0] in MODULES or name in CALLS:
@@ -134,11 +124,7 @@ def offences(module: Module) -> Iterator[str]:
         elif name in CALLS and not (name in ALLOWED_THERE and module.inside(RESTRICTED)):
             yield f"{name} on line {node.lineno}"
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.keyword)
-            and node.arg == "allow_pickle"
-            and not is_constant(node.value, False)
-        ):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and not is_constant(node.value, False):
             yield f"allow_pickle on line {node.value.lineno}"
         if isinstance(node, ast.keyword) and node.arg == "shell" and not is_constant(node.value, False):
             yield f"shell on line {node.value.lineno}"
@@ -213,11 +199,7 @@ def test_where_pickles_may_be_read() -> None:
     """Restricted, at every call, in one package."""
     safe = "import torch\ntorch.load('x', weights_only=True, map_location='cpu')"
     assert list(offences(Module(f"{RESTRICTED}.read", safe))) == []
-    for elsewhere in (
-        "megalite.conversion.weights",
-        "megalite.checkpoint.load",
-        "megalite.conversion.megatronic",
-    ):
+    for elsewhere in ("megalite.conversion.weights", "megalite.checkpoint.load", "megalite.conversion.megatronic"):
         assert list(offences(Module(elsewhere, safe)))
     for text in ("", ", weights_only=False", ", weights_only=flag", ", **options"):
         assert list(offences(Module(f"{RESTRICTED}.read", f"import torch\ntorch.load('x'{text})")))

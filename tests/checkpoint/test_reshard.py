@@ -73,9 +73,7 @@ def test_every_cut_reads_as_every_other(tmp_path: Path, scheme: Scheme, ranks: i
         key = saved(identity, full, tuple((0, size) for size in shape)).key
         wanted = [bounds for other, count in WRITERS for bounds in other(shape, count) if bounds is not None]
         for _ in range(20):
-            wanted.append(
-                tuple((a, b) for a, b in (sorted(choose.choices(range(size + 1), k=2)) for size in shape))
-            )
+            wanted.append(tuple((a, b) for a, b in (sorted(choose.choices(range(size + 1), k=2)) for size in shape)))
         for bounds in wanted:
             read = checkpoint.read(key, bounds, device=CPU)
             assert torch.equal(read, cut(full, bounds)), (key, bounds)

@@ -23,7 +23,5 @@ from megalite.checkpoint.prune import Retention
         (2, None, [3, 3, 4], 4, []),
     ],
 )
-def test_superfluous(
-    latest: int | None, every: int | None, steps: list[int], newest: int, gone: list[int]
-) -> None:
+def test_superfluous(latest: int | None, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
     assert Retention(keep_latest=latest, keep_every=every).superfluous(steps, newest) == gone

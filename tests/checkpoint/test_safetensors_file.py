@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save_file
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.files import CHUNK
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.safetensors_file import (
-    DTYPE_NAMES,
-    RunningDigest,
-    SafetensorsReader,
-    SafetensorsWriter,
-)
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, RunningDigest, SafetensorsReader, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
 
 TENSORS = {
@@ -114,9 +109,7 @@ def slices_of(shape: tuple[int, ...], rng: random.Random) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("page, chunk", [(4096, CHUNK), (64, 200), (1, 1)])
-def test_any_slice_into_any_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int
-) -> None:
+def test_any_slice_into_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int) -> None:
     """Whole rows, parts of rows below and above a page, several dimensions, other types, strided targets."""
     monkeypatch.setattr(safetensors_file, "_PAGE", page)
     monkeypatch.setattr(safetensors_file, "CHUNK", chunk)

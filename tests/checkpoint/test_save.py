@@ -63,18 +63,12 @@ def save_plan(
     )
 
 
-def weight(
-    name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype = torch.float32
-) -> SavedTensor:
+def weight(name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype = torch.float32) -> SavedTensor:
     bounds = (rows, *((0, size) for size in shape[1:]))
-    return SavedTensor(
-        key_group="weight", spec=ShardSpec(name=name, global_shape=shape, slice=bounds), dtype=dtype
-    )
+    return SavedTensor(key_group="weight", spec=ShardSpec(name=name, global_shape=shape, slice=bounds), dtype=dtype)
 
 
-def failing_write(
-    fail_at: int, calls: list[int], partly: bool, code: int
-) -> Callable[[int, memoryview], int]:
+def failing_write(fail_at: int, calls: list[int], partly: bool, code: int) -> Callable[[int, memoryview], int]:
     real, lock = os.write, threading.Lock()
 
     def write(descriptor: int, data: memoryview) -> int:
@@ -117,9 +111,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         message = same_error(results)
         assert "No space left on device" in message and str(folder) in message
         assert "free there: " in message and "of 2)" in message
-        assert re.search(r"(-0000[01]\.safetensors|part-[01]\.json|manifest\.json): No space", message), (
-            message
-        )
+        assert re.search(r"(-0000[01]\.safetensors|part-[01]\.json|manifest\.json): No space", message), message
         needed.add(message.partition("needs ")[2].partition(" bytes")[0])
         assert names(folder) == ["latest", "step-0000001"]
         assert_holds(find(folder, log=pytest.fail), seed=1)
@@ -228,11 +220,7 @@ def test_plan_that_cannot_be_saved(tmp_path: Path) -> None:
                 return save_plan(tmp_path, group, plan if group.rank == rank_with_it else [], [])
 
             assert reason in same_error(on_threads(2, save))
-    for more in (
-        {"counters": {"loss": float("nan")}},
-        {"counters": {"path": tmp_path}},
-        {"tokenizer": "gpt2"},
-    ):
+    for more in ({"counters": {"loss": float("nan")}}, {"counters": {"path": tmp_path}}, {"tokenizer": "gpt2"}):
         with pytest.raises(CheckpointError, match=r"plain JSON|tokenizer"):
             save_plan(tmp_path, SOLO, [a], [torch.ones(2)], **more)
     assert names(tmp_path) == []
@@ -279,9 +267,7 @@ def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step-9").mkdir()
     (tmp_path / ".tmp-step-9" / "weights-00000.safetensors").write_bytes(b"x" * 100)
     (tmp_path / ".latest.new").write_text("half")
-    (tmp_path / "step-0000001").rename(
-        tmp_path / "step-0000001.replaced"
-    )  # cut off before the new one was in place
+    (tmp_path / "step-0000001").rename(tmp_path / "step-0000001.replaced")  # cut off before the new one was in place
     save_as(tmp_path, SOLO, step=3, seed=3)
     assert names(tmp_path) == ["latest", "step-0000001", "step-0000002", "step-0000003"]
     for step in (1, 2, 3):
@@ -305,9 +291,7 @@ def test_the_replaced_one_is_kept_if_its_successor_is_damaged(tmp_path: Path) ->
     assert_holds(find(tmp_path, 2), seed=2)
 
 
-def test_a_leftover_that_cannot_be_removed_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leftover_that_cannot_be_removed_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".tmp-step-step-0000001").mkdir()
 
     def refuse(path: Path) -> None:

@@ -30,11 +30,7 @@ def prefix(tmp_path: Path) -> str:
         append_eod=False,
         bad_lines={"invalid JSON": 2},
         inputs={"files": 1, "bytes": 1234, "list": [{"name": "a.jsonl", "bytes": 1234}]},
-        token_histogram={
-            "most_common": [{"id": 1, "count": 1, "text": "a\x1b[2J"}],
-            "unused": 1,
-            "max_id": 13,
-        },
+        token_histogram={"most_common": [{"id": 1, "count": 1, "text": "a\x1b[2J"}], "unused": 1, "max_id": 13},
     )
 
 
@@ -51,9 +47,7 @@ def test_verify(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out.endswith("; sha256 not compared\n")
     assert main(["verify", str(tmp_path), "--vocab-size", "13"]) == 1
     damaged, other = capsys.readouterr().out.splitlines()
-    assert damaged.startswith(
-        f"{prefix}: damaged: {prefix}.bin: byte 24: token id 13 (document 5, sequence 7,"
-    )
+    assert damaged.startswith(f"{prefix}: damaged: {prefix}.bin: byte 24: token id 13 (document 5, sequence 7,")
     assert other.startswith(f"{plain}: damaged: {plain}.bin: byte 24: ")
 
 
@@ -171,25 +165,18 @@ def test_split(prefix: str, tmp_path: Path, capsys: Captured) -> None:
 
 def test_names_of_many_parts_sort(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[[i]] for i in range(11)])
-    assert (
-        main(["split", "--input", prefix, "--output-prefix", str(tmp_path / "o" / "p"), "--parts", "11"]) == 0
-    )
+    assert main(["split", "--input", prefix, "--output-prefix", str(tmp_path / "o" / "p"), "--parts", "11"]) == 0
     assert main(["merge", "--input", str(tmp_path / "o"), "--output-prefix", str(tmp_path / "all")]) == 0
     assert both(tmp_path / "all") == both(prefix)
 
 
-def test_errors_of_the_disk_are_one_line(
-    prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_errors_of_the_disk_are_one_line(prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def fail(*arguments: object, **settings: object) -> None:
         raise OSError(28, "No space left on device", "x.bin")
 
     monkeypatch.setattr(data, "merge", fail)
     assert main(["merge", "--input", prefix, "--output-prefix", "x"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: x.bin: No space left on device; make room, or give another folder\n"
-    )
+    assert capsys.readouterr().err == "error: x.bin: No space left on device; make room, or give another folder\n"
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,7 @@ def test_large_ones_are_kept_once(
     assert "0 built, " in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").write_text("in the way")
     assert main(words) == 2
     error = capsys.readouterr().err

@@ -31,11 +31,7 @@ def report_of(flags: str) -> dict[str, Any]:
 def keys(tree: Any, prefix: str = "") -> set[str]:
     """Paths of all keys; list elements count as one `[]`."""
     if isinstance(tree, dict):
-        return {
-            path
-            for key, value in tree.items()
-            for path in {f"{prefix}{key}", *keys(value, f"{prefix}{key}.")}
-        }
+        return {path for key, value in tree.items() for path in {f"{prefix}{key}", *keys(value, f"{prefix}{key}.")}}
     if isinstance(tree, list) and tree and isinstance(tree[0], dict):
         return keys(tree[0], prefix.removesuffix(".") + "[].")
     return set()
@@ -45,18 +41,7 @@ def test_stable_keys() -> None:
     found = report_of(TINY)
     kinds = set(found["layout"].pop("groups"))
     found.pop("config")
-    assert {
-        "tp",
-        "cp",
-        "dp",
-        "pp",
-        "model",
-        "embedding",
-        "position-embedding",
-        "ep",
-        "expert-tp",
-        "expert-dp",
-    } <= kinds
+    assert {"tp", "cp", "dp", "pp", "model", "embedding", "position-embedding", "ep", "expert-tp", "expert-dp"} <= kinds
     expected = """
         world_size layout layout.axes layout.axes.tp layout.axes.cp layout.axes.dp layout.axes.pp layout.axes.vpp
         layout.axes.ep layout.axes.etp layout.order layout.ranks layout.ranks[].rank layout.ranks[].tp
@@ -212,7 +197,5 @@ def test_needs_no_torch() -> None:
         "from megalite.config.flags import parse_arguments\n"
         "print(dry_run(parse_arguments(sys.argv[1:])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *TINY.split()], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, *TINY.split()], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("Layout: 8 ranks")

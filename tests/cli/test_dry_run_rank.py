@@ -56,11 +56,7 @@ def test_contents() -> None:
             assert sum(held["bytes"] for held in mine) == 2 * row["parameters_per_rank"]
     # Rows 256 to 511 of the padded vocabulary, in the copy that the head works with.
     (word,) = [row for row in found["parameters"] if row["name"] == "embedding.word.weight"]
-    assert (word["slice"], word["shape"], word["global_shape"]) == (
-        [[256, 512], [0, 64]],
-        [256, 64],
-        [512, 64],
-    )
+    assert (word["slice"], word["shape"], word["global_shape"]) == ([[256, 512], [0, 64]], [256, 64], [512, 64])
     planned = whole["memory"]["pipeline_ranks"][1]
     assert found["memory"]["activation_bytes"] == planned["activation_bytes"]
     # Padding alone is more: less than 64 elements a bucket and replica.

@@ -67,27 +67,10 @@ def test_text_json_and_token_files_are_one(folder: Path, capsys: Captured) -> No
 
 
 def test_what_people_read(folder: Path, capsys: Captured) -> None:
-    words = (
-        "--input",
-        folder / "a.txt",
-        "--seq-length",
-        "12",
-        "--stride",
-        "5",
-        "--batch-size",
-        "4",
-        "--dtype",
-        "fp64",
-    )
+    words = ("--input", folder / "a.txt", "--seq-length", "12", "--stride", "5", "--batch-size", "4", "--dtype", "fp64")
     assert evaluate(folder, *words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == [
-        "model",
-        "tokens",
-        "loss",
-        "perplexity",
-        "bits per byte",
-    ]
+    assert [line.split("  ")[0] for line in lines] == ["model", "tokens", "loss", "perplexity", "bits per byte"]
     assert "windows of 12, stride 5" in lines[1]
 
 

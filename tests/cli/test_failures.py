@@ -155,12 +155,7 @@ def test_ranks_say_once_what_all_found(monkeypatch: pytest.MonkeyPatch, capsys: 
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    for error, told in (
-        (ConfigError("all"), 0),
-        (RankError("mine"), 1),
-        (OSError("disk"), 1),
-        (KeyError("k"), 1),
-    ):
+    for error, told in ((ConfigError("all"), 0), (RankError("mine"), 1), (OSError("disk"), 1), (KeyError("k"), 1)):
         guarded(raising(error), "x")
         assert capsys.readouterr().err.count("error: ") == told, error
     guarded(raising(KeyboardInterrupt()), "x")

@@ -37,9 +37,7 @@ def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert end.status == 75
     os.close(full)
     lines = path.read_text().splitlines()
-    assert lines[0] == "before" and lines[-1] == (
-        "the log is written again; up to 2 lines before this one are missing"
-    )
+    assert lines[0] == "before" and lines[-1] == ("the log is written again; up to 2 lines before this one are missing")
     assert "after" in lines
     assert (
         said.getvalue().splitlines()

@@ -23,13 +23,9 @@ Captured = pytest.CaptureFixture[str]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ours` and `theirs`: one model in two formats, with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("models")
-    weights = MadeUp(
-        folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=byte_tokenizer(folder / "vocabulary")
-    )
+    weights = MadeUp(folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
     write_native(weights, folder / "ours", dtype=None, max_file_bytes=1 << 30, advance=ignore)
-    write_huggingface(
-        weights, folder / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=ignore
-    )
+    write_huggingface(weights, folder / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=ignore)
     return folder
 
 
@@ -96,20 +92,11 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
         (["--prompt", ""], "prompt 1 has no tokens"),
         (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts b are both given"),
         (["--prompt", "a", "--prompt-key", "b"], "--prompt-key b has no effect without --prompts"),
-        (
-            ["--prompt", "a", "--temperature", "0", "--top-k", "3"],
-            "--top-k 3 has no effect with --temperature 0",
-        ),
-        (
-            ["--prompt", "a", "--temperature", "0", "--seed", "0"],
-            "--seed 0 has no effect with --temperature 0",
-        ),
+        (["--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k 3 has no effect with --temperature 0"),
+        (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed 0 has no effect with --temperature 0"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size is 0"),
         (["--prompt", "a", "--stop", ""], "--stop is empty"),
-        (
-            ["--prompt", "a", "--tp", "2"],
-            "tp 2 x pp 1 = 2 does not fit the 1 rank that were started; use --tp 1",
-        ),
+        (["--prompt", "a", "--tp", "2"], "tp 2 x pp 1 = 2 does not fit the 1 rank that were started; use --tp 1"),
         (["--prompt", "a", "--pp", "0"], "--pp is 0"),
         (["--prompt", "a", "--cp", "2"], "there is no cp here (a sequence is not split)"),
         (["--prompt", "a", "--ep", "2"], "there is no ep here (experts are split by --tp)"),
@@ -138,10 +125,7 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
         (folder / path.name).write_bytes(path.read_bytes())
     values = json.loads((folder / "tokenizer.json").read_text())
     special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
-    first, text = (
-        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    )
+    first, text = ({"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}})
     pair = {"Sequence": {"id": "B", "type_id": 1}}
     values["post_processor"] = {
         "type": "TemplateProcessing",

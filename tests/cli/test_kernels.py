@@ -42,13 +42,7 @@ def test_json(capsys: Captured) -> None:
     assert rows["adam", "apex"]["reason"] == "apex has no cpu; it needs a CUDA device"
     adam = [row for row in found["chosen"] if row["operation"] == "adam"]
     assert adam == [
-        {
-            "operation": "adam",
-            "size": 1 << 24,
-            "dtype": "torch.float32",
-            "backend": "torch",
-            "why": "no rule: torch",
-        }
+        {"operation": "adam", "size": 1 << 24, "dtype": "torch.float32", "backend": "torch", "why": "no rule: torch"}
     ]
 
 
@@ -60,9 +54,7 @@ def test_a_type_that_a_kernel_does_not_take(capsys: Captured, monkeypatch: pytes
     monkeypatch.setattr(
         kernels,
         "why_not",
-        lambda operation, backend, use: (
-            "too small" if (backend, use.dtype) == ("apex", torch.bfloat16) else None
-        ),
+        lambda operation, backend, use: "too small" if (backend, use.dtype) == ("apex", torch.bfloat16) else None,
     )
     assert main(["kernels", "--device", "cpu"]) == 0
     assert "cross_entropy  apex     ready; not bfloat16: too small\n" in capsys.readouterr().out

@@ -27,9 +27,7 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
 
 def test_unknown_command(capsys: Captured) -> None:
     assert main(["confg"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: unknown command confg: did you mean config? (one of train, "
-    )
+    assert capsys.readouterr().err.startswith("error: unknown command confg: did you mean config? (one of train, ")
 
 
 def test_hands_over_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +79,7 @@ sys.exit(any([main([command, "--help"]) for command in sys.argv[1:]]))
 def test_help_imports_nothing_heavy() -> None:
     """It comes at once: a fraction of a second each, where torch takes three."""
     done = subprocess.run(
-        [sys.executable, "-c", HELP_WITHOUT, *COMMANDS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", HELP_WITHOUT, *COMMANDS], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"megalite {command}" in done.stdout for command in COMMANDS)

@@ -16,15 +16,7 @@ from tests.e2e.commands import Command, check
 
 Captured = pytest.CaptureFixture[str]
 
-NESTED = (
-    "data verify",
-    "data inspect",
-    "data merge",
-    "data split",
-    "data index",
-    "config --show",
-    "config --explain",
-)
+NESTED = ("data verify", "data inspect", "data merge", "data split", "data index", "config --show", "config --explain")
 SPOKEN = [*COMMANDS, *NESTED]
 """Everything that takes flags of its own."""
 
@@ -151,9 +143,7 @@ def flags_of(name: str, capsys: Captured) -> list[str]:
     words = [word for word in name.split() if not word.startswith("--")]
     main([*words, "--help"])
     lines = capsys.readouterr().out
-    return sorted(
-        set(re.findall(r"^ +(--[a-z][a-z-]{2,}\w)", lines, re.MULTILINE)) - {"--help", "--help-all"}
-    )
+    return sorted(set(re.findall(r"^ +(--[a-z][a-z-]{2,}\w)", lines, re.MULTILINE)) - {"--help", "--help-all"})
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -303,10 +293,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 
 
 @settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(words=command_lines())
 def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
@@ -331,12 +318,7 @@ def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, c
     if device == "pipe":
         os.mkfifo(path)
     (tmp_path / "text.txt").write_text("some text")
-    known = {
-        "out": tmp_path / "out",
-        "file": tmp_path / "text.txt",
-        "folder": tmp_path,
-        "text": tmp_path / "text.txt",
-    }
+    known = {"out": tmp_path / "out", "file": tmp_path / "text.txt", "folder": tmp_path, "text": tmp_path / "text.txt"}
     assert path.stem in refused(line.format(path=path, **known).split(), capsys)
 
 

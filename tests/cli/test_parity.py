@@ -25,11 +25,7 @@ def test_a_layout_that_is_the_same(capsys: Captured) -> None:
     assert lines[0].startswith("2 ranks = tp 2 x cp 1 x dp 1 x pp 1 (vpp 1) against one rank; fp64, 2 steps")
     assert lines[1].startswith("shrunk: ") and "precision bf16 -> fp64" in lines[1]
     table = [line.split() for line in lines[4:] if line]
-    assert [row[:3] for row in table[:3]] == [
-        ["step", "1", "loss"],
-        ["gradient", "norm", table[1][2]],
-        table[2][:3],
-    ]
+    assert [row[:3] for row in table[:3]] == [["step", "1", "loss"], ["gradient", "norm", table[1][2]], table[2][:3]]
     assert table[2][0] == "gradient" and table[2][-1].startswith(("layers.", "embedding.", "final_norm"))
     assert lines[-1].startswith("SAME: worst difference ") and lines[-1].endswith("tolerance 1e-09")
 
@@ -54,9 +50,7 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
     with forked_pools():
         assert run("parity --fuzz 0 --seed 6 --steps 1") == 0
         first = capsys.readouterr().out
-        assert first.startswith("1 layouts in ") and first.endswith(
-            "with seed 6: 0 different from one rank\n"
-        )
+        assert first.startswith("1 layouts in ") and first.endswith("with seed 6: 0 different from one rank\n")
         assert run("parity --fuzz 0 --seed 6 --steps 1 --tolerance 0") == 1
         line, verdict, count = capsys.readouterr().out.splitlines()
         assert verdict.startswith("  DIFFERENT: first the ")
@@ -90,10 +84,7 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
             "--fuzz chooses every setting itself and takes --seed N and --steps N alone, got --tp 2; to try one "
             "layout leave --fuzz out",
         ),
-        (
-            "--tp 2 --dp 4 --world-size 4",
-            "--world-size 4 / (tp·pp·cp = 2) is 2, not dp 4; use --world-size 8",
-        ),
+        ("--tp 2 --dp 4 --world-size 4", "--world-size 4 / (tp·pp·cp = 2) is 2, not dp 4; use --world-size 8"),
         (
             "--dry-run --tp 2",
             "--dry-run has no effect with megalite parity; use megalite train --dry-run, or remove it",

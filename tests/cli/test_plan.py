@@ -26,9 +26,7 @@ def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == 1.5e9
     assert len(found["layouts"]) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("plan-alternatives.yaml", "plan.html", "plan.yaml")
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*("plan-alternatives.yaml", "plan.html", "plan.yaml")]
     assert sorted(map(str, tmp_path.iterdir())) == sorted(found["written"])
     assert "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py" in found["launch"][0]
 
@@ -60,14 +58,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{TINY} --gpus 4 --recompute-ahead", "recompute_ahead True is not searched; remove it"),
         (f"{TINY} --gpus 4 --pipeline-schedule auto", "pipeline_schedule auto is built, not searched"),
         (f"{TINY} --gpus 4 --dp-strategy diloco", "dp_strategy diloco is not searched"),
-        (
-            f"{TINY} --gpus 4 --optimizer onebit-adam --dp-strategy fully-sharded",
-            "does not go with the other",
-        ),
-        (
-            f"{TINY.replace('heads 4', 'heads 5')} --gpus 4",
-            "hidden_size 64 is not divisible by num_attention_heads 5",
-        ),
+        (f"{TINY} --gpus 4 --optimizer onebit-adam --dp-strategy fully-sharded", "does not go with the other"),
+        (f"{TINY.replace('heads 4', 'heads 5')} --gpus 4", "hidden_size 64 is not divisible by num_attention_heads 5"),
         (f"{TINY.replace('--global-batch-size 8', '')} --gpus 4", "add --global-batch-size"),
         (f"{TINY.replace('--vocab-size 500', '')} --gpus 4", "add --vocab-size 50257"),
         (f"{TINY} --gpus 4 --output /nowhere/plan.yaml", "cannot write /nowhere/plan.yaml"),

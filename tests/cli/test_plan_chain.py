@@ -75,10 +75,7 @@ def test_memory(tiny: str, capsys: Captured) -> None:
         (["--memory", "0GB"], "--memory is 0GB"),
         (["--global-batch-size", "0"], "global_batch_size is 0; it must be 1 or more"),
         (["--svg", "no/such/folder/x.svg"], "cannot write no/such/folder/x.svg: No such file"),
-        (
-            ["--colour"],
-            "unknown flag --colour: did you mean --cluster?; megalite plan-chain --help lists the flags",
-        ),
+        (["--colour"], "unknown flag --colour: did you mean --cluster?; megalite plan-chain --help lists the flags"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -51,9 +51,7 @@ def test_every_record_is_a_point(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
-    records = [
-        {"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, "nan"), (3, 4.0))
-    ]
+    records = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, "nan"), (3, 4.0))]
     (axes,) = figure(records).axes
     assert str(points(axes.lines[0])) == "([1.0, 2.0, 3.0], [5.0, nan, 4.0])"
 
@@ -72,9 +70,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     lines[1] = lines[1][:20] + b"\xff\x00\n"
-    path.write_bytes(
-        b"".join(lines) + b'[1]\n"text"\n{}\n' + lines[0].rstrip(b"\n")
-    )  # the last one is cut off
+    path.write_bytes(b"".join(lines) + b'[1]\n"text"\n{}\n' + lines[0].rstrip(b"\n"))  # the last one is cut off
     assert read_metrics(tmp_path) == [record for number, record in enumerate(records) if number != 1]
     sink = JsonLines(path, step=3)  # a run that resumes there has no trouble either
     sink.write({"kind": "train", "step": 4, "loss": 1.0})
@@ -94,9 +90,7 @@ def test_output_that_cannot_be(output: str, tmp_path: Path, capsys: Captured) ->
 
 def test_no_metrics(tmp_path: Path, capsys: Captured) -> None:
     assert main([str(tmp_path / "nothing")]) == 2
-    error = (
-        f"error: {tmp_path / 'nothing' / 'metrics.jsonl'} does not exist; give the --run-dir of a run that"
-    )
+    error = f"error: {tmp_path / 'nothing' / 'metrics.jsonl'} does not exist; give the --run-dir of a run that"
     assert capsys.readouterr().err.startswith(error)
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2

@@ -25,9 +25,7 @@ from megalite.training.sinks import JsonLines
 NOW = 1_750_000_000.0
 
 
-def write_run(
-    folder: Path, *, steps: int = 30, speed: float = 800.0, sessions: list[Session] | None = None
-) -> None:
+def write_run(folder: Path, *, steps: int = 30, speed: float = 800.0, sessions: list[Session] | None = None) -> None:
     folder.mkdir(parents=True)
     sink = JsonLines(folder / "metrics.jsonl", step=0)
     for step in range(1, steps + 1):
@@ -55,9 +53,7 @@ def runs(tmp_path: Path) -> Path:
     write_run(tmp_path / "a", sessions=[session()])
     write_run(tmp_path / "sweep" / "b<&>", speed=400.0, sessions=[session(ended=None, pid=os.getpid())])
     write_run(
-        tmp_path / "c",
-        steps=3,
-        sessions=[session(ended=None, pid=ended.pid), session(ended=None, pid=ended.pid)],
+        tmp_path / "c", steps=3, sessions=[session(ended=None, pid=ended.pid), session(ended=None, pid=ended.pid)]
     )
     write_run(tmp_path / "old", steps=2)
     (tmp_path / "starting").mkdir()
@@ -128,10 +124,7 @@ def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("none", "none does not exist; give a folder with runs in it"),
         ("a/config.yaml", "a/config.yaml is a file; give a folder"),
         ("a/checkpoints/empty", "there is no run in a/checkpoints/empty: no metrics.jsonl or sessions.json"),
-        (
-            "a --html missing/page.html",
-            "cannot write missing/page.html: No such file or directory; give --html a file",
-        ),
+        ("a --html missing/page.html", "cannot write missing/page.html: No such file or directory; give --html a file"),
         ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give --png a file"),
         ("a --png a.bmpp", "cannot write a.bmpp: "),
     ],
@@ -169,9 +162,7 @@ def test_ticks() -> None:
 
 def test_what_is_no_number_leaves_a_gap() -> None:
     points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, 3.0)]
-    path = re.search(
-        r'class="curve"[^>]* d="(.*?)"', draw_curves([Line("a", points, 0)], x_label="x", y_label="y")
-    )
+    path = re.search(r'class="curve"[^>]* d="(.*?)"', draw_curves([Line("a", points, 0)], x_label="x", y_label="y"))
     assert path is not None
     assert re.sub(r"[\d. ]+", "", path[1]) == "MhML"
     assert draw_curves([Line("a", [(1.0, math.nan)], 0)], x_label="x", y_label="y") == ""

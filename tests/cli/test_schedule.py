@@ -100,9 +100,9 @@ def test_default_schedule_and_knobs(run: Any) -> None:
     # Messages that take longer than what makes them: with a wider window ranks wait less for their sends.
     Path("slow.json").write_text('{"forward": 1, "p2p": 5}')
     narrow, wide = (
-        json.loads(
-            run(f"--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --send-window {window} --json")
-        )["makespan"]
+        json.loads(run(f"--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --send-window {window} --json"))[
+            "makespan"
+        ]
         for window in (1, 4)
     )
     assert wide < narrow
@@ -189,17 +189,13 @@ def test_compare_when_nothing_fits(run: Any, capsys: pytest.CaptureFixture[str])
     assert run(f"{line} 4").splitlines()[1].startswith("1f1b")
 
 
-@pytest.mark.parametrize(
-    ("costs", "scale"), [("", 1e3), ("--costs costs.json", 1e3), ("--costs s.json", 1e6)]
-)
+@pytest.mark.parametrize(("costs", "scale"), [("", 1e3), ("--costs costs.json", 1e3), ("--costs s.json", 1e6)])
 def test_traces_are_in_microseconds(costs: str, scale: float, run: Any) -> None:
     Path("s.json").write_text('{"forward": 1, "unit": "s"}')
     line = f"--schedule zb-h1 --pp 3 --microbatches 4 {costs}"
     makespan = json.loads(run(f"{line} --json"))["makespan"]
     run(f"{line} --trace trace.json")
-    slices = [
-        event for event in json.loads(Path("trace.json").read_text())["traceEvents"] if event["ph"] == "X"
-    ]
+    slices = [event for event in json.loads(Path("trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert max(each["ts"] + each["dur"] for each in slices) == pytest.approx(makespan * scale)
 
 
@@ -287,9 +283,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "text", "says"), FAULTS, ids=[name for name, _, _ in FAULTS])
-def test_a_bad_schedule_is_shown_with_its_cell(
-    name: str, text: str, says: tuple[str, ...], capsys: Captured
-) -> None:
+def test_a_bad_schedule_is_shown_with_its_cell(name: str, text: str, says: tuple[str, ...], capsys: Captured) -> None:
     path = Path(f"{name}.csv")
     path.write_text(text)
     assert main(["--csv", str(path)]) == 2
@@ -330,8 +324,6 @@ def test_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; "
         "sys.exit(main(['schedule', '--compare', '--pp', '2', '--microbatches', '4']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert "auto" in done.stdout

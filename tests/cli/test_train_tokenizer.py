@@ -32,25 +32,16 @@ def opened(path: Path) -> Tokenizer:
 
 @pytest.mark.parametrize(
     ("kind", "file"),
-    [
-        ("sentencepiece-bpe", "own.model"),
-        ("sentencepiece-unigram", "own.model"),
-        ("byte-level-bpe", "own.json"),
-    ],
+    [("sentencepiece-bpe", "own.model"), ("sentencepiece-unigram", "own.model"), ("byte-level-bpe", "own.json")],
 )
-def test_real_text(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
-) -> None:
+def test_real_text(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str) -> None:
     prefix = tmp_path / "new" / "own"
     command = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "900", "--type", kind]
     assert main([*command, "--max-megabytes", "0.2"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("read 200.0 KB of text in ") and "spread evenly over the inputs" in shown[0]
     assert 1.5 < float(shown[1].split(" bytes per token on ")[0]) < 4
-    assert (
-        shown[2]
-        == f"{prefix.parent / file}: 900 pieces; use it with --tokenizer-model {prefix.parent / file}"
-    )
+    assert shown[2] == f"{prefix.parent / file}: 900 pieces; use it with --tokenizer-model {prefix.parent / file}"
     assert [path.name for path in prefix.parent.iterdir()] == [file]
     tokenizer = opened(prefix.parent / file)
     for line in corpus.read_text(encoding="utf-8").splitlines()[:40]:
@@ -94,9 +85,7 @@ def test_what_does_not_work(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")]
-)
+@pytest.mark.parametrize(("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")])
 def test_a_tokenizer_that_is_there_is_kept(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
 ) -> None:

@@ -26,11 +26,7 @@ LAYOUTS = [
         "--tp 4",
         "world size 2 is not a multiple of tp·pp·cp = 4·1·1 = 4; start 4 ranks, or choose tp, pp, cp with a product among 1, 2",
     ),
-    (
-        8,
-        "--tp 2 --pp 2 --dp 3",
-        "dp 3 does not fit: world size 8 / (tp·pp·cp = 4) is 2; use --dp 2 or start 12 ranks",
-    ),
+    (8, "--tp 2 --pp 2 --dp 3", "dp 3 does not fit: world size 8 / (tp·pp·cp = 4) is 2; use --dp 2 or start 12 ranks"),
     (4, "--vpp 2", "vpp 2 has no effect with pp 1; use pp 2 or more, or vpp 1"),
     (
         4,
@@ -218,11 +214,7 @@ LAYOUTS = [
         "--tp 2 --cp 2 --sequence-parallel --seq-length 6",
         "seq_length 6 is not divisible by 2·cp = 4; use a multiple, e.g. 8",
     ),
-    (
-        4,
-        "--tp 2 --cp 2 --seq-length 102",
-        "seq_length 102 is not divisible by 2·cp = 4; use a multiple, e.g. 104",
-    ),
+    (4, "--tp 2 --cp 2 --seq-length 102", "seq_length 102 is not divisible by 2·cp = 4; use a multiple, e.g. 104"),
     (
         1,
         "--recompute-modules mlp",
@@ -258,11 +250,7 @@ LAYOUTS = [
         "--recompute-activations --recompute-modules rope",
         "recompute_modules has rope in it (one of core_attn, mlp_act, layernorm, mlp, moe)",
     ),
-    (
-        1,
-        "--recompute-activations --recompute-modules mlp mlp",
-        "recompute_modules names mlp twice; keep one of them",
-    ),
+    (1, "--recompute-activations --recompute-modules mlp mlp", "recompute_modules names mlp twice; keep one of them"),
     (
         1,
         "--recompute-activations --recompute-modules mlp_act moe_act",

@@ -4,11 +4,7 @@ MODELS = [
     (1, "--hidden-dropout 1", "hidden_dropout is 1; it must be below 1, e.g. 0.1"),
     (2, "--ep 2", "ep 2 has no effect without experts; add --num-experts 4 or use ep 1"),
     (1, "--etp 1", "etp 1 has no effect without experts; add --num-experts 8 or remove it"),
-    (
-        1,
-        "--moe-router-topk 1",
-        "moe_router_topk 1 has no effect without experts; add --num-experts 8 or remove it",
-    ),
+    (1, "--moe-router-topk 1", "moe_router_topk 1 has no effect without experts; add --num-experts 8 or remove it"),
     (1, "--num-experts 2 --moe-router-topk 3", "moe_router_topk 3 is more than num_experts 2; use at most 2"),
     (3, "--num-experts 8 --ep 3", "num_experts 8 is not divisible by ep 3; use ep 1"),
     (
@@ -67,11 +63,7 @@ MODELS = [
         "--moe-expert-capacity-factor 0 --num-experts 4",
         "moe_expert_capacity_factor is 0; it must be above 0, e.g. 1.25",
     ),
-    (
-        1,
-        "--moe-aux-loss-coeff -0.1 --num-experts 4",
-        "moe_aux_loss_coeff is -0.1; it must be at least 0, e.g. 0.01",
-    ),
+    (1, "--moe-aux-loss-coeff -0.1 --num-experts 4", "moe_aux_loss_coeff is -0.1; it must be at least 0, e.g. 0.01"),
     (
         1,
         "--add-qkv-bias",
@@ -127,11 +119,7 @@ MODELS = [
         "--moe-shared-expert-intermediate-size 64",
         "moe_shared_expert_intermediate_size 64 has no effect without experts; add --num-experts 8 or remove it",
     ),
-    (
-        1,
-        "--moe-layer-freq 2",
-        "moe_layer_freq 2 has no effect without experts; add --num-experts 8 or remove it",
-    ),
+    (1, "--moe-layer-freq 2", "moe_layer_freq 2 has no effect without experts; add --num-experts 8 or remove it"),
     (
         1,
         "--moe-first-dense-layers 1",

@@ -17,11 +17,7 @@ RUNS = [
         "--timing-log-level 0 --straggler-threshold 1.5",
         "straggler_threshold 1.5 has no effect with timing_log_level 0; use --timing-log-level 1 or remove it",
     ),
-    (
-        1,
-        "--metrics cvs --run-dir r",
-        "metrics has 'cvs' in it: did you mean csv?; each is one of csv, wandb",
-    ),
+    (1, "--metrics cvs --run-dir r", "metrics has 'cvs' in it: did you mean csv?; each is one of csv, wandb"),
     (1, "--metrics csv", "metrics csv has no folder to write to; add --run-dir runs/mine"),
     (
         1,
@@ -35,11 +31,7 @@ RUNS = [
         "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME",
     ),
     (1, "--profile", "profile has no folder to write to; add --run-dir runs/mine"),
-    (
-        1,
-        "--profile-step-end 20",
-        "profile_step_end 20 has no effect without profile; add --profile or remove it",
-    ),
+    (1, "--profile-step-end 20", "profile_step_end 20 has no effect without profile; add --profile or remove it"),
     (
         1,
         "--profile --run-dir r --profile-step-start 12",
@@ -60,11 +52,7 @@ RUNS = [
         "--record-memory-history --device cpu --run-dir r",
         "record_memory_history has no effect with device cpu; use --device cuda or remove it",
     ),
-    (
-        1,
-        "--record-memory-history",
-        "record_memory_history has no folder to write to; add --run-dir runs/mine",
-    ),
+    (1, "--record-memory-history", "record_memory_history has no folder to write to; add --run-dir runs/mine"),
     (1, "--log-interval 0", "log_interval is 0; it must be at least 1, e.g. 1"),
     (1, "--micro-batch-size 0", "micro_batch_size is 0; it must be at least 1, e.g. 1"),
     (1, "--adam-eps 0", "adam_eps is 0; it must be above 0, e.g. 1e-08"),
@@ -118,21 +106,13 @@ RUNS = [
         "--micro-batch-size 2 --global-batch-size 10",
         "global_batch_size 10 is not a multiple of micro_batch_size·dp = 2·2 = 4; use 8 or 12",
     ),
-    (
-        2,
-        "--global-batch-size 1",
-        "global_batch_size 1 is not a multiple of micro_batch_size·dp = 1·2 = 2; use 2",
-    ),
+    (2, "--global-batch-size 1", "global_batch_size 1 is not a multiple of micro_batch_size·dp = 1·2 = 2; use 2"),
     (
         1,
         "--train-iters 10 --train-samples 100",
         "train_iters 10 and train_samples 100 both set the length of the run; keep one of them",
     ),
-    (
-        1,
-        "--train-samples 10 --global-batch-size 16",
-        "train_samples 10 is less than one batch of 16; use at least 16",
-    ),
+    (1, "--train-samples 10 --global-batch-size 16", "train_samples 10 is less than one batch of 16; use at least 16"),
     (
         1,
         "--rampup-batch-size 16 16 --global-batch-size 32",
@@ -272,11 +252,7 @@ RUNS = [
         "--fp16 --loss-scale 1024 --loss-scale-window 500",
         "loss_scale_window 500 has no effect with a fixed loss_scale of 1024; remove one of them",
     ),
-    (
-        1,
-        "--fp16 --min-loss-scale 100000",
-        "min_loss_scale 100000 is above initial_loss_scale 65536; use at most 65536",
-    ),
+    (1, "--fp16 --min-loss-scale 100000", "min_loss_scale 100000 is above initial_loss_scale 65536; use at most 65536"),
     (
         1,
         "--data-path a --mock-data --vocab-size 8",
@@ -312,21 +288,13 @@ RUNS = [
         "--tokenizer-model t.model --vocab-file a --merge-file b",
         "tokenizer_model t.model and vocab_file a are two tokenizers; keep one of them",
     ),
-    (
-        1,
-        "--save-interval 10",
-        "save_interval 10 has nowhere to save; add --save checkpoints or --run-dir runs/1",
-    ),
+    (1, "--save-interval 10", "save_interval 10 has nowhere to save; add --save checkpoints or --run-dir runs/1"),
     (
         1,
         "--exit-interval 10",
         "exit_interval 10 would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1",
     ),
-    (
-        1,
-        "--async-save",
-        "async_save has no effect in a run that saves nothing; add --save-interval 100 or remove it",
-    ),
+    (1, "--async-save", "async_save has no effect in a run that saves nothing; add --save-interval 100 or remove it"),
     (
         1,
         "--keep-latest 2",
@@ -346,11 +314,7 @@ RUNS = [
     (1, "--ckpt-step 10", "ckpt_step 10 has no effect without load; add --load FOLDER or remove it"),
     (1, "--finetune", "finetune has no effect without load; add --load FOLDER or remove it"),
     (1, "--fresh-if-missing", "fresh_if_missing has no effect without load; add --load FOLDER or remove it"),
-    (
-        1,
-        "--eval-iters 10",
-        "eval_iters 10 has no effect without eval_interval; add --eval-interval 100 or remove it",
-    ),
+    (1, "--eval-iters 10", "eval_iters 10 has no effect without eval_interval; add --eval-interval 100 or remove it"),
     (
         1,
         "--mock-data --vocab-size 8 --reset-attention-mask",
@@ -431,11 +395,7 @@ RUNS = [
         "--tiktoken-pattern x+",
         "tiktoken_pattern x+ has no effect without a tiktoken file; add --tokenizer-model FILE or remove it",
     ),
-    (
-        1,
-        "--kernels rmsnorm",
-        "kernels: 'rmsnorm' is not OPERATION=BACKEND, such as rmsnorm=triton",
-    ),
+    (1, "--kernels rmsnorm", "kernels: 'rmsnorm' is not OPERATION=BACKEND, such as rmsnorm=triton"),
     (
         1,
         "--kernels rmsnrom=triton",
@@ -446,10 +406,6 @@ RUNS = [
         "--kernels rmsnorm=triton adam=apx",
         "kernels: no backend apx for adam: did you mean apex? (one of apex, triton, onednn, torch)",
     ),
-    (
-        1,
-        "--kernels adam=apex,adam=torch",
-        "kernels: adam is given twice, as apex and torch; keep one of them",
-    ),
+    (1, "--kernels adam=apex,adam=torch", "kernels: adam is given twice, as apex and torch; keep one of them"),
 ]
 """(world size, command line, message)."""

@@ -92,9 +92,7 @@ def stepwise(config: RunConfig, consumed: int, steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "ramp_up", [None, (1, 1, 0), (1, 1, 7), (2, 3, 100), (4, 2, 1000), (3, 5, 11), (13, 1, 50)]
-)
+@pytest.mark.parametrize("ramp_up", [None, (1, 1, 0), (1, 1, 7), (2, 3, 100), (4, 2, 1000), (3, 5, 11), (13, 1, 50)])
 @pytest.mark.parametrize("start", [0, 5, 60])
 def test_counting_is_that_of_steps(ramp_up: tuple[int, int, int] | None, start: int) -> None:
     ramp = None if ramp_up is None else list(ramp_up)

@@ -56,9 +56,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags", "message"), RULES, ids=[f"{row[0]}: {row[1]}" for row in RULES]
-)
+@pytest.mark.parametrize(("world_size", "flags", "message"), RULES, ids=[f"{row[0]}: {row[1]}" for row in RULES])
 def test_rule(world_size: int, flags: str, message: str) -> None:
     invocation = parse_arguments(flags.split())
     with pytest.raises(ConfigError) as error:
@@ -82,8 +80,7 @@ def test_legal(world_size: int, flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "ours"),
-    [("flash", "flash"), ("fused", "cudnn"), ("unfused", "math"), ("local", "math"), ("auto", "auto")],
+    ("word", "ours"), [("flash", "flash"), ("fused", "cudnn"), ("unfused", "math"), ("local", "math"), ("auto", "auto")]
 )
 def test_megatrons_attention_backends(word: str, ours: str) -> None:
     assert parse_arguments(["--attention-backend", word]).config.compute.attention_backend == ours

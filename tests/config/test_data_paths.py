@@ -108,11 +108,7 @@ def test_a_file_of_splits(tmp_path: Path) -> None:
         ("--per-split-data-args-path", b"0.3 a", " is not JSON: "),
         ("--per-split-data-args-path", b"[" * 100_000, " is not JSON: "),
         ("--per-split-data-args-path", b'["a"]', " must hold paths for train, valid and test, e.g. "),
-        (
-            "--per-split-data-args-path",
-            b'{"train": ["a"], "train": ["b"]}',
-            ": train is given twice; keep one of them",
-        ),
+        ("--per-split-data-args-path", b'{"train": ["a"], "train": ["b"]}', ": train is given twice; keep one of them"),
         ("--per-split-data-args-path", b"{}", " must hold paths for train, valid and test, e.g. "),
         ("--per-split-data-args-path", b'{"train": ["a"], "val": ["b"]}', " must hold paths for train, "),
         ("--per-split-data-args-path", b'{"train": 3}', ": train takes prefixes of token files such as "),
@@ -169,7 +165,5 @@ def test_a_bad_split_is_found_without_files() -> None:
 
 @pytest.mark.parametrize("key", ["data_args_path", "per_split_data_args_path"])
 def test_a_file_of_paths_belongs_to_no_section(key: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"file run.yaml, data: {key} belongs to no section; write it at the top"
-    ):
+    with pytest.raises(ConfigError, match=f"file run.yaml, data: {key} belongs to no section; write it at the top"):
         parse(f"data: {{{key}: paths.txt}}\n")

@@ -44,10 +44,7 @@ def changed(text: str) -> dict[str, object]:
             "bf16: true\nuse_distributed_optimizer: true\n",
             {"precision": "bf16", "dp_strategy": "distributed-optimizer"},
         ),
-        (
-            "num_layers: 12\npp: 2\nnum-layers-per-virtual-pipeline-stage: 3\n",
-            {"num_layers": 12, "pp": 2, "vpp": 2},
-        ),
+        ("num_layers: 12\npp: 2\nnum-layers-per-virtual-pipeline-stage: 3\n", {"num_layers": 12, "pp": 2, "vpp": 2}),
         ("data_parallel_sharding_strategy: optim\n", {"dp_strategy": "distributed-optimizer"}),
         ("model:\ntraining: {}\nseed: 7\n", {"seed": 7}),
         ("dp: null\n", {}),
@@ -161,10 +158,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("tp: 2\n")
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "rum.yaml")
-    assert (
-        str(error.value)
-        == f"config file {tmp_path}/rum.yaml does not exist: did you mean {tmp_path}/run.yaml?"
-    )
+    assert str(error.value) == f"config file {tmp_path}/rum.yaml does not exist: did you mean {tmp_path}/run.yaml?"
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run_dir: caf\xe9\n")
@@ -174,12 +168,8 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 def values(setting: Setting) -> st.SearchStrategy[object]:
     """Any value of the setting's type, text that looks like numbers and YAML syntax included."""
-    text = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1).filter(
-        str.strip
-    )
-    odd = st.sampled_from(
-        ["none", "null", "1e5", "0x10", "yes", "1:30", "a: b", "- a", "#a", "'", "2024-01-01"]
-    )
+    text = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1).filter(str.strip)
+    odd = st.sampled_from(["none", "null", "1e5", "0x10", "yes", "1:30", "a: b", "- a", "#a", "'", "2024-01-01"])
     strategy: st.SearchStrategy[object] = {
         int: st.integers(-(2**63) + 1, 2**63 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),

@@ -65,10 +65,7 @@ def test_every_setting_by_every_spelling(name: str) -> None:
         ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
         ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
         ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
-        (
-            "--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 3",
-            {"num_layers": 12, "pp": 2, "vpp": 2},
-        ),
+        ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 3", {"num_layers": 12, "pp": 2, "vpp": 2}),
         ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 6", {"num_layers": 12, "pp": 2}),
         (
             "--num-layers 12 --pp 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
@@ -105,12 +102,7 @@ def test_flag_without_effect_says_why(flag: str) -> None:
 
 def test_tables_of_flags_do_not_overlap() -> None:
     own = {flag for setting in settings().values() for flag in setting.flags}
-    negative = {
-        "--no-" + flag[2:]
-        for setting in settings().values()
-        if setting.type is bool
-        for flag in setting.flags
-    }
+    negative = {"--no-" + flag[2:] for setting in settings().values() if setting.type is bool for flag in setting.flags}
     tables = [own, negative, set(SHORTHANDS), set(WORDS), set(DERIVED), set(DATA_FILES), set(NO_EFFECT)]
     assert len(set().union(*tables)) == sum(map(len, tables))
 
@@ -216,10 +208,7 @@ def test_derived_flag_sees_other_levels_and_is_overridden_by_later_ones(tmp_path
     file = tmp_path / "a.yaml"
     file.write_text("num_layers_per_virtual_pipeline_stage: 3\npp: 2\n")
     assert parse_arguments(["--preset", "gpt2-124m", "--config", str(file)]).config.parallel.vpp == 2
-    assert (
-        parse_arguments(["--preset", "gpt2-124m", "--config", str(file), "--vpp", "1"]).config.parallel.vpp
-        == 1
-    )
+    assert parse_arguments(["--preset", "gpt2-124m", "--config", str(file), "--vpp", "1"]).config.parallel.vpp == 1
 
 
 def test_run_options() -> None:

@@ -32,9 +32,7 @@ def owners(help_text: str) -> dict[str, frozenset[str]]:
 
 
 OWNED = [
-    (name, chooser, named)
-    for name, setting in settings().items()
-    for chooser, named in owners(setting.help).items()
+    (name, chooser, named) for name, setting in settings().items() for chooser, named in owners(setting.help).items()
 ]
 
 

@@ -2,14 +2,7 @@
 
 import pytest
 
-from megalite.config.describe import (
-    is_secret_name,
-    redact_text,
-    redacted,
-    replace,
-    settings,
-    without_credentials,
-)
+from megalite.config.describe import is_secret_name, redact_text, redacted, replace, settings, without_credentials
 from megalite.config.run import RunConfig
 
 
@@ -56,13 +49,7 @@ def test_texts(text: str, left: str) -> None:
 
 
 def test_trees() -> None:
-    tree = {
-        "API_KEY": "x",
-        "data": ["s3://a:b@c", 3],
-        "inner": {"token": "y", "tokens": "z"},
-        "key": 5,
-        "none": None,
-    }
+    tree = {"API_KEY": "x", "data": ["s3://a:b@c", 3], "inner": {"token": "y", "tokens": "z"}, "key": 5, "none": None}
     assert redacted(tree) == {
         "API_KEY": "***",
         "data": ["s3://***@c", 3],
@@ -73,9 +60,7 @@ def test_trees() -> None:
 
 
 def test_a_config_loses_nothing_else() -> None:
-    plain = replace(
-        RunConfig(), run_dir="runs/1", data_path=["0.5", "a", "0.5", "b"], tokenizer_model="t.model"
-    )
+    plain = replace(RunConfig(), run_dir="runs/1", data_path=["0.5", "a", "0.5", "b"], tokenizer_model="t.model")
     assert without_credentials(plain) == plain
     secret = replace(plain, data_path=["https://me:hunter2@host/a"])
     assert without_credentials(secret) == replace(plain, data_path=["https://***@host/a"])

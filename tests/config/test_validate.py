@@ -24,9 +24,7 @@ from tests.config.illegal_strategies import STRATEGIES
 RULES = [*ELASTIC, *LAYOUTS, *MODELS, *RUNS, *STRATEGIES]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags", "message"), RULES, ids=[f"{row[0]}: {row[1]}" for row in RULES]
-)
+@pytest.mark.parametrize(("world_size", "flags", "message"), RULES, ids=[f"{row[0]}: {row[1]}" for row in RULES])
 def test_rule(world_size: int, flags: str, message: str) -> None:
     invocation = parse_arguments(flags.split())
     with pytest.raises(ConfigError) as error:
@@ -70,10 +68,7 @@ LEGAL = [
     (4, "--cp 2 --tp 2 --cp-comm-type a2a"),
     (1, "--recompute-activations --recompute-modules core_attn moe_act layernorm"),
     (1, "--recompute-activations --recompute-modules mlp mlp_act --num-experts 4 --moe-layer-freq 2"),
-    (
-        2,
-        "--pp 2 --num-layers 4 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
-    ),
+    (2, "--pp 2 --num-layers 4 --recompute-granularity full --recompute-method block --recompute-num-layers 3"),
     (1, "--preset mistral-7b --seq-length 1024"),
     (1, "--preset mixtral-8x7b --num-experts none"),
     (1, "--preset llama3.1-8b --rope-scaling none --seq-length 8192"),
@@ -84,10 +79,7 @@ LEGAL = [
     (12, "--num-experts 4 --hidden-size 48 --ep 4 --etp 1 --ffn-hidden-size 16"),
     (1, "--position-embedding-type rope --rotary-base 500000"),
     (1, "--seq-length 256 --max-position-embeddings 256"),
-    (
-        3,
-        "--tp 3 --num-attention-heads 3 --hidden-size 96 --vocab-size 1000 --make-vocab-size-divisible-by 384",
-    ),
+    (3, "--tp 3 --num-attention-heads 3 --hidden-size 96 --vocab-size 1000 --make-vocab-size-divisible-by 384"),
     (2, "--cp 2 --seq-length 100"),
     (2, "--pp 2 --num-layers 5 --pipeline-layers 1,4"),
     (1, "--rampup-batch-size 32 7 100 --global-batch-size 32"),
@@ -146,11 +138,7 @@ def test_fills_in_what_was_left_open() -> None:
     assert config.parallel.dp == 4
     assert config.training.global_batch_size == 12
     assert config.model.max_position_embeddings == config.training.seq_length == 256
-    assert (config.model.num_query_groups, config.model.kv_channels, config.model.ffn_hidden_size) == (
-        4,
-        32,
-        320,
-    )
+    assert (config.model.num_query_groups, config.model.kv_channels, config.model.ffn_hidden_size) == (4, 32, 320)
     assert config.parallel.etp is None
     assert validate(replace(config, num_experts=4), 16).parallel.etp == 2
 
@@ -244,14 +232,8 @@ def test_microbatch_counts_with_ramp_up() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--mock-data --vocab-size 8",
-            "the length of the run is not set; add --train-iters 1000 (or --train-samples)",
-        ),
-        (
-            "--train-iters 1",
-            "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)",
-        ),
+        ("--mock-data --vocab-size 8", "the length of the run is not set; add --train-iters 1000 (or --train-samples)"),
+        ("--train-iters 1", "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)"),
         (
             "--train-iters 1 --data-path a",
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257",

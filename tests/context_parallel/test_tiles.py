@@ -23,9 +23,7 @@ def sees(p: int, c: int, window: int | None, starts: Starts) -> bool:
 
 
 def expected(rows: list[int], columns: list[int], window: int | None, starts: Starts) -> np.ndarray:
-    return np.array([[int(sees(p, c, window, starts)) for c in columns] for p in rows]).reshape(
-        len(rows), len(columns)
-    )
+    return np.array([[int(sees(p, c, window, starts)) for c in columns] for p in rows]).reshape(len(rows), len(columns))
 
 
 def painted(found: list[Tile], rows: Span, columns: Span) -> np.ndarray:
@@ -49,9 +47,7 @@ def spans_of(n: int) -> list[Span]:
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 7, 20])
 @pytest.mark.parametrize("block", [1, 2, 2048])
-def test_every_region_of_a_short_sequence(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, block: int
-) -> None:
+def test_every_region_of_a_short_sequence(monkeypatch: pytest.MonkeyPatch, window: int | None, block: int) -> None:
     monkeypatch.setattr(tiles_module, "WINDOW_BLOCK", block)
     for q, k in itertools.product(spans_of(8), repeat=2):
         np.testing.assert_array_equal(
@@ -147,9 +143,7 @@ def test_blocks_out_of_sight_have_no_tiles() -> None:
     assert only == (slice(1, 2), (Tile((0, 4), (0, 4), FULL),))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"window": 0}, {"document_starts": ((1, 2),)}, {"document_starts": ((0, 2, 2),)}]
-)
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"document_starts": ((1, 2),)}, {"document_starts": ((0, 2, 2),)}])
 def test_rules_that_mean_nothing_are_our_own_mistake(wrong: dict) -> None:
     with pytest.raises(AssertionError):
         Visibility(**wrong)

@@ -95,18 +95,14 @@ def test_what_makes_no_sense_is_one_line_and_status_2(
     assert not (tmp_path / "target").exists() and not workplace_of(tmp_path / "target").exists()
 
 
-def test_a_target_that_is_there_is_left_alone(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_that_is_there_is_left_alone(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(gpt)
     assert run(gpt, gpt, "--to", "huggingface") == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert contents(gpt) == before
 
 
-def test_the_tokenizer_goes_along_or_not(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(gpt, tmp_path / "with", "--to", "huggingface") == 0
     assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
     assert (tmp_path / "with" / "vocab.json").is_file()
@@ -147,9 +143,7 @@ def test_ctrl_c_keeps_what_is_done(
     said = f"interrupted; what is done is kept in {kept_in}: run the same command to continue, or remove it"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
-    kept = {
-        path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")
-    }
+    kept = {path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")}
     assert run(gpt, tmp_path / "target", *words) == 0
     assert f"continues: {len(kept) - 1} of " in capsys.readouterr().out, "one is half done"
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
@@ -275,8 +269,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e9, "2.5 GB"), (4e15, "4000.0 TB")],
+    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e9, "2.5 GB"), (4e15, "4000.0 TB")]
 )
 def test_decimal_bytes(count: float, text: str) -> None:
     assert decimal_bytes(count) == text

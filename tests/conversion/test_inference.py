@@ -59,9 +59,7 @@ def theirs(model: Any) -> tuple[list[list[int]], float]:
     made, total = [], 0.0
     with all_float64(), torch.no_grad():
         for prompt in PROMPTS:
-            text = model.generate(
-                torch.tensor([prompt]), max_new_tokens=7, do_sample=False, eos_token_id=None
-            )
+            text = model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False, eos_token_id=None)
             made.append(text[0, len(prompt) :].tolist())
         end = 0
         for start in range(0, len(TOKENS), 4):
@@ -79,10 +77,7 @@ def theirs(model: Any) -> tuple[list[list[int]], float]:
 def test_texts_and_losses_are_those_of_transformers(tmp_path: Path) -> None:
     """In one stage, and over tp 2 x pp 2."""
     expected = {name: theirs(saved(name, tmp_path / name)) for name in FAMILIES}
-    found = [
-        ours(RankContext(0, {}), str(tmp_path)),
-        *run_ranks(4, ours, str(tmp_path), tp=2, pp=2),
-    ]
+    found = [ours(RankContext(0, {}), str(tmp_path)), *run_ranks(4, ours, str(tmp_path), tp=2, pp=2)]
     for rank in found:
         for name, (made, loss) in expected.items():
             assert rank[name][0] == made, name
@@ -160,11 +155,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / "file", {}, "file"),
         (tmp_path / "megatron", {}, "is of Megatron-LM; megalite convert .* --to native"),
         (tmp_path / "theirs", {"step": 3}, "--ckpt-step 3 has no effect on .*theirs"),
-        (
-            tmp_path / "theirs",
-            {"needs_tokenizer": True},
-            "theirs has no tokenizer; give one with --tokenizer-model",
-        ),
+        (tmp_path / "theirs", {"needs_tokenizer": True}, "theirs has no tokenizer; give one with --tokenizer-model"),
         (native, {"step": 3}, "has no checkpoint of step 3; it has steps 0"),
         (native / "step-0000000", {"step": 3}, "--ckpt-step 3 contradicts .*step-0000000"),
     ]

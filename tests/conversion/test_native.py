@@ -107,9 +107,7 @@ class TestReading:
             ({"magic": 1}, "magic"),
         ],
     )
-    def test_settings_and_tensors_must_go_together(
-        self, tmp_path: Path, change: dict[str, Any], says: str
-    ) -> None:
+    def test_settings_and_tensors_must_go_together(self, tmp_path: Path, change: dict[str, Any], says: str) -> None:
         write(MadeUp(tmp_path, GPT), tmp_path / "a")
         manifest = tmp_path / "a" / "step-0000000" / "manifest.json"
         body = json.loads(manifest.read_text())
@@ -153,9 +151,7 @@ class TestWriting:
         limit = 20_000
         assert write(weights, tmp_path / "a", dtype=dtype, max_file_bytes=limit) == tmp_path / "a"
         assert (tmp_path / "a" / "latest").read_text() == "step-0000000\n"
-        found = find_checkpoint(
-            tmp_path / "a", step=None, world=Group.solo("world"), device=CPU, log=pytest.fail
-        )
+        found = find_checkpoint(tmp_path / "a", step=None, world=Group.solo("world"), device=CPU, log=pytest.fail)
         assert found.manifest.config["training"]["precision"] == ("bf16" if dtype else "fp32")
         tensors = tensors_in(tmp_path / "a")
         assert set(tensors) == set(parameter_shapes(weights.model))
@@ -208,9 +204,7 @@ class TestWriting:
 
 def finetuned(context: RankContext, folder: str, world: int) -> dict[str, Any]:
     """Weights alone, taken up by a run with the settings that lie beside them, on another layout."""
-    given = [
-        *("--config", f"{folder}/config.yaml", "--load", folder, "--finetune", "--micro-batch-size", "1")
-    ]
+    given = [*("--config", f"{folder}/config.yaml", "--load", folder, "--finetune", "--micro-batch-size", "1")]
     given += ["--tp", "2", "--mock-data", "--train-iters", "2", "--device", "cpu"]
     config = validate(parse_arguments(given).config, world)
     replica = build(context, config)
@@ -244,10 +238,7 @@ def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
 
 
 def test_generates_text_with_the_tokenizer_that_went_along(
-    trained: tuple[Path, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    trained: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -426,13 +417,7 @@ class Flat(MadeUp):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    settings = {
-        **LLAMA,
-        "hidden_size": 512,
-        "ffn_hidden_size": 2048,
-        "num_layers": 8,
-        "num_attention_heads": 8,
-    }
+    settings = {**LLAMA, "hidden_size": 512, "ffn_hidden_size": 2048, "num_layers": 8, "num_attention_heads": 8}
     weights = Flat(tmp_path, {**settings, "num_query_groups": 8})
     write(weights, tmp_path / "source", max_file_bytes=40_000_000)
     shapes = [shape.size for shape in parameter_shapes(weights.model).values()]
@@ -440,12 +425,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert total > 15 * largest and total > 100e6
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "source"), str(tmp_path / "target")]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
     )
     grown = int(done.stdout)
     # One tensor as it is read, one as it is written (of twice the size here), and the chunks that wait to be hashed.

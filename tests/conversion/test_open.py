@@ -20,9 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("models")
     weights = MadeUp(home, LLAMA)
     write_native(weights, home / "native", dtype=None, max_file_bytes=LARGE, advance=ignore)
-    write_huggingface(
-        weights, home / "huggingface", dtype=None, family=None, max_file_bytes=LARGE, advance=ignore
-    )
+    write_huggingface(weights, home / "huggingface", dtype=None, family=None, max_file_bytes=LARGE, advance=ignore)
     write_megatron(weights, home / "megatron", dtype=None, tp=1, pp=1, advance=ignore)
     return home
 

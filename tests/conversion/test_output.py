@@ -14,15 +14,7 @@ from safetensors import safe_open
 from megalite.checkpoint.manifest import FileEntry
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
-from megalite.conversion.output import (
-    Output,
-    Target,
-    check_target,
-    identity_of,
-    split_files,
-    workplace_of,
-    write_file,
-)
+from megalite.conversion.output import Output, Target, check_target, identity_of, split_files, workplace_of, write_file
 from megalite.conversion.weights import (
     ConversionError,
     LastRead,
@@ -178,9 +170,7 @@ sys.stdin.read()
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "model")]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdin is not None
         assert other.stdout.readline() == "held\n"
         said: list[str] = []
@@ -330,9 +320,7 @@ class TestWriting:
         weights = Large(tmp_path, GPT)
         size = weights.read("final_norm.weight").numel()
         wide = Target("final_norm.weight", Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
-        with pytest.raises(
-            ConversionError, match=r"final_norm.weight holds 70000, too large for float16.*65504"
-        ):
+        with pytest.raises(ConversionError, match=r"final_norm.weight holds 70000, too large for float16.*65504"):
             self.write(tmp_path, weights, [wide])
         fits = Target(wide.key, wide.piece, BF16)
         assert self.write(tmp_path, weights, [fits])["final_norm.weight"][3] == 70144
@@ -350,17 +338,9 @@ class TestWriting:
 
 
 def test_a_finished_file_is_passed_over(tmp_path: Path) -> None:
-    targets = [
-        Target(name, Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")
-    ]
+    targets = [Target(name, Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
     first = write_file(
-        Output(tmp_path / "m", identity={}),
-        "a",
-        targets,
-        MadeUp(tmp_path, GPT),
-        ignore,
-        digest=True,
-        metadata={},
+        Output(tmp_path / "m", identity={}), "a", targets, MadeUp(tmp_path, GPT), ignore, digest=True, metadata={}
     )
     done: list[int] = []
     weights = MadeUp(tmp_path, GPT)
@@ -390,9 +370,7 @@ def test_experts_in_several_files_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])
 def test_padding_is_added_as_zeros_and_cut(tmp_path: Path, multiple: int, rows: int) -> None:
     weights = MadeUp(tmp_path, GPT)
-    folder = write_native(
-        Repadded(weights, multiple), tmp_path / "m", dtype=None, max_file_bytes=10**9, advance=ignore
-    )
+    folder = write_native(Repadded(weights, multiple), tmp_path / "m", dtype=None, max_file_bytes=10**9, advance=ignore)
     ours, found = weights.read("embedding.word.weight"), open_weights(folder)
     theirs = found.read("embedding.word.weight")
     assert theirs.shape == (rows, 32) == parameter_shapes(found.model)["embedding.word.weight"].shape

@@ -91,9 +91,7 @@ def test_without_an_end_token_the_weights_convert_and_verify(
         assert "a fixed random draw (the tokenizer cannot be opened)" in said and "passed" in said
 
 
-def test_another_tokenizer_than_the_recorded_one_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tokenizer_than_the_recorded_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
     recorded = NativeWeights(source).recorded_tokenizer
     other = word_tokenizer(tmp_path / "other", WORDS)
@@ -109,9 +107,7 @@ def test_another_tokenizer_than_the_recorded_one_is_told(
     assert f"(sha256 {recorded[:12]}..., vocabulary 301)" in warning
 
 
-def test_a_recorded_tokenizer_that_is_gone_or_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_tokenizer_that_is_gone_or_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
     merges = source / "tokenizer" / "merges.txt"
     merges.write_text("#version: 0.2\na b\n")
@@ -134,9 +130,7 @@ def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
     bpe.write_text(merges)
     vocab.unlink()
     empty.unlink()
-    weights = MadeUp(
-        tmp_path, GPT, tokenizer_files=[bpe, encoder]
-    )  # as a run's --merge-file and --vocab-file
+    weights = MadeUp(tmp_path, GPT, tokenizer_files=[bpe, encoder])  # as a run's --merge-file and --vocab-file
     options: dict[str, Any] = {"dtype": None, "family": None, "max_file_bytes": 10**9, "advance": ignore}
     write_huggingface(weights, tmp_path / "hf", **options)
     transformers = pytest.importorskip("transformers")
@@ -145,9 +139,7 @@ def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
     assert (tmp_path / "hf" / "merges.txt").read_text() == merges
 
 
-def test_a_file_that_is_no_tokenizer_is_named_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_tokenizer_is_named_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "source", [])
     (tmp_path / "words.bin").write_bytes(b"nothing of the kind")
     words = ["--to", "huggingface", "--tokenizer-model", str(tmp_path / "words.bin")]
@@ -156,9 +148,7 @@ def test_a_file_that_is_no_tokenizer_is_named_as_it_is(
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [7, 9], "temperature": 0.6}])
-def test_token_ids_without_a_tokenizer_come_back(
-    tmp_path: Path, generation: dict[str, object] | None
-) -> None:
+def test_token_ids_without_a_tokenizer_come_back(tmp_path: Path, generation: dict[str, object] | None) -> None:
     first = checkpoint(tmp_path / "first", byte_tokenizer(tmp_path / "data"))
     assert run(first, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

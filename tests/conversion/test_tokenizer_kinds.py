@@ -63,9 +63,7 @@ def of_list(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "pattern", "end"), [(of_lines, "gpt2", 256), (of_list, "cl100k_base", 2), (of_list, "v2", 2)]
 )
-def test_tiktoken(
-    write: Callable[[Path], Path], pattern: str, end: int, tmp_path: Path, capsys: Captured
-) -> None:
+def test_tiktoken(write: Callable[[Path], Path], pattern: str, end: int, tmp_path: Path, capsys: Captured) -> None:
     source = checkpoint(tmp_path / "a", [write(tmp_path)], tiktoken_pattern=pattern)
     recorded = NativeWeights(source).recorded_tokenizer
     given = build_tokenizer(

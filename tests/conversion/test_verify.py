@@ -176,12 +176,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("stock")
     return {
         name: write_huggingface(
-            MadeUp(home, each),
-            home / name,
-            dtype=None,
-            family=None,
-            max_file_bytes=10**9,
-            advance=ignore,
+            MadeUp(home, each), home / name, dtype=None, family=None, max_file_bytes=10**9, advance=ignore
         )
         for name, each in STOCK.items()
     }
@@ -207,9 +202,7 @@ class TestStock:
             assert compared(misread, target).passed
             assert not compared(misread, target, use_stock=True).passed
 
-    def test_what_transformers_does_not_load_is_an_error(
-        self, folders: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_what_transformers_does_not_load_is_an_error(self, folders: dict[str, Path], tmp_path: Path) -> None:
         target = HuggingFaceWeights(folders["llama"])
         config = folders["llama"] / "config.json"
         text = config.read_text()

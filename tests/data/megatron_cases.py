@@ -60,9 +60,7 @@ def our_digests(case: Case, folder: Path) -> dict[str, list[str]]:
     """Of each split: the blend's arrays, if there is a blend, and each dataset's."""
     words = blend_of(case, write_files(case, folder))
     if case["split"] is None:
-        data = DataConfig(
-            data_order="megatron", train_data_path=words, valid_data_path=words, test_data_path=words
-        )
+        data = DataConfig(data_order="megatron", train_data_path=words, valid_data_path=words, test_data_path=words)
     else:
         data = DataConfig(data_order="megatron", data_path=words, split=case["split"])
     splits = ("train", "valid", "test")
@@ -82,9 +80,7 @@ def our_digests(case: Case, folder: Path) -> dict[str, list[str]]:
         parts = [source]
         found[split] = []
         if isinstance(source, MegatronBlend):
-            found[split].append(
-                digest([source.arrays[name] for name in ("dataset_index", "dataset_sample_index")])
-            )
+            found[split].append(digest([source.arrays[name] for name in ("dataset_index", "dataset_sample_index")]))
             parts = source.datasets
         for part in parts:
             assert isinstance(part, MegatronDataset)

@@ -117,8 +117,7 @@ def test_the_parts_prepare_what_will_be_read_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [[0.3, 0.7], [1, 2, 5], [0.2, 0.2], [50, *[1] * 50], [997, 500, 499, 3, 1], [1] * 9, [333, 333, 333, 1]],
+    "weights", [[0.3, 0.7], [1, 2, 5], [0.2, 0.2], [50, *[1] * 50], [997, 500, 499, 3, 1], [1] * 9, [333, 333, 333, 1]]
 )
 def test_counts_are_never_off_by_one(weights: list[float]) -> None:
     mixed = blend(weights)
@@ -152,12 +151,7 @@ def test_sample_is_a_pure_function_far_out() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [
-        ([1, 0], "above 0"),
-        ([1, -1], "above 0"),
-        ([float("nan"), 1], "above 0"),
-        ([1, float("inf")], "above 0"),
-    ],
+    [([1, 0], "above 0"), ([1, -1], "above 0"), ([float("nan"), 1], "above 0"), ([1, float("inf")], "above 0")],
 )
 def test_bad_weights(weights: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

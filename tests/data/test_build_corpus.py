@@ -10,9 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.p
 
 
 def build(output: Path, megabytes: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    monkeypatch.setattr(
-        sys, "argv", ["build_corpus.py", "--output", str(output), "--max-megabytes", megabytes]
-    )
+    monkeypatch.setattr(sys, "argv", ["build_corpus.py", "--output", str(output), "--max-megabytes", megabytes])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert stop.value.code == 0

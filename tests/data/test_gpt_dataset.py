@@ -23,9 +23,7 @@ def indexed(tmp_path: Path) -> IndexedDataset:
     return IndexedDataset(tmp_path / "d")
 
 
-def make(
-    indexed: IndexedDataset, *, seq_length: int = 8, seed: int = 1, documents: range = range(10)
-) -> GPTDataset:
+def make(indexed: IndexedDataset, *, seq_length: int = 8, seed: int = 1, documents: range = range(10)) -> GPTDataset:
     return GPTDataset(indexed, documents=documents, seq_length=seq_length, seed=seed, name="train")
 
 
@@ -123,9 +121,7 @@ def test_two_epochs_are_kept(indexed: IndexedDataset, monkeypatch: pytest.Monkey
 
 
 def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
-    with pytest.raises(
-        ConfigError, match=r"train split holds 6 tokens in 2 documents, fewer than the 9 .* at most 5"
-    ):
+    with pytest.raises(ConfigError, match=r"train split holds 6 tokens in 2 documents, fewer than the 9 .* at most 5"):
         make(indexed, documents=range(2))
     assert make(indexed, documents=range(2), seq_length=5).samples_per_epoch == 1
     with pytest.raises(ConfigError, match="holds 0 tokens in 0 documents"):
@@ -148,9 +144,7 @@ def test_a_negative_token_id_is_named(tmp_path: Path) -> None:
         dataset.sample(0)
 
 
-def test_a_large_index_comes_from_the_cache_with_the_same_samples(
-    indexed: IndexedDataset, tmp_path: Path
-) -> None:
+def test_a_large_index_comes_from_the_cache_with_the_same_samples(indexed: IndexedDataset, tmp_path: Path) -> None:
     def cached() -> GPTDataset:
         cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
         return GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)

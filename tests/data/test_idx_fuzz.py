@@ -47,9 +47,7 @@ class Pair:
 def mutate(pair: Pair, rng: random.Random) -> None:
     """One change, of the kinds that disks, copies, other programs and people make."""
     data = pair.idx if rng.random() < 0.5 else pair.bin
-    kind = rng.choice(
-        ["bit", "byte", "field", "field", "field", "two fields", "cut", "grow", "drop", "twice", "swap"]
-    )
+    kind = rng.choice(["bit", "byte", "field", "field", "field", "two fields", "cut", "grow", "drop", "twice", "swap"])
     if kind == "bit" and data:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     elif kind == "byte" and data:
@@ -110,9 +108,7 @@ def read_slowly(tokens: bytes, idx: bytes) -> list[list[int]] | None:
         (start,) = struct.unpack_from("<q", idx, 34 + 4 * sequences + 8 * i)
         if length < 0 or start != position or position + length * item > len(tokens):
             return None
-        found.append(
-            [struct.unpack_from("<" + LETTERS[code], tokens, position + item * j)[0] for j in range(length)]
-        )
+        found.append([struct.unpack_from("<" + LETTERS[code], tokens, position + item * j)[0] for j in range(length)])
         position += length * item
     borders = [struct.unpack_from("<q", idx, 34 + 12 * sequences + 8 * i)[0] for i in range(indices)]
     if not borders or borders[0] != 0 or borders[-1] != sequences or borders != sorted(borders):
@@ -161,9 +157,7 @@ def fuzz(folder: Path, seed: int, count: int) -> dict[str, int]:
             flat = [token for sequence in expected for token in sequence]
             bad = [i for i, token in enumerate(flat) if not 0 <= token < VOCAB_SIZE]
             seen["bad ids" if bad else "sound"] += 1
-            assert (None if fault is None else fault.offset) == (
-                bad[0] * dataset.dtype.itemsize if bad else None
-            )
+            assert (None if fault is None else fault.offset) == (bad[0] * dataset.dtype.itemsize if bad else None)
         write_side_file(side, original, code)
         unchanged = pair == original
         seen["changed"] += not unchanged

@@ -62,10 +62,7 @@ def test_an_index_is_built_once_and_mapped(tmp_path: Path) -> None:
     assert is_right(arrays) and built == [1]
     assert type(arrays["a"]) is np.ndarray and not arrays["a"].flags.writeable
     assert (arrays["a"].dtype, arrays["b"].shape) == (np.int32, (COUNT, 2))
-    assert [(one.nbytes, one.built) for one in [*first.kept, *second.kept]] == [
-        (COUNT * 20, True),
-        (COUNT * 20, False),
-    ]
+    assert [(one.nbytes, one.built) for one in [*first.kept, *second.kept]] == [(COUNT * 20, True), (COUNT * 20, False)]
     # What they depend on can be read in the entry, and others are beside it.
     assert json.loads((first.kept[0].folder / "entry.json").read_text())["about"]["seed"] == 1
     assert is_right(cache(tmp_path / "c").get(recipe(built, seed=2)), seed=2) and built == [1, 2]
@@ -204,9 +201,7 @@ def test_losing_the_race(tmp_path: Path) -> None:
     assert is_right(cache(tmp_path / "c").get(recipe(built))) and len(built) == 2
 
 
-def test_an_entry_is_checked_once_a_process_unless_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_is_checked_once_a_process_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache(tmp_path / "c").prepare(recipe())
     read: list[str] = []
 

@@ -50,12 +50,7 @@ def test_reads_what_the_layout_says(prefix: Path) -> None:
 
 
 def test_dtype_rule() -> None:
-    assert [token_dtype(size).name for size in (2, 65499, 65500, 128256)] == [
-        "uint16",
-        "uint16",
-        "int32",
-        "int32",
-    ]
+    assert [token_dtype(size).name for size in (2, 65499, 65500, 128256)] == ["uint16", "uint16", "int32", "int32"]
 
 
 def change(path: Path, offset: int, fmt: str, value: int) -> None:
@@ -129,10 +124,7 @@ FAULTS = {
     "empty idx": (lambda p: cut(p / "d.idx", 0), r"d\.idx: byte 0: starts with b''"),
     "no document index": (lambda p: no_document_index(p / "d.idx"), "byte 26: no document indices, exp"),
     "swapped": (lambda p: swap(p / "d.idx", p / "d.bin"), r"d\.bin like an index \(have the two changed"),
-    "folder": (
-        lambda p: replace_by_folder(p / "d.idx"),
-        r"d\.idx cannot be read: Is a directory; give the",
-    ),
+    "folder": (lambda p: replace_by_folder(p / "d.idx"), r"d\.idx cannot be read: Is a directory; give the"),
     "pipe": (lambda p: replace_by_pipe(p / "d.bin"), r"d\.bin .* it is a pipe or device, not a file"),
     "dangling link": (lambda p: dangle(p / "d.idx"), r"d\.idx cannot be read: No such file"),
     "short bin": (lambda p: cut(p / "d.bin", 21), r"d\.bin: truncated: 21 bytes, expected 22"),
@@ -164,8 +156,7 @@ def test_a_sound_file_of_another_kind_is_not_called_damaged(prefix: Path, kind: 
     make, message = UNSUPPORTED[kind]
     make(prefix.with_suffix(".idx"))
     with pytest.raises(
-        UnsupportedDataset,
-        match=rf"d\.idx: {message}.*: not supported; write the dataset again from its text with",
+        UnsupportedDataset, match=rf"d\.idx: {message}.*: not supported; write the dataset again from its text with"
     ) as raised:
         IndexedDataset(prefix)
     assert "copy it again" not in str(raised.value)
@@ -192,9 +183,7 @@ def test_a_file_that_may_not_be_read(prefix: Path) -> None:
         IndexedDataset(prefix)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
-    prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_header = IndexedDataset._read_header
 
     def cut_then(self: IndexedDataset, file: BinaryIO) -> tuple[np.dtype, int, int]:
@@ -208,9 +197,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
-def test_faults_are_found_at_the_edges_of_blocks(
-    prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_found_at_the_edges_of_blocks(prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_dataset, "_CHECKED_BYTES", 4 * block)
     assert IndexedDataset(prefix).num_documents == 5
     original = prefix.with_suffix(".idx").read_bytes()

@@ -192,9 +192,7 @@ def test_an_unwanted_read_ends_with_its_microbatch() -> None:
     assert len(dataset.asked) <= 4
 
 
-def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "megalite-loader"]
 

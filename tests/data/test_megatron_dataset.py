@@ -10,13 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.data import megatron_dataset as megatron_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.megatron_dataset import (
-    MegatronBlend,
-    MegatronDataset,
-    MegatronPlan,
-    blend_sizes,
-    fill_greedy,
-)
+from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, MegatronPlan, blend_sizes, fill_greedy
 from tests.data.megatron_cases import Case, our_digests
 from tests.data.token_files import distinct_documents, write_by_layout
 
@@ -178,9 +172,7 @@ RANDOM = np.random.RandomState(0)
         (RANDOM.randint(1, 6, 24), 5000),
     ],
 )
-def test_the_greedy_choice_to_the_bit(
-    weights: list[float], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_greedy_choice_to_the_bit(weights: list[float], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several waves, and stretches so short that many guesses are wrong.
     monkeypatch.setattr(megatron_blend, "_LANES", 64)
     monkeypatch.setattr(megatron_blend, "_STEPS", 100)

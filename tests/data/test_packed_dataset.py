@@ -131,25 +131,19 @@ def test_only_the_documents_of_the_split(indexed: IndexedDataset) -> None:
 
 
 def test_a_split_with_nothing_to_predict(indexed: IndexedDataset) -> None:
-    with pytest.raises(
-        ConfigError, match="the train split holds 1 tokens in 1 documents, none of which has the two"
-    ):
+    with pytest.raises(ConfigError, match="the train split holds 1 tokens in 1 documents, none of which has the two"):
         make(indexed, documents=range(1, 2))
     with pytest.raises(ConfigError, match="the train split holds 0 tokens in 0 documents"):
         make(indexed, documents=range(3, 3))
 
 
 def test_a_token_id_outside_the_vocabulary(indexed: IndexedDataset) -> None:
-    dataset = PackedDataset(
-        indexed, documents=range(1), seq_length=9, seed=1, name="train", vocab_size=4, pad_token=0
-    )
+    dataset = PackedDataset(indexed, documents=range(1), seq_length=9, seed=1, name="train", vocab_size=4, pad_token=0)
     with pytest.raises(ConfigError, match=r"d\.bin: document 0 holds token id 4, outside vocab_size 4"):
         dataset.sample(0)
 
 
-def test_a_sample_and_its_packing_are_found_once(
-    indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_and_its_packing_are_found_once(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, found = make(indexed), []  # type: tuple[PackedDataset, list[int]]
     find = dataset._found_pieces
     monkeypatch.setattr(dataset, "_found_pieces", lambda k: found.append(k) or find(k))

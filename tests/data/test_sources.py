@@ -31,9 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(
-    data: DataConfig, *, vocab_size: int = 10, splits: tuple[str, ...] = ("train", "valid")
-) -> Datasets:
+def build(data: DataConfig, *, vocab_size: int = 10, splits: tuple[str, ...] = ("train", "valid")) -> Datasets:
     return build_datasets(data, seq_length=8, seed=1, vocab_size=vocab_size, splits=splits)
 
 
@@ -44,9 +42,7 @@ def test_a_token_file_that_reads_as_a_weight(
     monkeypatch.chdir(tmp_path)
     for name in ("2023", "2024", "b"):
         write_by_layout(tmp_path / name, [[1] * 20] * 50)
-    with pytest.raises(
-        ConfigError, match=r"is a token file and also reads as a weight; write \./202[34], or 0\.5 "
-    ):
+    with pytest.raises(ConfigError, match=r"is a token file and also reads as a weight; write \./202[34], or 0\.5 "):
         build(DataConfig(data_path=entries))
     for plain in (["./2023", "./2024"], ["0.5", "2023", "0.5", "2024"]):
         assert isinstance(build(DataConfig(data_path=plain, split="1")).train, BlendedDataset)
@@ -63,9 +59,7 @@ def test_a_path_with_a_space_that_was_cut(folder: Path) -> None:
 
 
 def test_one_path_is_split_by_documents(folder: Path) -> None:
-    built = build(
-        DataConfig(data_path=[str(folder / "web_text_document")], split="80,10,10"), splits=("train", "test")
-    )
+    built = build(DataConfig(data_path=[str(folder / "web_text_document")], split="80,10,10"), splits=("train", "test"))
     assert isinstance(built.train, GPTDataset) and isinstance(built.test, GPTDataset)
     assert (built.train.documents, built.valid, built.test.documents) == (range(40), None, range(45, 50))
 
@@ -96,9 +90,7 @@ def test_a_blend_with_weights(folder: Path) -> None:
 
 def test_paths_for_each_split(folder: Path) -> None:
     web, books = str(folder / "web_text_document"), str(folder / "books_text_document")
-    built = build(
-        DataConfig(train_data_path=[books], valid_data_path=[web]), splits=("train", "valid", "test")
-    )
+    built = build(DataConfig(train_data_path=[books], valid_data_path=[web]), splits=("train", "valid", "test"))
     assert isinstance(built.train, GPTDataset) and isinstance(built.valid, GPTDataset)
     assert (built.train.documents, built.valid.documents, built.test) == (range(150), range(50), None)
     assert set(built.valid.sample(0)) == {1}
@@ -106,9 +98,7 @@ def test_paths_for_each_split(folder: Path) -> None:
 
 def test_mock_data_needs_no_files() -> None:
     built = build(DataConfig(mock_data=True))
-    assert (
-        isinstance(built.train, MockDataset) and isinstance(built.valid, MockDataset) and built.test is None
-    )
+    assert isinstance(built.train, MockDataset) and isinstance(built.valid, MockDataset) and built.test is None
     assert not np.array_equal(built.train.sample(0), built.valid.sample(0))
 
 
@@ -119,8 +109,7 @@ def test_a_name_that_cannot_be_looked_up(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [("stat", "Permission denied; a prefix is"), ("iterdir", "Permission denied; a prefix is")],
+    ("function", "message"), [("stat", "Permission denied; a prefix is"), ("iterdir", "Permission denied; a prefix is")]
 )
 def test_a_folder_without_permission(
     function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,9 +153,7 @@ def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> N
         build(DataConfig(data_path=[books]), vocab_size=2)
 
 
-def test_a_large_file_is_sampled_and_read_ids_are_checked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.token_files.SAMPLED_BYTES", 3 << 20)
     block = 1 << 19  # tokens in a block of 1 MiB; the first, the third and the last of six are looked at
 
@@ -244,10 +231,7 @@ def test_a_short_split_that_nobody_reads_is_no_fault(folder: Path) -> None:
     assert build(data).test is None
     with pytest.raises(ConfigError, match="test split holds 0 tokens"):
         build_datasets(
-            DataConfig(
-                data_path=["1", data.data_path[0], "1", str(folder / "books_text_document")],
-                split="1,0,0.005",
-            ),
+            DataConfig(data_path=["1", data.data_path[0], "1", str(folder / "books_text_document")], split="1,0,0.005"),
             seq_length=8,
             seed=1,
             vocab_size=10,

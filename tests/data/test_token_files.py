@@ -8,12 +8,7 @@ import pytest
 
 from megalite.cli.data_index import main
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import (
-    encode_side_file,
-    read_side_file,
-    require_recorded_tokenizer,
-    unused_side_file,
-)
+from megalite.data.token_files import encode_side_file, read_side_file, require_recorded_tokenizer, unused_side_file
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megalite.training.setup import open_data
 from tests.data.token_files import write_by_layout
@@ -64,9 +59,7 @@ def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_newer_format(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('{"format": 2}')
     for read in (read_side_file, unused_side_file):
-        with pytest.raises(
-            ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"
-        ):
+        with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"):
             read(tmp_path / "d")
 
 

@@ -12,11 +12,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParamete
 from megalite.topology.group import DONE, Group, Work
 
 FACTORY = ParameterFactory(
-    tp=Group("tp", (0, 1), 0),
-    seed=1,
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-    sequence_parallel=True,
+    tp=Group("tp", (0, 1), 0), seed=1, dtype=torch.float32, device=torch.device("cpu"), sequence_parallel=True
 )
 SHAPE = (4, 5)
 
@@ -41,10 +37,7 @@ class Armed:
         self.strategy = AllReduce(
             {3: self.stage},
             groups=StrategyGroups(
-                dp=Group.solo("dp"),
-                tp=Group.solo("tp"),
-                embedding=None,
-                expert_dp=Group.solo("expert-dp"),
+                dp=Group.solo("dp"), tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")
             ),
             options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=overlap),
         )
@@ -98,9 +91,7 @@ def test_with_nothing_pending_everything_starts() -> None:
 @pytest.mark.parametrize("pending", [None, ["second"], []], ids=str)
 def test_without_overlap_nothing_starts_before_the_launch(pending: list[str] | None) -> None:
     me = Armed(overlap=False)
-    me.strategy.enable_grad_sync(
-        3, None if pending is None else [getattr(me.stage, name) for name in pending]
-    )
+    me.strategy.enable_grad_sync(3, None if pending is None else [getattr(me.stage, name) for name in pending])
     assert me.give("norm", "bias", "table", "second", "table", "first") == []
     me.strategy.start_grad_sync(3)
     assert sorted(me.give()) == ["bias", "first", "second", "table"]

@@ -24,10 +24,7 @@ MOE: Settings = {
     "moe_shared_expert_intermediate_size": 16,
 }
 SP: Settings = {"tp": 2, "sequence_parallel": True}
-NORMS: Settings = {
-    "recompute_granularity": "selective",
-    "recompute_modules": ["core_attn", "layernorm", "mlp_act"],
-}
+NORMS: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}
 
 
 class _Late:

@@ -98,9 +98,7 @@ def random_script(workers: int, steps: int, bound: int, seed: int) -> Script:
     return script
 
 
-def assert_simulated(
-    found: list[dict[str, Any]], events: Script, *, aware: bool = True, **types: Any
-) -> Counter[int]:
+def assert_simulated(found: list[dict[str, Any]], events: Script, *, aware: bool = True, **types: Any) -> Counter[int]:
     pulled, met, ages = simulated(len(found), events, aware=aware, **types)
     for worker, one in enumerate(found):
         assert_same(one["pulled"], pulled[worker])
@@ -123,9 +121,7 @@ def test_a_scripted_run_is_its_simulation(
 ) -> None:
     script = random_script(workers, 4, bound, seed=workers + bound)
     settings = {"max_staleness": bound, **settings}
-    ages = assert_simulated(
-        run_ranks(workers, workers_steps, workers, settings, 4, script), script, **simulation
-    )
+    ages = assert_simulated(run_ranks(workers, workers_steps, workers, settings, 4, script), script, **simulation)
     assert max(ages) >= workers > min(ages), "the script must make some weights older than usual"
 
 
@@ -181,9 +177,7 @@ def early_worker(context: RankContext) -> bool:
         if server is not None:
             before = [shard.main_param.detach().clone() for shard in strategy.shards]
             with server._changed:
-                server._changed.wait_for(
-                    lambda: bool(server._workers[1].asked) or server._ledger.clocks[1] > 1
-                )
+                server._changed.wait_for(lambda: bool(server._workers[1].asked) or server._ledger.clocks[1] > 1)
                 rested = server._chosen() is None and server._ledger.clocks == [1, 1]
             for shard, values in zip(strategy.shards, before, strict=True):
                 rested &= torch.equal(shard.main_param, values)

@@ -33,9 +33,7 @@ def test_an_error_comes_out_where_it_is_waited_for_and_nothing_more_is_run() -> 
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    works = [
-        background.run(work) for work in (lambda: done.append("before"), fail, lambda: done.append("after"))
-    ]
+    works = [background.run(work) for work in (lambda: done.append("before"), fail, lambda: done.append("after"))]
     works[0].wait()
     for work in works[1:]:
         with pytest.raises(RuntimeError, match="closed by peer"):
@@ -52,9 +50,7 @@ def test_close_ends_the_thread() -> None:
     background.run(lambda: None).wait()
     assert "megalite-dp" in {thread.name for thread in threading.enumerate()}
     background.close()
-    assert not [
-        thread for thread in threading.enumerate() if thread.name == "megalite-dp" and thread.is_alive()
-    ]
+    assert not [thread for thread in threading.enumerate() if thread.name == "megalite-dp" and thread.is_alive()]
     background.close()
 
 

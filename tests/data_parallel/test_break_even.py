@@ -17,14 +17,7 @@ from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 
 SLOW_LINK = Costs(
-    step=1.0,
-    exposed=0.8,
-    reduction=0.9,
-    codec=0.02,
-    latency=0.003,
-    optimizer=0.007,
-    whole_bytes=1e6,
-    lossy_bytes=4e4,
+    step=1.0, exposed=0.8, reduction=0.9, codec=0.02, latency=0.003, optimizer=0.007, whole_bytes=1e6, lossy_bytes=4e4
 )
 """80 % of the step waits; 0.1 s of the reduction hides."""
 
@@ -80,9 +73,7 @@ def said(context: RankContext, freeze: int) -> tuple[dict[int, list[str]], list[
 
 
 @pytest.mark.parametrize(("freeze", "at"), [(20, 8), (4, 5), (2, None)])
-def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(
-    freeze: int, at: int | None
-) -> None:
+def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(freeze: int, at: int | None) -> None:
     """After 2 steps that settle and 5 that are measured, or what there is of them before the freeze."""
     runs = run_ranks(2, said, freeze)
     lines, sent = runs[0]
@@ -95,9 +86,7 @@ def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(
     assert len(set(sent)) == (1 if freeze == 20 else 2)
 
 
-def compressed(
-    context: RankContext, name: str, warmup: int
-) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
+def compressed(context: RankContext, name: str, warmup: int) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
     """The log's lines by step, the bytes of each step, and weights at the end."""
     settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
     run = ToyRun(context.topology(dp=2), settings)
@@ -114,14 +103,7 @@ def compressed(
 
 @pytest.mark.parametrize(
     ("name", "warmup", "at"),
-    [
-        ("onebit", 5, 6),
-        ("topk", 5, 6),
-        ("powersgd", 5, 6),
-        ("uint8", 5, 6),
-        ("onebit", 0, 8),
-        ("topk", 2, 10),
-    ],
+    [("onebit", 5, 6), ("topk", 5, 6), ("powersgd", 5, 6), ("uint8", 5, 6), ("onebit", 0, 8), ("topk", 2, 10)],
 )
 def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -> None:
     """When its warm-up ends, or after as many steps without one; neither bytes nor numbers of the run show it."""
@@ -135,9 +117,7 @@ def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -
     assert silent[0][0] == {} and torch.equal(silent[0][2], table)
 
 
-def unsaid(
-    context: RankContext, name: str, warmup: int
-) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
+def unsaid(context: RankContext, name: str, warmup: int) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
     """As `compressed`, with nothing measured."""
     with mock.patch.object(BreakEven, "begin", lambda self, *, whole: None):
         return compressed(context, name, warmup)
@@ -171,9 +151,7 @@ def test_a_reduction_is_measured_by_a_part_of_it() -> None:
 
 def lossy_steps(wait: float, reduction: float) -> Costs:
     """What is made of five steps with lossy means, 3 s each."""
-    measured = BreakEven(
-        mock.Mock(), [mock.Mock(grad=torch.zeros(4))], mock.Mock(), warmup=0.0, all_alike=True
-    )
+    measured = BreakEven(mock.Mock(), [mock.Mock(grad=torch.zeros(4))], mock.Mock(), warmup=0.0, all_alike=True)
     measured._done, measured._lossy = False, True
     measured._times, measured._waits = [3.0], [wait]
     with (

@@ -9,11 +9,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParamete
 from megalite.topology.group import Group
 
 FACTORY = ParameterFactory(
-    tp=Group("tp", (0, 1), 0),
-    seed=1,
-    dtype=torch.bfloat16,
-    device=torch.device("cpu"),
-    sequence_parallel=True,
+    tp=Group("tp", (0, 1), 0), seed=1, dtype=torch.bfloat16, device=torch.device("cpu"), sequence_parallel=True
 )
 
 
@@ -37,9 +33,7 @@ def names(bucket: Bucket) -> list[str]:
 
 
 def buckets(bucket_size: int = 10**6, replicas: int = 1) -> list[Bucket]:
-    return make_buckets(
-        parameters(), bucket_size=bucket_size, replicas=lambda kind: replicas, grad_dtype=torch.float32
-    )
+    return make_buckets(parameters(), bucket_size=bucket_size, replicas=lambda kind: replicas, grad_dtype=torch.float32)
 
 
 def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
@@ -69,9 +63,7 @@ def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
 
 def test_every_parameter_is_in_one_bucket_once_however_often_it_is_listed() -> None:
     given = parameters()
-    made = make_buckets(
-        [*given, given[0], given[3]], bucket_size=30, replicas=lambda kind: 1, grad_dtype=torch.float32
-    )
+    made = make_buckets([*given, given[0], given[3]], bucket_size=30, replicas=lambda kind: 1, grad_dtype=torch.float32)
     placed = [name for bucket in made for name in names(bucket)]
     assert sorted(placed) == sorted(parameter.info.spec.name for parameter in given)
 
@@ -92,14 +84,9 @@ def test_places_and_alignment(replicas: int) -> None:
 
 def test_alignment_is_that_of_the_kind() -> None:
     made = make_buckets(
-        parameters(),
-        bucket_size=10**6,
-        replicas=lambda kind: 3 if kind.expert else 1,
-        grad_dtype=torch.float32,
+        parameters(), bucket_size=10**6, replicas=lambda kind: 3 if kind.expert else 1, grad_dtype=torch.float32
     )
-    assert {bucket.data.numel() for bucket in made if bucket.kind.expert} == {
-        192
-    }  # 2 · 60 elements on 3 ranks
+    assert {bucket.data.numel() for bucket in made if bucket.kind.expert} == {192}  # 2 · 60 elements on 3 ranks
     assert all(bucket.data.numel() % 64 == 0 for bucket in made if not bucket.kind.expert)
 
 
@@ -132,9 +119,7 @@ def test_full_after_the_last_gradient_of_each_parameter() -> None:
     """A parameter that is embedding and head at once gives two gradients, and only the second is its last."""
     word = FACTORY.parameter("word", (4, 5), std=1.0, uses=2)
     other = FACTORY.parameter("other", (4, 5), std=1.0)
-    (bucket,) = make_buckets(
-        [word, other], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32
-    )
+    (bucket,) = make_buckets([word, other], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
     calls: list[str] = []
     grad = torch.ones(4, 5)
     word.accumulate(grad)

@@ -19,12 +19,7 @@ from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
 CODECS = ("onebit", "uint8", "topk", "powersgd")
 
-TOY: dict[str, Any] = {
-    "ddp_bucket_size": 10_000,
-    "reduction_order": "rank",
-    "topk_density": 0.1,
-    "powersgd_rank": 1,
-}
+TOY: dict[str, Any] = {"ddp_bucket_size": 10_000, "reduction_order": "rank", "topk_density": 0.1, "powersgd_rank": 1}
 """One bucket of matrices and one of vectors."""
 
 MATRICES = ("down", "up", "table")
@@ -33,9 +28,7 @@ MATRICES = ("down", "up", "table")
 VECTORS = ("norm", "bias")
 
 
-def toy_steps(
-    context: RankContext, ranks: int, settings: dict[str, Any], loss_scale: float = 1.0
-) -> dict[str, Any]:
+def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_scale: float = 1.0) -> dict[str, Any]:
     """Four steps: weights after each, phases, and bytes sent."""
     torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=ranks), {**TOY, **settings})
@@ -76,10 +69,7 @@ def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
         "topk": Largest(ranks, size, 90),
         "powersgd": LowRank(ranks, size, 1, {name: SHAPES[name] for name in MATRICES}),
     }[name]
-    groups = [
-        {"params": [weights[MATRICES]], "weight_decay": 0.1},
-        {"params": [weights[VECTORS]], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [weights[MATRICES]], "weight_decay": 0.1}, {"params": [weights[VECTORS]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.05, fused=True)
     found = []
     for step in range(1, 5):
@@ -102,9 +92,7 @@ def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", ["uint8", "topk", "powersgd"])
-def test_weights_are_those_of_one_process_that_plays_all_ranks(
-    name: str, ranks: int, one_thread: None
-) -> None:
+def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str, ranks: int, one_thread: None) -> None:
     settings = {"grad_compression": name, "compression_warmup_steps": 1}
     wanted = played(name, ranks, 1)
     for found in run_ranks(ranks, toy_steps, ranks, settings):
@@ -138,8 +126,7 @@ def states_of(strategy: Any) -> dict[str, torch.Tensor]:
     """All that a strategy remembers."""
     found = {f"{index} {state.name}": state.values for index, state in enumerate(strategy.states())}
     return found | {
-        f"{state.name} {state.placed.parameter.info.spec.name}": state.values
-        for state in strategy.tensor_states()
+        f"{state.name} {state.placed.parameter.info.spec.name}": state.values for state in strategy.tensor_states()
     }
 
 
@@ -170,13 +157,7 @@ def overflowed(context: RankContext, name: str) -> dict[str, Any]:
         changed = [key for key, values in states_of(started).items() if not torch.equal(values, before[key])]
     run.step(loss_scale=1024.0)
     moved = any(not torch.equal(values, before[key]) for key, values in states_of(started).items())
-    return {
-        "finite": bad,
-        "changed": changed,
-        "states": len(before),
-        "moved": moved,
-        "weights": run.weights(),
-    }
+    return {"finite": bad, "changed": changed, "states": len(before), "moved": moved, "weights": run.weights()}
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -190,12 +171,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_errors_as_they_are(na
             assert values.isfinite().all() and torch.equal(values, first["weights"][tensor])
 
 
-TINY: dict[str, Any] = {
-    "precision": "fp32",
-    "micro_batch_size": 2,
-    "weight_decay": 0.0,
-    "clip_grad": 1.0,
-}
+TINY: dict[str, Any] = {"precision": "fp32", "micro_batch_size": 2, "weight_decay": 0.0, "clip_grad": 1.0}
 
 OWN: dict[str, dict[str, Any]] = {"topk": {"topk_density": 0.1}, "powersgd": {"powersgd_rank": 2}}
 """Settings of codecs; others do not take them."""
@@ -227,10 +203,7 @@ SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [
-        ({"tp": 2, "dp": 2, "sequence_parallel": True}, CODECS),
-        ({"pp": 2, "dp": 2}, ("uint8", "powersgd")),
-    ],
+    [({"tp": 2, "dp": 2, "sequence_parallel": True}, CODECS), ({"pp": 2, "dp": 2}, ("uint8", "powersgd"))],
     ids=["tp2-dp2", "pp2-dp2"],
 )
 def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -6,17 +6,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.more.local_sgd import fragment_of
-from tests.data_parallel.replicas import (
-    BF16_WIRE,
-    Replica,
-    assert_same,
-    mean,
-    play,
-    run_toy,
-    sent,
-    start,
-    toy_fragment,
-)
+from tests.data_parallel.replicas import BF16_WIRE, Replica, assert_same, mean, play, run_toy, sent, start, toy_fragment
 from tests.data_parallel.toy import SHAPES, trajectory
 from tests.support.ranks import run_ranks
 
@@ -37,9 +27,7 @@ def simulated(
 ) -> Any:
     """Torch's SGD with Nesterov momentum is the outer optimizer."""
     anchor = {name: torch.nn.Parameter(value) for name, value in start().items()}
-    outer = {
-        name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in anchor.items()
-    }
+    outer = {name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in anchor.items()}
     changes: dict[str, torch.Tensor] = {}
     made = [step for step in range(1, STEPS + 1) if step not in skipped]
 
@@ -127,10 +115,6 @@ def test_one_rank_is_the_optimizer() -> None:
 
 
 def test_layers_go_round_the_fragments() -> None:
-    names = [
-        "embedding.word.weight",
-        *(f"layers.{layer}.mlp.up.weight" for layer in range(5)),
-        "final_norm.bias",
-    ]
+    names = ["embedding.word.weight", *(f"layers.{layer}.mlp.up.weight" for layer in range(5)), "final_norm.bias"]
     assert [fragment_of(name, 3) for name in names] == [0, 0, 1, 2, 0, 1, 0]
     assert {fragment_of(name, 1) for name in names} == {0}

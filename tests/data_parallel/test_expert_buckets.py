@@ -12,12 +12,7 @@ from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import (
-    LLAMA,
-    assert_same_numbers,
-    trajectory,
-    whole,
-)
+from tests.support.tiny import LLAMA, assert_same_numbers, trajectory, whole
 
 MOE: dict[str, Any] = {
     **LLAMA,
@@ -42,9 +37,7 @@ class Stage(torch.nn.Module):
 
     def __init__(self, ep: Group) -> None:
         super().__init__()
-        factory = ParameterFactory(
-            tp=group("tp", 2, 1), ep=ep, seed=1, dtype=torch.float32, device=torch.device("cpu")
-        )
+        factory = ParameterFactory(tp=group("tp", 2, 1), ep=ep, seed=1, dtype=torch.float32, device=torch.device("cpu"))
         self.dense = factory.parameter("dense", (10, 10), shard_dim=0, std=1.0)
         self.router = factory.parameter("router", (4, 10), std=1.0, always_partial=True)
         self.up = factory.parameter("experts", (4, 6, 10), shard_dim=1, std=1.0, expert=True)
@@ -52,9 +45,7 @@ class Stage(torch.nn.Module):
 
 def strategy_of(kind: type[DataParallelStrategy], dp: Group, expert_dp: Group) -> DataParallelStrategy:
     groups = StrategyGroups(dp=dp, tp=group("tp", 2, 1), embedding=None, expert_dp=expert_dp)
-    options = StrategyOptions(
-        bucket_size=10**6, grad_dtype=torch.float32, overlap=True, overlap_param_gather=False
-    )
+    options = StrategyOptions(bucket_size=10**6, grad_dtype=torch.float32, overlap=True, overlap_param_gather=False)
     return kind({0: Stage(group("ep", 2, 0))}, groups=groups, options=options)
 
 
@@ -66,9 +57,7 @@ def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:
 def test_shards_follow_the_groups_of_their_bucket(dp_rank: int) -> None:
     """Dense ones are cut over dp, experts over expert-dp, whichever rank this is of the other."""
     for expert_rank in range(3):
-        strategy = strategy_of(
-            DistributedOptimizer, group("dp", 6, dp_rank), group("expert-dp", 3, expert_rank)
-        )
+        strategy = strategy_of(DistributedOptimizer, group("dp", 6, dp_rank), group("expert-dp", 3, expert_rank))
         shards = by_name(strategy)
         assert sorted(shards) == ["dense", "experts", "router"]
         for name, parts, rank in (("dense", 6, dp_rank), ("experts", 3, expert_rank)):

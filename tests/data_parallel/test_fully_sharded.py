@@ -27,9 +27,7 @@ def test_given_gradients(settings: dict[str, Any], ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize(
-    "settings",
-    [Z2, {**Z2, **BY_RANK}, {**Z2, "overlap_grad_reduce": False}, Z3, {**Z3, **BY_RANK}],
-    ids=str,
+    "settings", [Z2, {**Z2, **BY_RANK}, {**Z2, "overlap_grad_reduce": False}, Z3, {**Z3, **BY_RANK}], ids=str
 )
 def test_microbatches_to_the_bit(settings: dict[str, Any], ranks: int) -> None:
     for rank, found in enumerate(run_ranks(ranks, unit_steps, ranks, settings, STEPS)):
@@ -102,9 +100,7 @@ class Broken(Exception):
     """What stops a step."""
 
 
-def after_a_failure(
-    context: RankContext, settings: dict[str, Any]
-) -> tuple[list[list[float]], list[torch.Tensor]]:
+def after_a_failure(context: RankContext, settings: dict[str, Any]) -> tuple[list[list[float]], list[torch.Tensor]]:
     """A step that fails in the midst of its second backward, an evaluation, and three good steps."""
     torch.set_num_threads(1)
     run = UnitRun(context.topology(dp=2), settings)
@@ -175,10 +171,7 @@ def test_units_are_children_and_what_containers_hold() -> None:
         def __init__(self) -> None:
             super().__init__()
             run = UnitRun(RankContext(0, {}).topology(dp=1), {})
-            self.first, self.layers = (
-                run.layers[0],
-                torch.nn.ModuleDict({"a": run.layers[1], "b": run.layers[2]}),
-            )
+            self.first, self.layers = (run.layers[0], torch.nn.ModuleDict({"a": run.layers[1], "b": run.layers[2]}))
             self.plain = torch.nn.ReLU()
             self.last = torch.nn.Sequential(run.layers[3], run.layers[4])
 

@@ -24,9 +24,7 @@ def bucket_of(sizes: list[int], *, replicas: int = 1, uses: int = 1) -> Bucket:
     parameters = [
         FACTORY.parameter(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
     ]
-    (bucket,) = make_buckets(
-        parameters, bucket_size=10**9, replicas=lambda kind: replicas, grad_dtype=torch.float32
-    )
+    (bucket,) = make_buckets(parameters, bucket_size=10**9, replicas=lambda kind: replicas, grad_dtype=torch.float32)
     return bucket
 
 
@@ -96,9 +94,7 @@ class Stage(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ParameterList(
-            FACTORY.parameter(f"w{index}", (20, 32), std=1.0) for index in range(3)
-        )
+        self.layers = torch.nn.ParameterList(FACTORY.parameter(f"w{index}", (20, 32), std=1.0) for index in range(3))
 
 
 def test_slices_start_inside_the_backward() -> None:

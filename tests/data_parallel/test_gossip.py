@@ -68,16 +68,13 @@ def d_psgd(
 
 
 def decentlam(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None) -> Any:
-    lags: list[Weights] = [
-        {name: torch.zeros_like(values) for name, values in start().items()} for _ in range(ranks)
-    ]
+    lags: list[Weights] = [{name: torch.zeros_like(values) for name, values in start().items()} for _ in range(ranks)]
 
     def turn(replicas: list[Replica], step: int) -> None:
         if step > warm_up:
             for name in SHAPES:
                 halves = [
-                    torch.add(each.weights[name].data, each.own_gradient(name, step), alpha=-LR)
-                    for each in replicas
+                    torch.add(each.weights[name].data, each.own_gradient(name, step), alpha=-LR) for each in replicas
                 ]
                 for lag, pull in zip(lags, pulls(halves, "ring", step - warm_up - 1, wire), strict=True):
                     lag[name] = lag[name] * 0.9 - pull
@@ -110,8 +107,7 @@ def test_a_skipped_step_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more", "how"),
-    [(4, {}, {}), (3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})],
+    ("ranks", "more", "how"), [(4, {}, {}), (3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})]
 )
 def test_decentlam_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | DECENTLAM | more, STEPS), decentlam(ranks, **how))
@@ -133,10 +129,7 @@ def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
             weights[name] = [a - LR * m for a, m in zip(x, momenta[name], strict=True)]
             for rank in range(ranks):
                 torch.testing.assert_close(
-                    flat(found[rank]["weights"][step - 1][name]).double(),
-                    weights[name][rank],
-                    rtol=1e-5,
-                    atol=1e-5,
+                    flat(found[rank]["weights"][step - 1][name]).double(), weights[name][rank], rtol=1e-5, atol=1e-5
                 )
 
 
@@ -162,9 +155,7 @@ def test_the_distance_is_that_of_the_weights() -> None:
     found = run_ranks(4, run_toy, 4, GOSSIP, 3, (3,))
     flat = [torch.cat([rank["weights"][2][name].view(-1) for name in SHAPES]).double() for rank in found]
     average = sum(flat[1:], flat[0]) / 4
-    share = np.sqrt(np.mean([float((each - average).square().sum()) for each in flat])) / float(
-        average.norm()
-    )
+    share = np.sqrt(np.mean([float((each - average).square().sum()) for each in flat])) / float(average.norm())
     said = float(found[0]["notes"][0].split(": ")[1].split()[0])
     assert said == pytest.approx(share, rel=1e-3)
     assert all(rank["notes"] == found[0]["notes"] for rank in found)
@@ -205,7 +196,5 @@ def test_graphs_are_symmetric_and_all_hear_of_all(graph: str, size: int) -> None
 def test_on_a_power_of_two_the_mean_comes_in_log_size_turns(size: int) -> None:
     values = np.arange(float(size))
     for turn in range(size.bit_length() - 1):
-        values = np.array(
-            [(values[r] + values[peers_of("one-peer", r, size, turn)[0]]) / 2 for r in range(size)]
-        )
+        values = np.array([(values[r] + values[peers_of("one-peer", r, size, turn)[0]]) / 2 for r in range(size)])
     assert np.ptp(values) == 0.0

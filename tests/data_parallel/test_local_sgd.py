@@ -73,10 +73,7 @@ def test_several_processes_do_what_one_does(ranks: int, more: dict[str, Any], ho
     for step in range(1, STEPS + 1):
         together = step <= warm_up or (step - warm_up) % 2 == 0
         for name in SHAPES:
-            same = [
-                torch.equal(rank["weights"][step - 1][name], found[0]["weights"][step - 1][name])
-                for rank in found
-            ]
+            same = [torch.equal(rank["weights"][step - 1][name], found[0]["weights"][step - 1][name]) for rank in found]
             assert all(same) if together else not any(same[1:]), f"{name} after step {step}"
 
 

@@ -139,14 +139,8 @@ def fingerprint(replica: Replica) -> dict[str, str]:
         for number, state in enumerate(strategy.states())
         if state.name != "outer_mean"  # says something at its time alone, and then the next steps show it
     }
-    found = {
-        key: hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for key, each in tensors.items()
-    }
-    counters = {
-        "updates": replica.optimizer.updates,
-        "strategy": strategy.counters(),
-        "scale": replica.scaler.state(),
-    }
+    found = {key: hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for key, each in tensors.items()}
+    counters = {"updates": replica.optimizer.updates, "strategy": strategy.counters(), "scale": replica.scaler.state()}
     return found | {"counters": str(counters)}
 
 
@@ -210,9 +204,7 @@ def drifted(context: RankContext, folder: str, settings: Settings) -> dict[str, 
     return {kind: local_parts(runner.replica, kind) for kind in KINDS}
 
 
-def taken_up(
-    context: RankContext, dp: int, folder: str, settings: Settings, target: str | None
-) -> dict[str, Any]:
+def taken_up(context: RankContext, dp: int, folder: str, settings: Settings, target: str | None) -> dict[str, Any]:
     replica = build(context, tiny_config(dp, dp=dp, load=folder, **SMALL, **settings))
     progress = load(replica, Path(folder), tokenizer=None, log=silent)
     found: dict[str, Any] = {kind: local_parts(replica, kind) for kind in (*KINDS, "weight")}
@@ -269,9 +261,7 @@ def broken_off(context: RankContext, settings: Settings) -> list[bool]:
         verdicts.append(all(not torch.equal(a, own[name]) for name, a in run.weights().items()))
         raise InterruptedError
     verdicts += [torch.equal(a, own[name]) for name, a in run.weights().items()]
-    verdicts += [
-        torch.equal(shard.main_param.data, a) for shard, a in zip(strategy.shards, mains, strict=True)
-    ]
+    verdicts += [torch.equal(shard.main_param.data, a) for shard, a in zip(strategy.shards, mains, strict=True)]
     strategy.close()
     return verdicts
 

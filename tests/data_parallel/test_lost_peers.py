@@ -30,9 +30,7 @@ def said(error: BaseException, dp: Group, world: Group) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("out of memory"), ValueError("Connection closed by peer"), KeyError()]
-)
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("Connection closed by peer"), KeyError()])
 def test_other_errors_stay_what_they_are(error: BaseException) -> None:
     assert said(error, Group("dp-cp", (0, 2), 0), Group.solo("world")) is None
 

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from megalite.optimizers.base import Update
-from tests.data_parallel.onebit_oracles import (
-    Layout,
-    Tensors,
-    layouts,
-    onebit_adam,
-    onebit_lamb,
-    zero_one_adam,
-)
+from tests.data_parallel.onebit_oracles import Layout, Tensors, layouts, onebit_adam, onebit_lamb, zero_one_adam
 from tests.data_parallel.toy import SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
@@ -80,12 +73,7 @@ def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
     torch.set_num_threads(1)
     runs = run_ranks(ranks, trajectory, ranks, ZERO_ONE, 14)
     wanted = zero_one_adam(
-        runs[0][2],
-        ranks,
-        variance_steps=(1, 2, 4),
-        freeze=5,
-        exchange_steps=(6, 7, 9, 13),
-        steps=14,
+        runs[0][2], ranks, variance_steps=(1, 2, 4), freeze=5, exchange_steps=(6, 7, 9, 13), steps=14
     )
     for rank, (weights, *_) in enumerate(runs):
         assert_same(weights, [step[rank] for step in wanted])
@@ -122,14 +110,10 @@ def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
         sums = run.gradients(loss_scale=scale)
         whole = run.strategy.norms(sums)
         assert whole.shown == whole.clipping
-        own = math.sqrt(
-            sum(float(bucket.grad.double().square().sum()) for bucket in run.strategy.all_buckets())
-        )
+        own = math.sqrt(sum(float(bucket.grad.double().square().sum()) for bucket in run.strategy.all_buckets()))
         found.append((whole.clipping / scale, own / scale))
         run.steps += 1
-        run.strategy.update(
-            run.optimizer, Update(step=run.steps, lr=0.05, weight_decay=0.1, factor=1.0 / scale)
-        )
+        run.strategy.update(run.optimizer, Update(step=run.steps, lr=0.05, weight_decay=0.1, factor=1.0 / scale))
     run.strategy.close()
     return found
 

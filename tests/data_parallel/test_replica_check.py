@@ -34,9 +34,7 @@ def flip(parameter: torch.Tensor, element: int) -> None:
     bits[element] ^= 1
 
 
-def errors(
-    context: RankContext, settings: dict[str, Any], culprit: int, name: str, element: int
-) -> tuple[str, str]:
+def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: str, element: int) -> tuple[str, str]:
     """What the check says after a good step, and after a bit of the culprit's tensor has flipped."""
     run = ToyRun(context.topology(dp=4), settings)
     run.step()

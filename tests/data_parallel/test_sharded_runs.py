@@ -64,11 +64,7 @@ CASES: list[tuple[int, str, Settings]] = [
     (2, "gpt", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 1}),
     (2, "llama", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 3}),
     (2, "gpt", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}),
-    (
-        2,
-        "moe",
-        {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["mlp", "moe"], "reduction_order": "rank"},
-    ),
+    (2, "moe", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["mlp", "moe"], "reduction_order": "rank"}),
     (4, "gpt", {**Z2, **SP, **PAIRS}),
     (4, "gpt", {**Z2, **PAIRS, "pp": 2, "pipeline_schedule": "zb-h1"}),
     (4, "gpt", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "reduction_order": "rank"}),

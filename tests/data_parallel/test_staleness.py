@@ -4,16 +4,7 @@ import random
 
 import pytest
 
-from megalite.data_parallel.more.server_link import (
-    ByArrival,
-    ByRank,
-    Event,
-    Kind,
-    Ledger,
-    Order,
-    Report,
-    divisor,
-)
+from megalite.data_parallel.more.server_link import ByArrival, ByRank, Event, Kind, Ledger, Order, Report, divisor
 from tests.data_parallel.scripted import Scripted
 
 

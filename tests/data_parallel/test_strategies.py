@@ -146,9 +146,7 @@ def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torc
     made = DistributedOptimizer(
         {0: model[:2], 1: model[2:]},
         groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")),
-        options=StrategyOptions(
-            bucket_size=1, grad_dtype=torch.float32, overlap=True, overlap_param_gather=overlap
-        ),
+        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True, overlap_param_gather=overlap),
     )
     EVENTS.clear()
     NAMES.clear()

@@ -16,9 +16,7 @@ def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SIZE, dtype=dtype, generator=torch.Generator().manual_seed(rank))
 
 
-def through(
-    context: RankContext, dtype: torch.dtype, wire: torch.dtype | None, piece: int
-) -> dict[str, object]:
+def through(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None, piece: int) -> dict[str, object]:
     with mock.patch("megalite.data_parallel.wire.PIECE_BYTES", piece):
         return every_collective(context, dtype, wire)
 

@@ -55,9 +55,7 @@ class Network(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        factory = ParameterFactory(
-            tp=Group.solo("tp"), seed=5, dtype=torch.float32, device=torch.device("cpu")
-        )
+        factory = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=torch.float32, device=torch.device("cpu"))
         self.all = torch.nn.ParameterList(
             factory.parameter(name, shape, std=1.0, decay=len(shape) > 1) for name, shape in SHAPES.items()
         )
@@ -97,10 +95,7 @@ def be_rank(rank: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            *("gloo", "tcp://127.0.0.1:29500"),
-            rank=rank,
-            world_size=RANKS,
-            timeout=datetime.timedelta(seconds=30),
+            *("gloo", "tcp://127.0.0.1:29500"), rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=30)
         )
         topology = Topology.create(ParallelLayout(dp=RANKS), rank=rank, device=torch.device("cpu"))
         pipe.send({name: measure(topology, settings) for name, settings in CASES.items()})

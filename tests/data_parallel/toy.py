@@ -49,9 +49,7 @@ class ToyRun:
         self.config: RunConfig = replace(RunConfig(), **settings)
         precision = Precision.of(self.config.training.precision)
         self.toy = Toy(precision.compute)
-        self.strategy: DataParallelStrategy = build_strategy(
-            self.config, {0: self.toy}, topology, precision, Kernels()
-        )
+        self.strategy: DataParallelStrategy = build_strategy(self.config, {0: self.toy}, topology, precision, Kernels())
         self.optimizer: Optimizer = build_optimizer(self.config, self.strategy, topology, Kernels())
         self.steps = 0
 
@@ -83,9 +81,7 @@ class ToyRun:
         return {name: getattr(self.toy, name).detach().clone() for name in SHAPES}
 
 
-def trajectory(
-    context: RankContext, dp: int, settings: Mapping[str, Any], steps: int
-) -> list[dict[str, torch.Tensor]]:
+def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:
     """For run_ranks: the weights after each step, on this rank."""
     torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=dp), settings)

@@ -84,9 +84,7 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A scalar."""
         run = self.run
-        return _Product.apply(
-            x, self.weight, factor(self.index, run.steps + 1, run.microbatch, run.rank), self
-        )
+        return _Product.apply(x, self.weight, factor(self.index, run.steps + 1, run.microbatch, run.rank), self)
 
 
 class UnitRun:
@@ -100,14 +98,10 @@ class UnitRun:
         self.topology, self.rank = topology, topology.dp.rank
         config: RunConfig = replace(RunConfig(), **{"clip_grad": 0.0, "ddp_bucket_size": 500, **settings})
         precision = Precision.of(config.training.precision)
-        factory = ParameterFactory(
-            tp=Group.solo("tp"), seed=3, dtype=precision.compute, device=torch.device("cpu")
-        )
+        factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=precision.compute, device=torch.device("cpu"))
         self.layers = [Layer(index, factory, self) for index in range(UNITS)]
         self.model = torch.nn.Sequential(*self.layers)
-        self.strategy: DataParallelStrategy = build_strategy(
-            config, {0: self.model}, topology, precision, Kernels()
-        )
+        self.strategy: DataParallelStrategy = build_strategy(config, {0: self.model}, topology, precision, Kernels())
         self.optimizer: Optimizer = build_optimizer(config, self.strategy, topology, Kernels())
         self.steps = self.microbatch = 0
 

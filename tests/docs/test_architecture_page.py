@@ -26,9 +26,7 @@ def test_every_package_has_a_room() -> None:
 def test_the_glossary_has_thirty_terms() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (?!term|-)(.+?) \| (.+) \|$",
-        text.partition("## Glossary")[2].partition("\n## ")[0],
-        re.MULTILINE,
+        r"^\| (?!term|-)(.+?) \| (.+) \|$", text.partition("## Glossary")[2].partition("\n## ")[0], re.MULTILINE
     )
     assert len(rows) >= 30
     assert len({term for term, _ in rows}) == len(rows)

@@ -80,14 +80,8 @@ def is_read_only(command: Command) -> bool:
 
 
 SHOWN = shown()
-TRAINING = [
-    command
-    for command in SHOWN
-    if training_of(command)[0] and not (is_read_only(command) or command.is_cheap)
-]
-OTHERS = [
-    command for command in SHOWN if not (training_of(command)[0] or is_read_only(command) or command.is_cheap)
-]
+TRAINING = [command for command in SHOWN if training_of(command)[0] and not (is_read_only(command) or command.is_cheap)]
+OTHERS = [command for command in SHOWN if not (training_of(command)[0] or is_read_only(command) or command.is_cheap)]
 """What is cheap is run by tests/e2e/test_examples.py."""
 PREPARING = [command for command in OTHERS if command.source == "examples/quickstart/README.md"]
 
@@ -136,13 +130,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_three_hundred_steps(run_dir: Path, data: Path) -> None:
     """A stand-in for the quickstart's run, of a model that takes seconds."""
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 128"
-    length = (
-        "--train-iters 300 --save-interval 100 --micro-batch-size 1 --global-batch-size 1 --log-interval 100"
-    )
+    length = "--train-iters 300 --save-interval 100 --micro-batch-size 1 --global-batch-size 1 --log-interval 100"
     files = ["--data-path", data / "corpus_text_document", "--tokenizer-model", data / "tokenizer.model"]
-    train_forked(
-        1, *sizes.split(), *length.split(), *files, "--run-dir", run_dir, seconds=120
-    ).require_success()
+    train_forked(1, *sizes.split(), *length.split(), *files, "--run-dir", run_dir, seconds=120).require_success()
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda command: f"{command.source}: {command.line}"[:80])

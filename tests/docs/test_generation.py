@@ -22,9 +22,7 @@ PAGE = (REPOSITORY / "docs" / "generation.md").read_text(encoding="utf-8")
 COMMANDS = [command.words for command in commands_in(PAGE, "docs/generation.md")]
 
 
-def test_the_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -32,9 +30,7 @@ def test_the_commands_run(
     files = byte_tokenizer(tmp_path / "data")
     weights = MadeUp(tmp_path, {**LLAMA, "seq_length": 64, "vocab_size": 257}, tokenizer_files=files)
     write_native(weights, Path("runs/1/checkpoints"), dtype=None, max_file_bytes=10**9, advance=ignore)
-    write_huggingface(
-        weights, Path("model-hf"), dtype=None, family=None, max_file_bytes=10**9, advance=ignore
-    )
+    write_huggingface(weights, Path("model-hf"), dtype=None, family=None, max_file_bytes=10**9, advance=ignore)
     Path("prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
     Path("valid.jsonl").write_text(json.dumps({"text": "def main():\n" * 9}) + "\n")
     write_by_layout(Path("valid_text_document"), [list(range(200))])

@@ -151,9 +151,7 @@ def test_every_drawing_follows_the_code() -> None:
 
 def test_unbalanced_spans_are_not_called_equal(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     context = load("drawings.context")
-    monkeypatch.setattr(
-        context, "sequence_spans", lambda s, cp_rank, cp_size: ((4 * cp_rank, 4 * cp_rank + 4),)
-    )
+    monkeypatch.setattr(context, "sequence_spans", lambda s, cp_rank, cp_size: ((4 * cp_rank, 4 * cp_rank + 4),))
     with pytest.raises(AssertionError, match="zigzag balances"):
         context.draw()
 
@@ -173,9 +171,7 @@ def owners_of_what_comes_by(context: RankContext) -> list[int]:
 
 def test_the_ring_turns_as_drawn(load: Load) -> None:
     keys_at = load("drawings.context").keys_at
-    assert run_ranks(4, owners_of_what_comes_by) == [
-        [keys_at(rank, step) for step in range(4)] for rank in range(4)
-    ]
+    assert run_ranks(4, owners_of_what_comes_by) == [[keys_at(rank, step) for step in range(4)] for rank in range(4)]
 
 
 def test_buckets_are_those_of_training(load: Load) -> None:

@@ -84,15 +84,11 @@ def test_pages(page: Path) -> None:
 def test_code(package: str) -> None:
     files = sorted((REPOSITORY / "megalite" / package).rglob("*.py"))
     found = [word for path in files for word in found_in(path.read_text(encoding="utf-8"))]
-    assert len(found) <= CEILINGS[package], (
-        f"write plain English, then lower the ceiling: {sorted(set(found))}"
-    )
+    assert len(found) <= CEILINGS[package], f"write plain English, then lower the ceiling: {sorted(set(found))}"
 
 
 def test_every_package_has_a_ceiling() -> None:
-    assert sorted(CEILINGS) == sorted(
-        path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py")
-    )
+    assert sorted(CEILINGS) == sorted(path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py"))
 
 
 def test_what_is_found() -> None:

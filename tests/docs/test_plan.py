@@ -10,9 +10,7 @@ from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8")
-COMMANDS = [
-    command for command in commands_in(PAGE, "docs/plan.md") if command.words[:2] == ["megalite", "plan"]
-]
+COMMANDS = [command for command in commands_in(PAGE, "docs/plan.md") if command.words[:2] == ["megalite", "plan"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.words[2:8]))

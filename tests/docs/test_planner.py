@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.planner.hardware import (
-    Accelerator,
-    Cluster,
-    Efficiency,
-    Network,
-    Node,
-    SoftwareStack,
-    cluster_names,
-)
+from megalite.planner.hardware import Accelerator, Cluster, Efficiency, Network, Node, SoftwareStack, cluster_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 

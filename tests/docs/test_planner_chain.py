@@ -12,17 +12,11 @@ from tests.e2e.programs import REPOSITORY
 
 PAGES = ("docs/planner_chain.md", "examples/chain/README.md")
 PAGE = (REPOSITORY / PAGES[0]).read_text(encoding="utf-8")
-COMMANDS = [
-    command
-    for page in PAGES
-    for command in commands_in((REPOSITORY / page).read_text(encoding="utf-8"), page)
-]
+COMMANDS = [command for page in PAGES for command in commands_in((REPOSITORY / page).read_text(encoding="utf-8"), page)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.source}: {command.line}"[:70])
-def test_command(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(REPOSITORY)
     assert command.words[:2] == ["megalite", "plan-chain"]
     status = main(command.words[2:])

@@ -15,9 +15,7 @@ from tests.e2e.programs import REPOSITORY
 PAGE = (REPOSITORY / "docs" / "schedules.md").read_text(encoding="utf-8")
 IMAGES = Path("docs/images/schedules")
 COMMANDS = [
-    command
-    for command in commands_in(PAGE, "docs/schedules.md")
-    if command.words[:2] == ["megalite", "schedule"]
+    command for command in commands_in(PAGE, "docs/schedules.md") if command.words[:2] == ["megalite", "schedule"]
 ]
 FAILING = ["stuck.csv"]
 

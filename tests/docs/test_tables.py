@@ -30,9 +30,7 @@ def test_the_pages_are_up_to_date(load: Load) -> None:
     write = load("write")
     for page in write.PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
-        assert without_sizes(write.with_tables(text)) == without_sizes(text), (
-            f"{page} is out of date: run make docs"
-        )
+        assert without_sizes(write.with_tables(text)) == without_sizes(text), f"{page} is out of date: run make docs"
 
 
 def without_sizes(text: str) -> str:
@@ -167,6 +165,4 @@ def test_their_flags_are_read(load: Load) -> None:
     flags = load("megatron_flags")
     for name in flags.THEIRS:
         assert flags.their_flag(name) in settings()[name].flags
-        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed"), (
-            "a short name of ours"
-        )
+        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed"), "a short name of ours"

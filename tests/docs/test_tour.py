@@ -39,9 +39,7 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert 10 <= len(found) <= MOST_FILES
     assert len({path for path, _ in found}) == len(found)
     lines = sum(
-        sum(lines_of(path, name) for name in names)
-        if names
-        else len(path.read_text(encoding="utf-8").splitlines())
+        sum(lines_of(path, name) for name in names) if names else len(path.read_text(encoding="utf-8").splitlines())
         for path, names in found
     )
     assert 1000 <= lines <= MOST_LINES, lines

@@ -33,13 +33,7 @@ def test_every_setting_exists() -> None:
         "--config",
     }
     assert shown - flags == set()
-    names = (
-        "timing_log_level",
-        "straggler_threshold",
-        "profile_ranks",
-        "record_memory_history",
-        "wandb_project",
-    )
+    names = ("timing_log_level", "straggler_threshold", "profile_ranks", "record_memory_history", "wandb_project")
     assert {settings()[name].flags[0] for name in names} <= shown
 
 

@@ -12,9 +12,7 @@ from megalite.doctor.host import Finding
 
 def test_driver(tmp_path: Path) -> None:
     said = tmp_path / "version"
-    said.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Tue Jan\nGCC version: gcc 12.2.0\n"
-    )
+    said.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Tue Jan\nGCC version: gcc 12.2.0\n")
     assert driver_version(said) == "570.86.10"
     said.write_text("")
     assert driver_version(said) == "unknown"
@@ -33,9 +31,7 @@ def test_a_build_of_torch_that_cannot_use_the_gpus() -> None:
 def test_pairs_without_access() -> None:
     assert peers(8, []).text == "all 8 read each other's memory"
     some = peers(4, [(0, 2), (0, 3), (1, 2), (1, 3)])
-    assert (
-        some.level == "warning" and some.text.startswith("4 of 6 pairs") and "0-2, 0-3, 1-2, 1-3" in some.text
-    )
+    assert some.level == "warning" and some.text.startswith("4 of 6 pairs") and "0-2, 0-3, 1-2, 1-3" in some.text
     assert peers(8, [(0, place) for place in range(1, 8)]).text.endswith("0-4, ...")
 
 
@@ -62,7 +58,5 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "why_not_extension", lambda name: None)
     rows = rows_of("cuda")
     assert (rows["triton"].text, rows["apex"].text) == ("its kernels run here", "all its extensions load")
-    monkeypatch.setattr(
-        devices, "why_not_extension", lambda name: "undefined symbol" if name == "amp_C" else None
-    )
+    monkeypatch.setattr(devices, "why_not_extension", lambda name: "undefined symbol" if name == "amp_C" else None)
     assert (rows_of("cuda")["apex"].level, rows_of("cuda")["apex"].text) == ("warning", "undefined symbol")

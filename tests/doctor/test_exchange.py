@@ -30,11 +30,7 @@ def test_three_ranks_on_one_host() -> None:
     assert [report.rank for report in reports] == [0, 1, 2]
     for report in reports:
         assert report.wrong == () and report.pairs == ()
-        assert (
-            set(report.latency)
-            == set(report.rate)
-            == {"all-reduce", "all-gather", "reduce-scatter", "messages"}
-        )
+        assert set(report.latency) == set(report.rate) == {"all-reduce", "all-gather", "reduce-scatter", "messages"}
         assert min(report.latency.values()) > 0 and min(report.rate.values()) > 0
 
 

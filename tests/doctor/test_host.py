@@ -54,9 +54,9 @@ def test_memory(tmp_path: Path) -> None:
     whole = "MemTotal:       67108864 kB\nMemFree: 5 kB\nMemAvailable:   33554432 kB\n"
     row = looked_at(tmp_path / "a", memory=whole)["memory"]
     assert (row.level, row.text) == ("ok", "64.00 GiB, 32.00 GiB available")
-    row = looked_at(
-        tmp_path / "b", memory=whole, memory_max=f"{4 << 30}\n", memory_current=f"{3.5 * 2**30:.0f}"
-    )["memory"]
+    row = looked_at(tmp_path / "b", memory=whole, memory_max=f"{4 << 30}\n", memory_current=f"{3.5 * 2**30:.0f}")[
+        "memory"
+    ]
     assert (row.level, row.text) == ("warning", "4.00 GiB for this container, 512.00 MiB available")
     assert looked_at(tmp_path / "c", memory=whole, memory_max="max\n")["memory"].data["limit"] is None
 

@@ -5,17 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.doctor.network import (
-    GLOO,
-    NCCL,
-    Interface,
-    adapters,
-    chosen,
-    examine,
-    host_name,
-    interfaces,
-    master,
-)
+from megalite.doctor.network import GLOO, NCCL, Interface, adapters, chosen, examine, host_name, interfaces, master
 
 LO = Interface(name="lo", address="127.0.0.1", is_up=True, megabits=None)
 ETH = Interface(name="eth0", address="10.0.0.7", is_up=True, megabits=100_000)

@@ -44,9 +44,7 @@ def test_wrong_numbers() -> None:
 
 
 def test_a_slow_rank() -> None:
-    found = rows(
-        *(report(rank, "a" if rank < 4 else "b") for rank in range(7)), report(7, "b", products=3e10)
-    )
+    found = rows(*(report(rank, "a" if rank < 4 else "b") for rank in range(7)), report(7, "b", products=3e10))
     assert found["products"].level == "warning"
     assert found["products"].text.endswith("slower than the others: rank 7 on b (30%)")
 
@@ -63,9 +61,7 @@ def test_a_slow_host_is_in_both_its_pairs() -> None:
 
 def test_ranks_that_are_started_here() -> None:
     with forked_pools():
-        found = {
-            row.name: row for row in ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)
-        }
+        found = {row.name: row for row in ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)}
     assert found["ranks"].text == "2 ranks on here, gloo"
     assert {row.level for name, row in found.items() if name != "products"} == {"ok"}
 
@@ -98,9 +94,7 @@ def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]
     host = hosts[context.rank]
     own: list[Finding] = []
     if hosts.index(host) == context.rank:
-        disk = Finding(
-            topic="disk", name="folder", level="warning", text=f"full on {host}", remedy="make room"
-        )
+        disk = Finding(topic="disk", name="folder", level="warning", text=f"full on {host}", remedy="make room")
         own = [version("torch", "2.11"), disk]
     with (
         mock.patch.dict(ranks.LARGE, cpu=1 << 16),

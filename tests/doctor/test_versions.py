@@ -59,10 +59,7 @@ def test_missing_and_old() -> None:
     assert (rows["safetensors"].level, rows["safetensors"].text) == ("error", "not installed")
     assert rows["matplotlib"].level == "ok"
     assert rows["matplotlib"].text == "not installed; for megalite plot: pip install 'megalite[plot]'"
-    assert (rows["tokenizers"].level, rows["tokenizers"].remedy) == (
-        "warning",
-        "pip install 'megalite[tokenizers]'",
-    )
+    assert (rows["tokenizers"].level, rows["tokenizers"].remedy) == ("warning", "pip install 'megalite[tokenizers]'")
     assert rows["numpy"].level == "ok"
     assert found(torch="2.11.0a0+git")["torch"].level == "ok"
 
@@ -71,8 +68,5 @@ def test_a_finding_that_is_bad_has_a_remedy() -> None:
     with pytest.raises(ValueError, match="a warning without a remedy"):
         Finding(topic="a", name="b", level="warning", text="c")
     assert worst([]) == "ok"
-    levels = [
-        Finding(topic="a", name="b", level=level, text="c", remedy="d")
-        for level in ("error", "ok", "warning")
-    ]
+    levels = [Finding(topic="a", name="b", level=level, text="c", remedy="d") for level in ("error", "ok", "warning")]
     assert worst(levels) == "error" and worst(levels[1:]) == "warning"

@@ -185,10 +185,7 @@ def _only_parse(name: str, words: Sequence[str]) -> None:
         raise _Parsed
 
     said = io.StringIO()
-    with (
-        mock.patch.object(Parser, "parse_args", stop_after),
-        contextlib.redirect_stderr(said),
-    ):
+    with mock.patch.object(Parser, "parse_args", stop_after), contextlib.redirect_stderr(said):
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 status = importlib.import_module(COMMANDS[name][0]).main(list(words))

@@ -32,16 +32,12 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
     Raises:
         AssertionError: a rank had not ended by itself after `seconds`, or their statuses differ.
     """
-    store = (
-        dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False) if ranks > 1 else None
-    )
+    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False) if ranks > 1 else None
     port = None if store is None else store.port
     words = [str(flag) for flag in flags]
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
-        processes = [
-            fork_rank(rank, ranks, port, words, Path(logs, str(rank)), folder=folder) for rank in range(ranks)
-        ]
+        processes = [fork_rank(rank, ranks, port, words, Path(logs, str(rank)), folder=folder) for rank in range(ranks)]
         running = {process.sentinel: process for process in processes}
         while running and (left := started + seconds - time.monotonic()) > 0:
             for sentinel in wait(list(running), timeout=left):
@@ -51,9 +47,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
             process.kill()
             process.join()
         took = time.monotonic() - started
-        out, err = (
-            "".join(Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS
-        )
+        out, err = ("".join(Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS)
     left_over = [rank for rank, process in enumerate(processes) if process in running.values()]
     assert left_over == [], f"ranks {left_over} were still running after {seconds} s\n{out}\n{err}"
     statuses = [process.exitcode or 0 for process in processes]
@@ -94,11 +88,7 @@ def fork_rank(
 
 
 def _be_rank(
-    words: Sequence[str],
-    variables: dict[str, str],
-    log: str,
-    before: Callable[[], None] | None,
-    folder: str,
+    words: Sequence[str], variables: dict[str, str], log: str, before: Callable[[], None] | None, folder: str
 ) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):

@@ -40,15 +40,10 @@ def hang(folder: Path, fault: str, rank: int, flags: Sequence[str], ranks: int =
     store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
     run_dir, private = folder / "run", folder / "tmp"
     private.mkdir()
-    words, more = (
-        [*FLAGS, *flags, "--run-dir", str(run_dir)],
-        {"TMPDIR": str(private), "TORCH_FR_BUFFER_SIZE": "100"},
-    )
+    words, more = ([*FLAGS, *flags, "--run-dir", str(run_dir)], {"TMPDIR": str(private), "TORCH_FR_BUFFER_SIZE": "100"})
     processes = [
         fork_rank(
-            *(each, ranks, store.port, words, folder / str(each)),
-            before=installing(fault, rank, step),
-            more=more,
+            *(each, ranks, store.port, words, folder / str(each)), before=installing(fault, rank, step), more=more
         )
         for each in range(ranks)
     ]

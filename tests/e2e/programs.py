@@ -30,10 +30,7 @@ class Corpus:
     @property
     def flags(self) -> list[str]:
         """What `pretrain_gpt.py` needs to train on it."""
-        return [
-            *("--data-path", str(self.prefix), "--split", "90,10,0"),
-            *("--tokenizer-model", str(self.tokenizer)),
-        ]
+        return [*("--data-path", str(self.prefix), "--split", "90,10,0"), *("--tokenizer-model", str(self.tokenizer))]
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reaso
 FLAGS: list[str | Path] = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
     *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "6"),
-    *(
-        "--lr",
-        "1e-3",
-        "--train-iters",
-        "12",
-        "--lr-decay-iters",
-        "12",
-        "--device",
-        "cpu",
-        "--log-interval",
-        "2",
-    ),
+    *("--lr", "1e-3", "--train-iters", "12", "--lr-decay-iters", "12", "--device", "cpu", "--log-interval", "2"),
     *("--dp-strategy", "async-parameter-server", "--eval-interval", "3", "--eval-iters", "1"),
 ]
 

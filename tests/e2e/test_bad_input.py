@@ -143,9 +143,7 @@ def run_with(flags: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", AT_RUN_TIME)
 def test_refused_on_two_ranks(name: str, bad: Files) -> None:
     case = AT_RUN_TIME[name]
-    outcome = train_forked(
-        2, *run_with(case.words(bad)), seconds=120
-    )  # about 1 s on two idle cores; more is a hang
+    outcome = train_forked(2, *run_with(case.words(bad)), seconds=120)  # about 1 s on two idle cores; more is a hang
     check_message(outcome.errors, case, bad)
     assert outcome.status == BAD_INPUT  # of both
     assert "megalite" not in outcome.err.replace(outcome.errors[0], "")  # no traceback through our code
@@ -199,10 +197,7 @@ def test_a_schedule_that_needs_too_much_memory_is_refused(capsys: pytest.Capture
     flags = "--dry-run --vocab-size 384 --num-layers 4 --pp 2 --global-batch-size 8 --hidden-size 512 --seq-length 512"
     assert main([*flags.split(), "--pipeline-memory-limit", "102.4MiB"]) == 0
     capsys.readouterr()
-    assert (
-        main([*flags.split(), "--pipeline-schedule", "gpipe", "--pipeline-memory-limit", "102.4MiB"])
-        == BAD_INPUT
-    )
+    assert main([*flags.split(), "--pipeline-schedule", "gpipe", "--pipeline-memory-limit", "102.4MiB"]) == BAD_INPUT
     error = capsys.readouterr().err
     assert "1F7 (rank 1, position " in error and "above the limit of 102.40 MiB" in error
     assert "\nrank 1: " in error and ">1F7<" in error

@@ -16,10 +16,7 @@ from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY, TORCHRUN, losses
 from tests.e2e.test_kill import ranks_of, reached
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 
 STEPS, LOST_AFTER = 40, 12
 LAYOUT = "parallel: {tp: 2, pp: 2}\n"

@@ -43,7 +43,9 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
 
 def test_it_is_named_also_after_the_watch_itself_was_killed(tmp_path: Path) -> None:
     end = hang(tmp_path, "unwatched", 1, ["--tp", "2"])
-    warning = "rank 0: warning: the process that watches the ranks of this host has ended (status -9): another one is started"
+    warning = (
+        "rank 0: warning: the process that watches the ranks of this host has ended (status -9): another one is started"
+    )
     assert warning in end.said, end.said
     assert end.statuses == [HUNG, HUNG] and end.report["culprits"] == [1], end.said
 

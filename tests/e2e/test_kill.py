@@ -16,10 +16,7 @@ import pytest
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, records, start, train_command
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 
 STEPS, SAVE_INTERVAL, KILL_AFTER = 20, 4, 10
 SCHEDULED = f"--train-iters {STEPS} --tp 2 --attention-dropout 0.1".split()
@@ -36,9 +33,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], *,
     end = time.monotonic() + seconds
     while not condition():
         time.sleep(0.003)
-        assert process.poll() is None, "the run ended before its moment came:\n" + "".join(
-            process.communicate()
-        )
+        assert process.poll() is None, "the run ended before its moment came:\n" + "".join(process.communicate())
         assert time.monotonic() < end, "the moment did not come"
 
 
@@ -97,13 +92,7 @@ def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     assert f"{newest} (written by" in again.out
     after = records(folder, "train")
     assert [row["step"] for row in after] == list(range(1, STEPS + 1))
-    for field in (
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "consumed_samples",
-    ):  # also of the steps made twice, bit for bit
+    for field in ("step", "loss", "grad_norm", "lr", "consumed_samples"):  # also of the steps made twice, bit for bit
         ours, theirs = ([row[field] for row in rows] for rows in (after[: len(before)], before))
         assert ours == theirs
     steps = range(SAVE_INTERVAL, STEPS + 1, SAVE_INTERVAL)

@@ -45,9 +45,7 @@ def ranks(
     port = store.port if count > 1 else None
     flags = [str(word) for word in words]
     folder.mkdir(exist_ok=True)
-    processes = [
-        fork_rank(rank, count, port, flags, folder / f"log-{rank}", before=prepare) for rank in range(count)
-    ]
+    processes = [fork_rank(rank, count, port, flags, folder / f"log-{rank}", before=prepare) for rank in range(count)]
     try:
         yield processes
     finally:
@@ -96,11 +94,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     assert f"SIGTERM: stopped at step {end['step']}; saved in" in outcome.out
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
 
-    again = [
-        *command[: command.index("100000")],
-        str(end["step"] + 2),
-        *command[command.index("100000") + 1 :],
-    ]
+    again = [*command[: command.index("100000")], str(end["step"] + 2), *command[command.index("100000") + 1 :]]
     out = train_forked(2, *again).require_success().out
     assert f"step-{end['step']:07} (written by" in out
     assert told(folder) == {

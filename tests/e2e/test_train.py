@@ -20,19 +20,7 @@ pytestmark = pytest.mark.e2e
 
 STEPS, SWITCH = 8, 4
 SCHEDULED = [*MODEL, *TRAINING, *f"--train-iters {STEPS} --eval-interval 2 --eval-iters 2".split()]
-FIRST = [
-    "--tp",
-    "2",
-    "--pp",
-    "2",
-    "--vpp",
-    "2",
-    "--pipeline-schedule",
-    "zb-v",
-    "--trace",
-    "--trace-steps",
-    "2",
-]
+FIRST = ["--tp", "2", "--pp", "2", "--vpp", "2", "--pipeline-schedule", "zb-v", "--trace", "--trace-steps", "2"]
 SECOND = ["--tp", "1", "--pp", "2", "--dp", "2"]
 
 
@@ -142,9 +130,7 @@ def test_tensorboard(runs: Runs) -> None:
     assert shown == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(runs.switched)]
     by_samples = [event.step for event in events.Scalars("lm loss vs samples")]
     assert by_samples == [row["consumed_samples"] for row in records(runs.switched, "train")]
-    assert {"learning-rate", "grad-norm", "lm loss validation", "iteration-time"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert {"learning-rate", "grad-norm", "lm loss validation", "iteration-time"} <= set(events.Tags()["scalars"])
 
 
 def test_trace(runs: Runs) -> None:
@@ -155,9 +141,7 @@ def test_trace(runs: Runs) -> None:
     kinds = {event["cat"] for event in trace if event["ph"] == "X"}
     assert kinds == {"forward", "backward", "input gradient", "weight gradient"}
     measured = {
-        row["step"]: row["bubble_fraction"]
-        for row in records(runs.switched, "train")
-        if "bubble_fraction" in row
+        row["step"]: row["bubble_fraction"] for row in records(runs.switched, "train") if "bubble_fraction" in row
     }
     assert list(measured) == [2] and 0.0 <= measured[2] < 1.0
     assert "step 2: measured bubble " in runs.first_half.out

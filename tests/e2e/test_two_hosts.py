@@ -24,16 +24,7 @@ TIMEOUT = 9.0
 FLAGS = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
     *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4"),
-    *(
-        "--lr",
-        "3e-3",
-        "--train-iters",
-        str(STEPS),
-        "--save-interval",
-        str(SAVE_INTERVAL),
-        "--keep-latest",
-        "2",
-    ),
+    *("--lr", "3e-3", "--train-iters", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--keep-latest", "2"),
     *("--tp", "2", "--pp", "2", "--device", "cpu", "--log-interval", "10"),
     *("--distributed-timeout-minutes", str(TIMEOUT / 60)),
 ]
@@ -72,9 +63,7 @@ def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
             wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=120)
             b.link("down")
             cut = time.monotonic()
-            wait_for(
-                lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20
-            )
+            wait_for(lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20)
             assert time.monotonic() - cut > TIMEOUT - 1, "nothing but the time-out can have told"
             wait_for(lambda: "is cut off" in logs[1].read_text(), "the other error", logs, seconds=20)
             b.kill()

@@ -111,14 +111,7 @@ HAND = ("bash", "examples/multi_node/launch.sh")
 
 def test_by_hand(start: Any, tmp_path: Path) -> None:
     done = start(
-        *HAND,
-        *FLAGS,
-        "--elastic",
-        NODES="1:2",
-        HEAD="10.0.0.1",
-        GPUS="8",
-        IFNAME="eth1",
-        LOCAL_ADDR="10.0.0.2",
+        *HAND, *FLAGS, "--elastic", NODES="1:2", HEAD="10.0.0.1", GPUS="8", IFNAME="eth1", LOCAL_ADDR="10.0.0.2"
     )
     assert done.status == 0, done.said
     torchrun, config = done.torchrun, done.training.config
@@ -175,9 +168,7 @@ def test_what_an_earlier_start_has_left_is_not_this_ones(start: Any, tmp_path: P
 def test_a_signal_reaches_torchrun_as_sigterm(tmp_path: Path, start: Any) -> None:
     waits = "#!/bin/bash\ntrap 'echo told; exit 7' TERM\ntouch \"$RECORDED/ready\"\nwhile :; do sleep 0.05; done\n"
     (tmp_path / "bin/torchrun").write_text(waits)
-    when_ready = (
-        f'(until [ -e "$RECORDED/ready" ]; do sleep 0.05; done; kill -USR1 $$) & exec bash {HAND[1]} --x'
-    )
+    when_ready = f'(until [ -e "$RECORDED/ready" ]; do sleep 0.05; done; kill -USR1 $$) & exec bash {HAND[1]} --x'
     done = start("bash", "-c", when_ready, NODES="2", HEAD="a")
     assert (done.status, done.said) == (7, "told\n")
 
@@ -220,9 +211,7 @@ def test_slurm_requeues(start: Any, says: str, ends: str, restarts: str, requeue
 
 def test_slurm_is_told_in_time_and_may_requeue() -> None:
     lines = (EXAMPLE / "slurm.sbatch").read_text().splitlines()
-    options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH")
-    )
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
     assert options["signal"] == "B:USR1@300"
     assert "requeue" in options
     assert options["open-mode"] == "append", "the log of the start before must stay"
@@ -270,8 +259,7 @@ def test_kubernetes_pods_come_and_go() -> None:
         code: rule["action"]
         for rule in spec["podFailurePolicy"]["rules"]
         for code in rule.get("onExitCodes", {}).get("values", [])
-        if rule["onExitCodes"]["containerName"] == container["name"]
-        and rule["onExitCodes"]["operator"] == "In"
+        if rule["onExitCodes"]["containerName"] == container["name"] and rule["onExitCodes"]["operator"] == "In"
     }
     assert rules == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob"}
     assert {"type": "DisruptionTarget"} in spec["podFailurePolicy"]["rules"][0]["onPodConditions"]
@@ -320,9 +308,7 @@ def torchx_specs() -> ModuleType | SimpleNamespace:
     """torchx's own, or what of it the component uses."""
     if importlib.util.find_spec("torchx"):
         return importlib.import_module("torchx.specs")
-    return SimpleNamespace(
-        macros=Macros, Role=SimpleNamespace, AppDef=SimpleNamespace, Resource=SimpleNamespace
-    )
+    return SimpleNamespace(macros=Macros, Role=SimpleNamespace, AppDef=SimpleNamespace, Resource=SimpleNamespace)
 
 
 def test_torchx(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

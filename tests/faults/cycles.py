@@ -68,9 +68,7 @@ class Cycles:
         check_records(made, reference.records, 0.0)
         name = "no signal" if blow is None else signal.Signals(blow.number).name
         self.ended[f"{name}: {end}"] += 1
-        print(
-            f"{sum(self.ended.values()):4}  {layout.name:<32} {name}: {end}, {life.seconds:.1f} s", flush=True
-        )
+        print(f"{sum(self.ended.values()):4}  {layout.name:<32} {name}: {end}, {life.seconds:.1f} s", flush=True)
         if end != "finished":
             return False
         ours, theirs = (open_sound(folder / "checkpoints", STEPS) for folder in (run_dir, reference.run_dir))
@@ -112,15 +110,9 @@ def left_over() -> dict[str, Any]:
     """What a process may leave behind: children, open files, shared memory of ours."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     shared = sorted(
-        path.name
-        for path in Path("/dev/shm").iterdir()
-        if path.stat().st_uid == os.getuid() and "torch" in path.name
+        path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid() and "torch" in path.name
     )
-    return {
-        "children": len(children),
-        "files": len(list(Path("/proc/self/fd").iterdir())),
-        "shared memory": shared,
-    }
+    return {"children": len(children), "files": len(list(Path("/proc/self/fd").iterdir())), "shared memory": shared}
 
 
 def main() -> int:
@@ -128,9 +120,7 @@ def main() -> int:
     if os.environ.get("OMP_NUM_THREADS") != "1":
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.faults.cycles", *sys.argv[1:]], one_thread)
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.cycles", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.cycles", description=__doc__.partition("\n")[0])
     parser.add_argument("cycles", type=int, nargs="?", default=5, help="how many; default 5")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
     parser.add_argument("--folder", type=Path, help="where the runs are left to be looked at; must not exist")

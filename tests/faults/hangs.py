@@ -27,9 +27,7 @@ FAULTS = ("sleep", "stop", "hold", "skip")
 
 def main() -> int:
     """Run them; prints a line each and a report in JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.hangs", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.hangs", description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=int, nargs="?", default=10, help="how many; default 10")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
     arguments = parser.parse_args()

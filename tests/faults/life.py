@@ -100,9 +100,7 @@ class Life:
 class Ranks:
     """The processes of one life."""
 
-    def __init__(
-        self, size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow | None
-    ) -> None:
+    def __init__(self, size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow | None) -> None:
         self.blow, self.log = blow, log
         self.metrics = run_dir / "metrics.jsonl"
         self.old_metrics = self.metrics.stat().st_ino if self.metrics.exists() else None
@@ -117,16 +115,7 @@ class Ranks:
         self.processes: list[ForkProcess] = []
         for rank in range(size):
             point = blow.point if blow and blow.ranks[0] == rank else None
-            arguments = (
-                rank,
-                size,
-                address,
-                list(command),
-                run_dir / "checkpoints",
-                point,
-                self.notes[rank],
-                log,
-            )
+            arguments = (rank, size, address, list(command), run_dir / "checkpoints", point, self.notes[rank], log)
             process = FORK.Process(target=_be_rank, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -201,9 +190,7 @@ class Ranks:
 
     def _wait_for_the_dead(self, processes: list[ForkProcess]) -> bool:
         """All of them wait for a peer that has died before it could come: only a launcher can know that."""
-        return all(
-            any(place in stacks for place in CONNECTS) for stacks in self._ask_where_they_are(processes)
-        )
+        return all(any(place in stacks for place in CONNECTS) for stacks in self._ask_where_they_are(processes))
 
     def close(self) -> None:
         """Nothing is left of this life but its log."""
@@ -268,14 +255,7 @@ def _serve(port: Connection, size: int) -> None:
 
 
 def _be_rank(
-    rank: int,
-    size: int,
-    port: int,
-    command: list[str],
-    checkpoints: Path,
-    point: Point | None,
-    note: int,
-    log: Path,
+    rank: int, size: int, port: int, command: list[str], checkpoints: Path, point: Point | None, note: int, log: Path
 ) -> None:
     signal.alarm(round(LONGEST) + 60)
     output = os.open(f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

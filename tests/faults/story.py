@@ -171,9 +171,7 @@ class _Telling:
         save = self.random.randint(0, min(2, max(1, to_come - 1)) - 1)
         # A save's last writes are its lists, the manifest and `latest`: half of the kills go there.
         first = 1 if self.random.random() < 0.5 else max(1, often[victim] - 3)
-        return Blow(
-            (victim,), Point(call, where, save * often[victim] + self.random.randint(first, often[victim]))
-        )
+        return Blow((victim,), Point(call, where, save * often[victim] + self.random.randint(first, often[victim])))
 
     def _live(self, blow: Blow | None) -> tuple[Life, str]:
         """One more life; also what its first rank printed."""
@@ -199,9 +197,7 @@ class _Telling:
         assert "passed over" not in printed, "a checkpoint that could be seen is damaged"
         loaded = re.search(r"loaded \S*step-(\d+) ", printed)
         if loaded is not None:
-            assert int(loaded[1]) == before[-1], (
-                f"started from step {int(loaded[1])}, the newest is {before[-1]}"
-            )
+            assert int(loaded[1]) == before[-1], f"started from step {int(loaded[1])}, the newest is {before[-1]}"
         elif "starting from step 0" in printed:
             assert not before, f"started anew beside checkpoints of steps {before}"
         else:
@@ -221,13 +217,9 @@ class _Telling:
         check_records(made, reference.records, self.tolerance)
         for step in after:
             open_sound(self.checkpoints, step)
-        assert self._latest() in (None, *after), (
-            f"latest names step {self._latest()}, which is not in {after}"
-        )
+        assert self._latest() in (None, *after), f"latest names step {self._latest()}, which is not in {after}"
         newest = after[-1] if after else 0
-        assert newest >= max(before, default=0), (
-            f"the checkpoint of step {before[-1]} is gone; there are {after}"
-        )
+        assert newest >= max(before, default=0), f"the checkpoint of step {before[-1]} is gone; there are {after}"
         saved = [int(step) for step in re.findall(r"^saved \S*step-(\d+) ", printed, re.MULTILINE)]
         assert newest >= max(saved, default=0), f"said that it saved step {saved[-1]}; there are {after}"
         # The step after a save is made when the save is done, or, with async saves, the one before it.
@@ -289,7 +281,5 @@ def _deck(seed: int, number: int) -> list[str]:
 
 def _logs(log: Path) -> str:
     """The ends of what the ranks printed."""
-    texts = [
-        (path, path.read_text(errors="replace")) for path in sorted(log.parent.glob(f"{log.name}.[0-9]*"))
-    ]
+    texts = [(path, path.read_text(errors="replace")) for path in sorted(log.parent.glob(f"{log.name}.[0-9]*"))]
     return "".join(f"\n--- {path.name}\n{text[-3000:]}" for path, text in texts)

@@ -24,12 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "qk_norm": True},
     "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},
     "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
-    "deepseek": {
-        **LLAMA,
-        "num_experts": 4,
-        "moe_first_dense_layers": 1,
-        "moe_shared_expert_intermediate_size": 16,
-    },
+    "deepseek": {**LLAMA, "num_experts": 4, "moe_first_dense_layers": 1, "moe_shared_expert_intermediate_size": 16},
 }
 
 
@@ -58,16 +53,12 @@ def texts(
     make_text: MakeText | None = None,
 ) -> list[tuple[list[int], str | None]]:
     """New tokens of each prompt, and why they end."""
-    made = generate_batch(
-        chain, prompts, sampling, end_ids=end_ids, batch_size=batch_size, make_text=make_text
-    )
+    made = generate_batch(chain, prompts, sampling, end_ids=end_ids, batch_size=batch_size, make_text=make_text)
     done = {one.index: (one.new, one.finish) for one in made if one.finish is not None}
     return [done[index] for index in range(len(prompts))]
 
 
-def new_tokens(
-    stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None
-) -> list[int]:
+def new_tokens(stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None) -> list[int]:
     """Those after one prompt, by a model in one stage."""
     end_ids = frozenset(() if eod is None else (eod,))
     return texts(Chain.whole(stage), [prompt], sampling, end_ids=end_ids)[0][0]

@@ -145,9 +145,7 @@ def test_repetition_penalty_reaches_the_prompt_and_the_new_tokens() -> None:
     found = texts(chain, PROMPTS, strong, end_ids=frozenset([7]))
     for prompt, (tokens, _) in zip(PROMPTS, found, strict=True):
         assert len(set(tokens) | set(prompt)) == len(tokens) + len(set(prompt))
-    assert found != texts(
-        chain, PROMPTS, Sampling(max_new_tokens=20, temperature=0.0), end_ids=frozenset([7])
-    )
+    assert found != texts(chain, PROMPTS, Sampling(max_new_tokens=20, temperature=0.0), end_ids=frozenset([7]))
 
 
 def test_padding_is_never_chosen() -> None:
@@ -179,10 +177,7 @@ def test_batches(prompts: int, batch: int, flying: int, sizes: list[int]) -> Non
         ([[1], []], "prompt 2 has no tokens"),
         ([[1, 93]], "prompt 1 has token 93, but the model's vocab_size is 93"),
         ([[-1]], "prompt 1 has token -1"),
-        (
-            [[1], [1] * 8],
-            r"prompt 2 has 8 tokens and max_new_tokens is 9, .* 16 positions; --max-new-tokens 8 works",
-        ),
+        ([[1], [1] * 8], r"prompt 2 has 8 tokens and max_new_tokens is 9, .* 16 positions; --max-new-tokens 8 works"),
         ([[1] * 16], "give a shorter prompt"),
     ],
 )

@@ -38,12 +38,7 @@ def test_prompts_of_lines_and_of_json(tmp_path: Path, monkeypatch: pytest.Monkey
         ("a.txt", b"a", "text", r"--prompt-key text has no effect on .*a\.txt"),
         ("a.txt", b"\n \n", None, r"a\.txt has no prompts"),
         ("a.txt", b"good\n\xff\n", None, r"a\.txt:2: invalid UTF-8"),
-        (
-            "a.jsonl",
-            b'{"prompt": "a"}\n{"promt": "b"}\n',
-            None,
-            r"a\.jsonl:2: no key 'prompt' .*did you mean 'promt'",
-        ),
+        ("a.jsonl", b'{"prompt": "a"}\n{"promt": "b"}\n', None, r"a\.jsonl:2: no key 'prompt' .*did you mean 'promt'"),
         ("a.jsonl", b"{", None, r"a\.jsonl:1: invalid JSON"),
         ("missing.txt", None, None, r"missing\.txt cannot be read: No such file"),
     ],

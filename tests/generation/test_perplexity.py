@@ -113,9 +113,7 @@ def test_a_text_shorter_than_a_window_costs_no_more_than_itself() -> None:
     stage.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
     topology = RankContext(0, {}).topology()
     chain = type(chain_of(LLAMA)).whole(stage)
-    measure(
-        chain, TokenStream([TOKENS[:7]]), Windows(tokens=7, length=1000, stride=1000), topology, batch_size=1
-    )
+    measure(chain, TokenStream([TOKENS[:7]]), Windows(tokens=7, length=1000, stride=1000), topology, batch_size=1)
     assert sizes == [(1, 6)]
 
 

@@ -8,9 +8,7 @@ TERMS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_deca
 NAMES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
-def piece(
-    n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> list[torch.Tensor]:
+def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[torch.Tensor]:
     """Those of NAMES, with moments as after some steps."""
     generator = torch.Generator().manual_seed(n)
     values = [torch.randn(n, dtype=torch.float64, generator=generator) for _ in range(4)]
@@ -19,14 +17,7 @@ def piece(
 
 
 def exact(
-    tensors: list[torch.Tensor],
-    *,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
+    tensors: list[torch.Tensor], *, rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
 ) -> dict[str, torch.Tensor]:
     """Algorithm 2 of arXiv 1904.00962 for one tensor: everything after the update, its norms among it."""
     x, g, m, v = (tensor.double() for tensor in tensors)

@@ -26,9 +26,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows).view(b, heads, s_q, d)
 
 
-def tensors(
-    heads: int, groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64, d: int = 4
-) -> Tensors:
+def tensors(heads: int, groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64, d: int = 4) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, heads, s_q, d), (2, groups, s_k, d), (2, groups, s_k, d))
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
@@ -50,9 +48,7 @@ def test_values_and_gradients(heads: int, groups: int) -> None:
 
 def test_one_query_against_a_cache_sees_every_key() -> None:
     q, k, v = tensors(4, 2, 1, 9)
-    torch.testing.assert_close(
-        causal_attention(q, k, v, causal=False), plain(q, k, v), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(causal_attention(q, k, v, causal=False), plain(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 def test_bf16_is_within_its_rounding() -> None:
@@ -67,11 +63,7 @@ def dense_scores(q: torch.Tensor, k: torch.Tensor, kind: TileKind) -> torch.Tens
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     everything = torch.ones(scores.shape[-2:], dtype=torch.bool)
-    visible = {
-        TileKind.FULL: everything,
-        TileKind.CAUSAL: everything.tril(),
-        TileKind.EDGE: everything.triu(),
-    }[kind]
+    visible = {TileKind.FULL: everything, TileKind.CAUSAL: everything.tril(), TileKind.EDGE: everything.triu()}[kind]
     return scores.masked_fill(~visible, -math.inf)
 
 
@@ -84,9 +76,7 @@ def whole(q: torch.Tensor, keys: Tensors, values: Tensors, kinds: list[TileKind]
 
 SQUARES = [(1, 1), (3, 3), (17, 17), (33, 33)]
 OBLONGS = [(1, 9), (9, 1), (40, 7), (7, 40)]
-TILES = [
-    (kind, *size) for kind in TileKind for size in (SQUARES + OBLONGS if kind is TileKind.FULL else SQUARES)
-]
+TILES = [(kind, *size) for kind in TileKind for size in (SQUARES + OBLONGS if kind is TileKind.FULL else SQUARES)]
 
 
 @pytest.fixture(params=["fused", "products"])
@@ -99,9 +89,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind, s_q, s_k", TILES)
 @pytest.mark.parametrize("heads, groups, d", [(2, 2, 6), (4, 2, 16), (3, 1, 128), (1, 1, 1)])
-def test_tile_values_and_gradients(
-    kind: TileKind, s_q: int, s_k: int, heads: int, groups: int, d: int
-) -> None:
+def test_tile_values_and_gradients(kind: TileKind, s_q: int, s_k: int, heads: int, groups: int, d: int) -> None:
     """A second, full tile takes part in the softmax: the backward is given what both came to."""
     q, k, v = tensors(heads, groups, s_q, s_k, d=d)
     _, other_k, other_v = tensors(heads, groups, s_q, 5, d=d)
@@ -136,9 +124,7 @@ def test_tiles_read_any_strides(kind: TileKind) -> None:
     packed = [tensor.contiguous() for tensor in (q, k, v)]
     assert all(tensor.stride(-1) != 1 for tensor in transposed)
     for given in ([q, k, v], transposed):
-        torch.testing.assert_close(
-            tile_forward(*given, kind), tile_forward(*packed, kind), rtol=1e-13, atol=1e-13
-        )
+        torch.testing.assert_close(tile_forward(*given, kind), tile_forward(*packed, kind), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(
             tile_backward(grad_out, *given, out, logsumexp, kind),
             tile_backward(grad_out.contiguous(), *packed, out.contiguous(), logsumexp.contiguous(), kind),
@@ -149,12 +135,8 @@ def test_tiles_read_any_strides(kind: TileKind) -> None:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", list(TileKind))
-@pytest.mark.parametrize(
-    "dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
-)
-def test_tiles_of_fewer_bits_are_within_their_rounding(
-    kind: TileKind, dtype: torch.dtype, bound: float
-) -> None:
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_tiles_of_fewer_bits_are_within_their_rounding(kind: TileKind, dtype: torch.dtype, bound: float) -> None:
     q, k, v = tensors(4, 2, 48, 48, dtype, d=32)
     grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     out, logsumexp = tile_forward(q, k, v, kind)

@@ -37,10 +37,7 @@ def test_pinned_kernels_give_the_same_numbers(backend: str, groups: int) -> None
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
         grad = torch.linspace(-1.0, 1.0, ours.numel(), dtype=torch.float64).view(ours.shape)
         torch.testing.assert_close(
-            torch.autograd.grad(ours, given, grad),
-            torch.autograd.grad(expected, given, grad),
-            rtol=1e-11,
-            atol=1e-12,
+            torch.autograd.grad(ours, given, grad), torch.autograd.grad(expected, given, grad), rtol=1e-11, atol=1e-12
         )
 
 
@@ -101,10 +98,7 @@ def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
     cuda = torch.device("cuda")
     for of, says in (
         (shape(torch.float32, device=cuda), "it takes bfloat16 and float16, not float32"),
-        (
-            AttentionShape(cuda, torch.bfloat16, 4, 4, 12),
-            "it takes head sizes that are multiples of 8, not 12",
-        ),
+        (AttentionShape(cuda, torch.bfloat16, 4, 4, 12), "it takes head sizes that are multiples of 8, not 12"),
     ):
         for backend in ("flash", "cudnn"):
             with pytest.raises(ConfigError, match=says):
@@ -129,9 +123,7 @@ def test_pinned_kernels_on_cuda(backend: str, groups: int) -> None:
     grad = torch.randn_like(ours)
     pairs = [(ours, expected)]
     pairs += zip(
-        torch.autograd.grad(ours, given, grad),
-        torch.autograd.grad(expected, exact, grad.double()),
-        strict=True,
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
     )
     for one, other in pairs:
         assert (one.double() - other).norm() <= 1.5e-2 * other.norm()

@@ -49,9 +49,7 @@ def test_as_exact_as_torchs(shape: tuple[int, int, int, int, int]) -> None:
     theirs = results(causal_attention, given)
     for mine, their, right in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
-        error, other = (
-            (each.double() - right).norm() / right.norm().clamp(min=1e-3) for each in (mine, their)
-        )
+        error, other = ((each.double() - right).norm() / right.norm().clamp(min=1e-3) for each in (mine, their))
         assert error <= max(1.5 * other, 3e-3), (float(error), float(other))
 
 
@@ -84,9 +82,7 @@ def test_nothing_is_kept_but_the_inputs() -> None:
     """As the planner counts flash attention."""
     q, k, v, _ = (tensor.requires_grad_() for tensor in drawn((2, 4, 4, 256, 16)))
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         attention_backends.blocked_attention(q, k, v)
     assert sorted(tensor.numel() for tensor in kept) == [q.numel()] * 3
 

@@ -9,16 +9,7 @@ import torch
 
 from megalite.kernels import compiled as module
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.layer_ops import (
-    add_dropped,
-    add_norm,
-    apply_rope,
-    bias_gelu,
-    geglu,
-    layer_norm,
-    rms_norm,
-    swiglu,
-)
+from megalite.kernels.layer_ops import add_dropped, add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import E4M3, quantise
 
 ROWS, WIDTH = (6, 2), 32

@@ -61,11 +61,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_spoils_all() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_the_rounded_factors(bias: bool, scale: float) -> None:
     s, b, i, o = SHAPE
-    x, weight, grad = (
-        drawn(3, s, b, i, scale=scale),
-        drawn(4, o, i, scale=0.02),
-        drawn(5, s, b, o, scale=scale),
-    )
+    x, weight, grad = (drawn(3, s, b, i, scale=scale), drawn(4, o, i, scale=0.02), drawn(5, s, b, o, scale=scale))
     added = drawn(6, o, scale=scale) if bias else None
     products = Fp8Products()
     y, grad_x = products.output(x, weight, added), products.input_grad(grad, weight)
@@ -84,16 +80,11 @@ def test_products_are_those_of_the_rounded_factors(bias: bool, scale: float) -> 
 def test_columns_in_any_layout() -> None:
     """Slices of activations, a transposed weight."""
     products = Fp8Products()
-    x, weight, grad = (
-        drawn(7, 12, 4, 32)[2:10, ::2],
-        drawn(8, 32, 48).t(),
-        drawn(9, 48, 8, 2).permute(1, 2, 0),
-    )
+    x, weight, grad = (drawn(7, 12, 4, 32)[2:10, ::2], drawn(8, 32, 48).t(), drawn(9, 48, 8, 2).permute(1, 2, 0))
     packed = products.output(x.contiguous(), weight.contiguous(), None)
     assert torch.equal(products.output(x, weight.contiguous(), None), packed)
     assert torch.equal(
-        products.input_grad(grad, weight.contiguous()),
-        products.input_grad(grad.contiguous(), weight.contiguous()),
+        products.input_grad(grad, weight.contiguous()), products.input_grad(grad.contiguous(), weight.contiguous())
     )
 
 

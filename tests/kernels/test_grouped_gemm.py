@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.matmul import (
-    accumulate_grouped_weight_grad,
-    grouped_matmul,
-    grouped_matmul_fused,
-)
+from megalite.kernels.matmul import accumulate_grouped_weight_grad, grouped_matmul, grouped_matmul_fused
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3]]
 IN, OUT = 16, 24

@@ -56,8 +56,7 @@ def test_parts_of_larger_tensors() -> None:
     table, x = drawn(1, 50, 40), drawn(2, 9, 6, 20).transpose(0, 1)
     assert_right(onednn_matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
     assert_right(
-        onednn_matmul(x[..., :15], table[10:30, 8:23].t()),
-        x[..., :15].double() @ table[10:30, 8:23].double().t(),
+        onednn_matmul(x[..., :15], table[10:30, 8:23].t()), x[..., :15].double() @ table[10:30, 8:23].double().t()
     )
 
 
@@ -101,11 +100,7 @@ def test_taken_where_mkl_leaves_half_behind(
     ],
 )
 def test_which_processor(
-    vendor: str | None,
-    capability: str,
-    kinds: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vendor: str | None, capability: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     about = tmp_path / "cpuinfo"
@@ -124,9 +119,7 @@ def test_small_and_half_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_is_none_on_other_devices() -> None:
-    assert (
-        why_not("matmul", "onednn", Use("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
-    )
+    assert why_not("matmul", "onednn", Use("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
     with pytest.raises(ConfigError, match=r"cannot be had: it takes float32, not bfloat16; use matmul=torch"):
         Kernels({"matmul": "onednn"}).get("matmul", device=CPU, dtype=torch.bfloat16, size=256)
 
@@ -141,9 +134,7 @@ def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: 
         reason = why_not(operation, "onednn", Use("cpu", torch.float32, 256))
     finally:
         self_check._why_wrong.cache_clear()
-    assert reason is not None and reason.startswith(
-        "onednn's gave other numbers than torch when it was tried"
-    )
+    assert reason is not None and reason.startswith("onednn's gave other numbers than torch when it was tried")
 
 
 def test_a_torch_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

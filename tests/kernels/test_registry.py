@@ -45,9 +45,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rules(*rows: str) -> Kernels:
     """Kernels by rules on rmsnorm, each given as the rest of a YAML mapping."""
-    text = "\n".join(
-        f'- {{operation: rmsnorm, device: cpu, because: "rule {n}", {row}}}' for n, row in enumerate(rows)
-    )
+    text = "\n".join(f'- {{operation: rmsnorm, device: cpu, because: "rule {n}", {row}}}' for n, row in enumerate(rows))
     return Kernels(preferences=read_preferences(text, "test"))
 
 
@@ -135,9 +133,7 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
         ((torch.float32, 5000), "it takes sizes up to 4096; use rmsnorm=torch"),
     ],
 )
-def test_a_use_that_the_request_does_not_take(
-    everywhere: None, use: tuple[torch.dtype, int], reason: str
-) -> None:
+def test_a_use_that_the_request_does_not_take(everywhere: None, use: tuple[torch.dtype, int], reason: str) -> None:
     kernels = Kernels({"rmsnorm": "apex"})
     kernels.check(CPU)  # it can run here
     with pytest.raises(ConfigError) as error:

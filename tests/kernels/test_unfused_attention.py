@@ -31,8 +31,7 @@ def tensors(
     generator = torch.Generator().manual_seed(0)
     shapes = ((s_q, 2, 4, 6), (s_k, 2, groups, 6), (s_k, 2, groups, 6), (s_q, 2, 4, 6))
     *inputs, grad = (
-        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).permute(1, 2, 0, 3)
-        for shape in shapes
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).permute(1, 2, 0, 3) for shape in shapes
     )
     visible = torch.rand(2, 1, s_q, s_k, generator=generator) < 0.6
     visible[..., 0] = True

@@ -58,9 +58,7 @@ def from_llama(theirs: Mapping[str, torch.Tensor], model: ModelConfig) -> Weight
     return ours
 
 
-def _llama_attention(
-    theirs: Mapping[str, torch.Tensor], there: str, here: str, model: ModelConfig
-) -> Weights:
+def _llama_attention(theirs: Mapping[str, torch.Tensor], there: str, here: str, model: ModelConfig) -> Weights:
     ours = {f"{here}.out.weight": theirs[f"{there}.o_proj.weight"]}
     for kind in ("weight", "bias") if model.add_qkv_bias else ("weight",):
         q, k, v = (theirs[f"{there}.{name}_proj.{kind}"] for name in "qkv")

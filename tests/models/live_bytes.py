@@ -106,9 +106,7 @@ class _EachOperation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What goes in and was not made inside is old: a view of it is no new memory.
         before = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

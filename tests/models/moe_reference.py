@@ -38,10 +38,7 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def network(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
     """up [f, h] or [2, f, h], down [h, f]."""
-    return (
-        activation(torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up), name)
-        @ down.t()
-    )
+    return activation(torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up), name) @ down.t()
 
 
 def choose(logits: torch.Tensor, k: int) -> list[int]:
@@ -61,11 +58,7 @@ def expected(x: torch.Tensor, weights: Weights, config: ModelConfig) -> Expected
     for t in range(s):
         for i in range(b):
             picks = choose(logits[t, i].detach(), k)
-            source = (
-                probabilities[t, i, picks]
-                if config.moe_router_pre_softmax
-                else logits[t, i, picks].softmax(0)
-            )
+            source = probabilities[t, i, picks] if config.moe_router_pre_softmax else logits[t, i, picks].softmax(0)
             row = torch.zeros(experts, dtype=x.dtype)
             row = row.index_put((torch.tensor(picks),), source * config.moe_router_topk_scaling_factor)
             scale = scale.index_put((torch.tensor(t), torch.tensor(i)), row)

@@ -66,9 +66,7 @@ def build(
     if tp is not None:
         groups |= {"tp": tp, "tp_cp": tp, "expert_tp": tp}
     cpu = torch.device("cpu")
-    factory = ParameterFactory(
-        **groups, seed=seed, dtype=dtype, device=cpu, sequence_parallel=sequence_parallel
-    )
+    factory = ParameterFactory(**groups, seed=seed, dtype=dtype, device=cpu, sequence_parallel=sequence_parallel)
     return GPTStage(
         model,
         first_layer=first,

@@ -63,22 +63,13 @@ def selective(*modules: str) -> dict[str, Any]:
 
 
 def full(method: str = "uniform", count: int = 1) -> dict[str, Any]:
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": count,
-    }
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
 
 
 def layers_alone(context: RankContext, config: RunConfig) -> tuple[GPTStage, StagePlan]:
     """All layers in one stage without embedding and head, built as training builds them."""
     plan = StagePlan(
-        stage=0,
-        rank=0,
-        first_layer=0,
-        last_layer=config.model.num_layers,
-        has_embedding=False,
-        has_head=False,
+        stage=0, rank=0, first_layer=0, last_layer=config.model.num_layers, has_embedding=False, has_head=False
     )
     topology = context.topology_of(config)
     stage = build_stages(config, [plan], topology, Precision.of(config.training.precision), Kernels())[0]
@@ -153,18 +144,14 @@ def measured(world_size: int, settings: dict[str, Any]) -> dict[str, float]:
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
-def test_a_layer_keeps_what_the_formula_says(
-    settings: dict[str, Any], formula: Callable[[int], float]
-) -> None:
+def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: Callable[[int], float]) -> None:
     t = settings.get("tp", 1)
     found = measured(t, {**DROPOUT, **settings})
     assert found["alive"] == pytest.approx(SBH * formula(t), rel=WITHIN)
     assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
     if "layernorm" not in settings.get("recompute_modules", []):
         # What is left out of the saved tensors has hooks of its own, under which these see nothing.
-        assert found["held"] == found["alive"], (
-            "something is alive that autograd does not hold, or the reverse"
-        )
+        assert found["held"] == found["alive"], "something is alive that autograd does not hold, or the reverse"
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ def test_rows_of_unequal_length() -> None:
             assert torch.equal(keys[row][:, new.visible[row, 0, 0]], wanted)
         lengths = [length + 1 for length in lengths]
     cache.keep([2, 0])
-    keys, held = cache.append(
-        "a", values(2, 1, 0), values(2, 1, 1), NextTokens.after([8, 9], window=None, device=CPU)
-    )
+    keys, held = cache.append("a", values(2, 1, 0), values(2, 1, 1), NextTokens.after([8, 9], window=None, device=CPU))
     assert torch.equal(keys[0, :, :8], expected[2]) and torch.equal(keys[1, :, :9], expected[0])
     assert held.isfinite().all()
 
@@ -52,8 +50,6 @@ def test_memory_doubles_up_to_the_limit() -> None:
     cache.fill("a", values(1, 5, 0), values(1, 5, 1))
     rooms = []
     for length in range(5, 37):
-        cache.append(
-            "a", values(1, 1, 0), values(1, 1, 1), NextTokens.after([length], window=None, device=CPU)
-        )
+        cache.append("a", values(1, 1, 0), values(1, 1, 1), NextTokens.after([length], window=None, device=CPU))
         rooms.append(cache._entries["a"][0].shape[2])
     assert sorted(set(rooms)) == [10, 20, 37]

@@ -65,8 +65,7 @@ def numbers(stage: GPTStage, config: RunConfig) -> dict[str, torch.Tensor]:
 def differ(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == others.keys()
     return max(
-        float((ours[name].double() - other.double()).norm() / other.double().norm())
-        for name, other in others.items()
+        float((ours[name].double() - other.double()).norm() / other.double().norm()) for name, other in others.items()
     )
 
 
@@ -97,16 +96,12 @@ def test_the_log_says_where_attention_is_another() -> None:
         "attention with its probabilities in memory, for attention_dropout"
     ]
     config = tiny_config(sliding_window=4)
-    assert apply_compute(stage_of(config), config) == [
-        "attention in pieces that are merged, for sliding_window 4"
-    ]
+    assert apply_compute(stage_of(config), config) == ["attention in pieces that are merged, for sliding_window 4"]
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
     config = tiny_config(precision="bf16", fp8=True)
-    with pytest.raises(
-        ConfigError, match=r"^fp8 cannot be had: cpu has no matrix products in fp8; remove it$"
-    ):
+    with pytest.raises(ConfigError, match=r"^fp8 cannot be had: cpu has no matrix products in fp8; remove it$"):
         apply_compute(stage_of(config), config)
 
 
@@ -178,9 +173,7 @@ def test_compiled_layers_give_the_same_numbers(
 def test_no_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "why_not_compile", lambda device: "RuntimeError: no C++ compiler")
     config = tiny_config(compile=True)
-    with pytest.raises(
-        ConfigError, match=r"^compile cannot be had: RuntimeError: no C\+\+ compiler; remove it$"
-    ):
+    with pytest.raises(ConfigError, match=r"^compile cannot be had: RuntimeError: no C\+\+ compiler; remove it$"):
         apply_compute(stage_of(config), config)
 
 

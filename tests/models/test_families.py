@@ -66,18 +66,14 @@ GROUPED = {"num_query_groups": 2, "ffn_hidden_size": 20}
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES = {
     "gpt2": Family("gpt2-124m", {}, "GPT2", {**GPT2, "activation_function": "gelu_new"}, from_gpt2),
-    "gpt3": Family(
-        "gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}, from_gpt2
-    ),
+    "gpt3": Family("gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}, from_gpt2),
     "llama2": Family(
         "llama2-7b",
         {"num_query_groups": 4, "ffn_hidden_size": 20},
         "Llama",
         {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, **rope(1e4)},
     ),
-    "llama3": Family(
-        "llama3-8b", GROUPED, "Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, **rope(5e5)}
-    ),
+    "llama3": Family("llama3-8b", GROUPED, "Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, **rope(5e5)}),
     "llama3.1": Family(
         "llama3.1-8b",
         {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_original_max_positions": 30},
@@ -96,9 +92,7 @@ FAMILIES = {
         "Mistral",
         {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 4, **rope(1e4)},
     ),
-    "qwen2": Family(
-        "qwen2-7b", GROUPED, "Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}
-    ),
+    "qwen2": Family("qwen2-7b", GROUPED, "Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}),
     "qwen3": Family(
         "qwen3-8b",
         {**GROUPED, "kv_channels": 6},

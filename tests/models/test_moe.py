@@ -36,9 +36,7 @@ def config_of(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**base, **changes})
 
 
-def build(
-    config: ModelConfig, *, recompute: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
-) -> MoELayer:
+def build(config: ModelConfig, *, recompute: tuple[str, ...] = (), dtype: torch.dtype = torch.float64) -> MoELayer:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
     plan = Recompute(granularity="selective" if recompute else "none", modules=frozenset(recompute))
     return MoELayer(NAME, config, factory=factory, recompute=plan)
@@ -102,12 +100,7 @@ CASES = [
     {"moe_router_topk": 4, "activation": "gelu_tanh", "num_experts": 4},
     {**TIGHT},
     {**TIGHT, "moe_token_drop_policy": "position", **SHARED},
-    {
-        "moe_router_topk": 3,
-        "moe_router_pre_softmax": True,
-        "moe_expert_capacity_factor": 0.5,
-        "num_experts": 8,
-    },
+    {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5, "num_experts": 8},
 ]
 
 
@@ -152,9 +145,7 @@ def test_experts_that_no_token_chooses() -> None:
     for parameter in layer.parameters():
         assert parameter.grad is None and parameter.main_grad is not None
         close(parameter.main_grad - 0.5, parameter.expect, parameter.info.spec.name)
-    assert reports == {
-        f"{NAME}.{name}": 1 for name in ("router.weight", "experts.up.weight", "experts.down.weight")
-    }
+    assert reports == {f"{NAME}.{name}": 1 for name in ("router.weight", "experts.up.weight", "experts.down.weight")}
 
 
 def test_equal_logits_go_to_the_lower_index() -> None:
@@ -182,9 +173,7 @@ def test_weights_that_only_rounding_tells_apart_are_equal(dtype: torch.dtype, ro
     weights = torch.full((4, 1, 1), 0.3, dtype=dtype)
     weights[3] += rounding
     chosen, positions = torch.zeros(4, 1, 1, dtype=torch.int64), torch.arange(4)
-    kept = within_capacity(
-        weights, chosen, positions, capacity=2, drop_last=False, sequence=Group.solo("tp-cp")
-    )
+    kept = within_capacity(weights, chosen, positions, capacity=2, drop_last=False, sequence=Group.solo("tp-cp"))
     assert kept.flatten().tolist() == [True, True, False, False]
 
 

@@ -20,13 +20,7 @@ S, SEQUENCES = 16, 4
 CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
-    {
-        "moe_router_topk": 1,
-        "moe_router_pre_softmax": True,
-        **TIGHT,
-        "moe_token_drop_policy": "position",
-        **GATED,
-    },
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT, "moe_token_drop_policy": "position", **GATED},
 ]
 """Several a call: the pool's workers make their groups once."""
 
@@ -87,17 +81,9 @@ def run_layer(
         if info.partial_over_tp:
             topology.tp.all_reduce(grad)
         (topology.expert_dp if info.expert else topology.dp_cp).all_reduce(grad)
-        grads[info.spec.name.removeprefix(f"{NAME}.")] = (
-            info.spec.global_shape,
-            info.spec.slice,
-            grad.numpy(),
-        )
+        grads[info.spec.name.removeprefix(f"{NAME}.")] = (info.spec.global_shape, info.spec.slice, grad.numpy())
     weights = {
-        p.info.spec.name.removeprefix(f"{NAME}."): (
-            p.info.spec.global_shape,
-            p.info.spec.slice,
-            p.detach().numpy(),
-        )
+        p.info.spec.name.removeprefix(f"{NAME}."): (p.info.spec.global_shape, p.info.spec.slice, p.detach().numpy())
         for p in layer.parameters()
     }
     totals = torch.stack(list(auxiliary.totals.values()))
@@ -144,11 +130,7 @@ def check(ranks: list[dict[str, Any]], index: int, lonely: bool) -> None:
     for name, values in assemble([rank["grads"] for rank in ranks]).items():
         grad = weights[name].grad
         np.testing.assert_allclose(
-            values,
-            torch.zeros_like(weights[name]) if grad is None else grad,
-            rtol=1e-10,
-            atol=1e-11,
-            err_msg=name,
+            values, torch.zeros_like(weights[name]) if grad is None else grad, rtol=1e-10, atol=1e-11, err_msg=name
         )
 
 
@@ -181,9 +163,7 @@ def test_every_split_equals_one_rank(world: int, axes: dict[str, int], sequence_
         check([rank[index] for rank in found], index, False)
 
 
-@pytest.mark.parametrize(
-    "axes", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"dp": 4, "etp": 2}], ids=str
-)
+@pytest.mark.parametrize("axes", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"dp": 4, "etp": 2}], ids=str)
 def test_ranks_whose_experts_get_no_rows(axes: dict[str, int]) -> None:
     options = {"sequence_parallel": False, "lonely": True, "recompute": None}
     check([rank[0] for rank in run_ranks(4, on_rank, axes, options, [0])], 0, True)

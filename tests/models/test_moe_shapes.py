@@ -58,9 +58,7 @@ def test_each_layer_has_its_own_kind(layer: int) -> None:
 
 
 def test_shared_experts_are_not_split_over_ep() -> None:
-    assert {
-        row.name.split(".moe.")[1]: row.expert for row in layer_shapes(MODEL, 1) if ".moe." in row.name
-    } == {
+    assert {row.name.split(".moe.")[1]: row.expert for row in layer_shapes(MODEL, 1) if ".moe." in row.name} == {
         "router.weight": False,
         "experts.up.weight": True,
         "experts.down.weight": True,

@@ -76,9 +76,7 @@ def test_what_sequence_parallelism_leaves_in_parts() -> None:
     for sequence_parallel in (False, True):
         stage = build(GPT, tp=group, sequence_parallel=sequence_parallel)
         partial = {name for name, parameter in named(stage).items() if parameter.info.partial_over_tp}
-        expected = {
-            name for name in named(stage) if "norm" in name or name.endswith(("out.bias", "down.bias"))
-        }
+        expected = {name for name in named(stage) if "norm" in name or name.endswith(("out.bias", "down.bias"))}
         assert partial == (expected if sequence_parallel else set())
         shape = (S // 2 if sequence_parallel else S, 3, 16)
         assert stage.activation_shape(3) == shape

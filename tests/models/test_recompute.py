@@ -68,9 +68,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(
-    model: ModelConfig, plan: Recompute, dtype: torch.dtype
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Losses, gradients and the number of matrix products in the backward."""
     stage = build(model, dtype=dtype, recompute=plan).train()
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
@@ -108,9 +106,7 @@ def test_gradients_are_equal_to_the_bit(family: str, dtype: torch.dtype) -> None
         (full("block", 1), {0: 2, 1: 1, 2: 1}),
     ],
 )
-def test_which_layers_run_twice(
-    plan: Recompute, runs: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_layers_run_twice(plan: Recompute, runs: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[int] = Counter()
     forward = Block.forward
 

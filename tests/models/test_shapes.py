@@ -19,9 +19,7 @@ from megalite.models.shapes import (
     stage_shapes,
 )
 
-GPT = ModelConfig(
-    num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16
-)
+GPT = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16)
 LLAMA = ModelConfig(
     num_layers=3,
     hidden_size=8,
@@ -93,9 +91,7 @@ def test_bias_of_query_key_and_value_alone() -> None:
     assert parameter_count(model) == parameter_count(LLAMA) + 3 * 48
 
 
-@pytest.mark.parametrize(
-    ("normalization", "kinds"), [("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])]
-)
+@pytest.mark.parametrize(("normalization", "kinds"), [("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])])
 def test_norms_of_queries_and_keys(normalization: str, kinds: list[str]) -> None:
     """Of the size of one head, whole on every tensor-parallel rank."""
     model = dataclasses.replace(LLAMA, qk_norm=True, normalization=normalization)
@@ -119,14 +115,10 @@ def test_zero_centered_norms_start_at_zero() -> None:
     assert len(norms) == 5 and {row[-1] for row in norms} == {"zeros"}
 
 
-@pytest.mark.parametrize(
-    ("activation", "up", "shard_dim"), [("gelu", (4, 32, 8), 1), ("swiglu", (4, 2, 64, 8), 2)]
-)
+@pytest.mark.parametrize(("activation", "up", "shard_dim"), [("gelu", (4, 32, 8), 1), ("swiglu", (4, 2, 64, 8), 2)])
 def test_moe_layer(activation: str, up: tuple[int, ...], shard_dim: int) -> None:
     ffn = {"gelu": None, "swiglu": 64}[activation]
-    model = ModelConfig(
-        hidden_size=8, num_attention_heads=2, num_experts=4, activation=activation, ffn_hidden_size=ffn
-    )
+    model = ModelConfig(hidden_size=8, num_attention_heads=2, num_experts=4, activation=activation, ffn_hidden_size=ffn)
     router, ups, downs = layer_shapes(model, 2)[-3:]
     assert rows([router]) == [("layers.2.moe.router.weight", (4, 8), None, True, "normal")]
     assert rows([ups]) == [("layers.2.moe.experts.up.weight", up, shard_dim, True, "normal")]
@@ -174,11 +166,7 @@ def test_unresolved_sizes() -> None:
 @pytest.mark.parametrize(("layers", "h", "s", "vocab"), [(96, 12288, 2048, 51200), (24, 2304, 2048, 51200)])
 def test_flops_of_the_published_formula(layers: int, h: int, s: int, vocab: int) -> None:
     model = ModelConfig(
-        num_layers=layers,
-        hidden_size=h,
-        num_attention_heads=h // 96,
-        vocab_size=vocab,
-        max_position_embeddings=s,
+        num_layers=layers, hidden_size=h, num_attention_heads=h // 96, vocab_size=vocab, max_position_embeddings=s
     )
     # Narayanan et al. 2021: 72·B·L·s·h²(1 + s/6h + V/12hL) without recomputation; here for B·s = 1.
     formula = 72 * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * h * layers))
@@ -196,9 +184,7 @@ def test_flops_of_parts() -> None:
 
 def test_a_sliding_window_leaves_fewer_products() -> None:
     h, s, window = 8, 10, 4
-    wide, narrow = (
-        ModelConfig(hidden_size=h, num_attention_heads=2, sliding_window=w) for w in (None, window)
-    )
+    wide, narrow = (ModelConfig(hidden_size=h, num_attention_heads=2, sliding_window=w) for w in (None, window))
     assert layer_forward_flops(wide, 0, s) - layer_forward_flops(narrow, 0, s) == 4 * (s - window) * h
     seen = [min(position + 1, window) for position in range(s)]
     # The convention leaves out the diagonal's half: s/2 keys on average rather than (s + 1)/2.

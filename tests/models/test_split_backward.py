@@ -44,9 +44,7 @@ def stage_of(
     return stage
 
 
-def play(
-    stage: GPTStage, order: tuple[str, ...]
-) -> tuple[dict[str, torch.Tensor], dict[str, int], list[float]]:
+def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, int], list[float]]:
     """Gradients, matrix products by kind of action, and the losses that layers added."""
     deferred = DeferredWeightGradients()
     attach_deferred(stage, deferred)
@@ -88,9 +86,7 @@ def compare(
     main_grad: bool = True,
 ) -> None:
     topology = topology or Topology.solo()
-    whole, whole_products, whole_terms = play(
-        stage_of(model, plan, dtype, topology, sp=sp, main_grad=main_grad), WHOLE
-    )
+    whole, whole_products, whole_terms = play(stage_of(model, plan, dtype, topology, sp=sp, main_grad=main_grad), WHOLE)
     halves, products, terms = play(stage_of(model, plan, dtype, topology, sp=sp, main_grad=main_grad), HALVES)
     what = f"{name_of(plan)} {dtype} main_grad={main_grad} sp={sp}"
     assert halves.keys() == whole.keys(), what
@@ -157,9 +153,7 @@ def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
         loss.backward()
     gradient = Counter(parameter.info.spec.name for parameter in deferred.parameters(0))  # type: ignore[attr-defined]
     tables = {"embedding.word.weight", "embedding.position.weight"}
-    matrices = {
-        name for name, parameter in named(stage).items() if name.endswith(".weight") and parameter.dim() > 1
-    }
+    matrices = {name for name, parameter in named(stage).items() if name.endswith(".weight") and parameter.dim() > 1}
     tied = {"embedding.word.weight": 2} if family == "gpt" else {}
     assert gradient == {**dict.fromkeys(matrices - tables, 1), **tied}
     deferred.run(0)
@@ -185,9 +179,7 @@ def experts_on_ranks(context: RankContext, axes: dict[str, int], sp: bool) -> No
             compare(EXPERTS, plan, torch.float32, topology=topology, sp=sp, main_grad=main_grad)
 
 
-@pytest.mark.parametrize(
-    ("axes", "sp"), [({"dp": 2, "ep": 2}, False), ({"tp": 2, "etp": 1, "ep": 2}, True)], ids=str
-)
+@pytest.mark.parametrize(("axes", "sp"), [({"dp": 2, "ep": 2}, False), ({"tp": 2, "etp": 1, "ep": 2}, True)], ids=str)
 def test_with_experts_on_several_ranks(axes: dict[str, int], sp: bool) -> None:
     run_ranks(2, experts_on_ranks, axes, sp)
 

@@ -19,9 +19,7 @@ def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="only mutants with it in their name or test")
-    parser.add_argument(
-        "--no-control", action="store_true", help="do not run the tests without a fault first"
-    )
+    parser.add_argument("--no-control", action="store_true", help="do not run the tests without a fault first")
     arguments = parser.parse_args()
     chosen = [
         mutant

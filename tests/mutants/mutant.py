@@ -45,9 +45,7 @@ class Mutant:
         """
         found = text.count(self.old)
         if found != 1:
-            raise MutantError(
-                f"mutant {self.name}: its old text is {found} times in {self.file}, must be once"
-            )
+            raise MutantError(f"mutant {self.name}: its old text is {found} times in {self.file}, must be once")
         return text.replace(self.old, self.new)
 
 
@@ -77,13 +75,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--timeout={LONGEST}", *tests]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command,
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=2 * LONGEST + 600,
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=2 * LONGEST + 600
     )
 
 

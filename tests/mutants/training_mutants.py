@@ -7,9 +7,7 @@ RAMP_UP = (
     "tests/anchors/test_meaning.py"
     "::test_a_step_of_a_ramp_up_is_that_of_a_fixed_batch_and_its_auxiliary_losses_are_means"
 )
-EVALUATION = (
-    "tests/anchors/test_meaning.py::test_evaluation_of_a_model_that_drops_is_that_of_one_without_dropout"
-)
+EVALUATION = "tests/anchors/test_meaning.py::test_evaluation_of_a_model_that_drops_is_that_of_one_without_dropout"
 _MAPPINGS = "tests/tensor_parallel/test_mappings.py::test_pairs[2]"
 _ONEBIT = "tests/data_parallel/compression/test_onebit.py::test_nothing_is_lost[dtype0-False]"
 

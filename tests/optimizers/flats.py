@@ -20,9 +20,7 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParamete
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         whole = tuple((0, size) for size in shape)
-        segments.append(
-            Segment(name, start, start + tensor.numel(), 0, shape, shape, None, whole, counts=True)
-        )
+        segments.append(Segment(name, start, start + tensor.numel(), 0, shape, shape, None, whole, counts=True))
         start += tensor.numel()
     padding = torch.zeros(PADDING, dtype=next(iter(tensors.values())).dtype)
     param = torch.nn.Parameter(torch.cat([*(tensor.flatten() for tensor in tensors.values()), padding]))
@@ -45,9 +43,7 @@ def set_gradients(flats: Sequence[FlatParameter], gradients: Mapping[str, torch.
 
 def weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Copies of all tensors."""
-    return {
-        name: values.clone() for flat in optimizer.parameters for name, values in tensors_of(flat).items()
-    }
+    return {name: values.clone() for flat in optimizer.parameters for name, values in tensors_of(flat).items()}
 
 
 def update(step: int) -> Update:

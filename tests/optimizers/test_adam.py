@@ -50,9 +50,7 @@ def test_updates_are_those_of_torch_parameter_by_parameter() -> None:
             group["lr"], group["weight_decay"] = CONFIG.lr * (1 + step), decay
         theirs.step()
     for shard, parameters in ((decayed, small[0]), (undecayed, small[1])):
-        torch.testing.assert_close(
-            shard.data, torch.cat([p.data for p in parameters]), rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(shard.data, torch.cat([p.data for p in parameters]), rtol=1e-12, atol=1e-12)
     assert adam.updates == 4
 
 

@@ -13,12 +13,7 @@ from megalite.topology.group import Group
 from tests.optimizers.flats import drawn, flat_of, set_gradients, tensors_of, update, weights
 
 CONFIG = OptimizerConfig(
-    optimizer="lamb",
-    adam_beta1=0.8,
-    adam_beta2=0.95,
-    adam_eps=1e-4,
-    lamb_min_coeff=0.02,
-    lamb_max_coeff=5.0,
+    optimizer="lamb", adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4, lamb_min_coeff=0.02, lamb_max_coeff=5.0
 )
 SHAPES = {"matrix": (9, 5), "stack": (2, 4, 3), "one": (1,), "huge": (4, 4), "tiny": (3, 6), "norm": (5,)}
 SIZES = {"huge": 1e3, "tiny": 1e-4}

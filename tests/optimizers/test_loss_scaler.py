@@ -6,9 +6,7 @@ from megalite.config.training import TrainingConfig
 from megalite.optimizers.schedules import LossScaler
 
 
-def scaler(
-    *, initial: float = 1024.0, minimum: float = 1.0, window: int = 3, hysteresis: int = 2
-) -> LossScaler:
+def scaler(*, initial: float = 1024.0, minimum: float = 1.0, window: int = 3, hysteresis: int = 2) -> LossScaler:
     return LossScaler(
         TrainingConfig(
             precision="fp16",

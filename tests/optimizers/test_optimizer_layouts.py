@@ -121,9 +121,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "gathers", "gives_back"), [({}, False, True), (ZERO, True, True), ({"tp": 2}, True, True)]
 )
-def test_each_matrix_is_orthogonalised_by_one_rank(
-    settings: Settings, gathers: bool, gives_back: bool
-) -> None:
+def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
     """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.
 
     Embeddings and the head are nobody's.
@@ -148,11 +146,7 @@ def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]
     assert isinstance(optimizer, Muon)
     moves = any(wave.gather.moves or wave.give_back.moves for wave in optimizer._waves)
     owned = sorted(matrix.key[0] for wave in optimizer._waves for matrix in wave.owned)
-    return (
-        moves,
-        owned,
-        {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()},
-    )
+    return (moves, owned, {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()})
 
 
 def test_replicas_with_weights_of_their_own_share_no_work() -> None:

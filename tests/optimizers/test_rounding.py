@@ -151,9 +151,7 @@ def test_what_needs_no_rounding_stays() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
     for bits in (0, -1, 0xFFFF, 0x1234):
         found = rounded(every, torch.full((1 << 16,), bits, dtype=torch.int32))
-        assert torch.equal(
-            found.view(torch.int16)[~every.isnan()], every.bfloat16().view(torch.int16)[~every.isnan()]
-        )
+        assert torch.equal(found.view(torch.int16)[~every.isnan()], every.bfloat16().view(torch.int16)[~every.isnan()])
         assert torch.equal(found.isnan(), every.isnan())
 
 

@@ -34,22 +34,13 @@ WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}
 # After warm-up to step 20: start of the decay, its middle (step 60) and its end, and what comes later.
 VALUES: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({"lr_decay_style": "linear"}, {20: 1.0, 40: 0.8, 60: 0.6, 100: 0.2, 130: 0.2}),
-    (
-        {"lr_decay_style": "cosine"},
-        {20: 1.0, 40: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 60: 0.6, 100: 0.2, 130: 0.2},
-    ),
+    ({"lr_decay_style": "cosine"}, {20: 1.0, 40: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 60: 0.6, 100: 0.2, 130: 0.2}),
     ({"lr_decay_style": "constant", "min_lr": 0.0}, {20: 1.0, 60: 1.0, 100: 1.0, 130: 1.0}),
     ({"lr_decay_style": "inverse-square-root"}, {20: 1.0, 45: 2 / 3, 80: 0.5, 100: math.sqrt(0.2), 101: 0.2}),
     ({**WSD, "lr_wsd_decay_style": "linear"}, {20: 1.0, 60: 1.0, 70: 0.8, 80: 0.6, 100: 0.2, 130: 0.2}),
-    (
-        {**WSD, "lr_wsd_decay_style": "cosine"},
-        {60: 1.0, 80: 0.6, 90: 0.2 + 0.8 * (2 - math.sqrt(2)) / 4, 100: 0.2},
-    ),
+    ({**WSD, "lr_wsd_decay_style": "cosine"}, {60: 1.0, 80: 0.6, 90: 0.2 + 0.8 * (2 - math.sqrt(2)) / 4, 100: 0.2}),
     ({**WSD, "lr_wsd_decay_style": "exponential"}, {60: 1.0, 80: 0.2 + 0.8 * (math.sqrt(2) - 1), 100: 0.2}),
-    (
-        {**WSD, "lr_wsd_decay_style": "minus_sqrt"},
-        {60: 1.0, 70: 0.6, 80: 0.2 + 0.8 * (1 - math.sqrt(0.5)), 100: 0.2},
-    ),
+    ({**WSD, "lr_wsd_decay_style": "minus_sqrt"}, {60: 1.0, 70: 0.6, 80: 0.2 + 0.8 * (1 - math.sqrt(0.5)), 100: 0.2}),
 ]
 
 

@@ -40,9 +40,7 @@ def test_steps_are_those_of_torch_tensor_by_tensor(momentum: float, nesterov: bo
     advance(sgd, range(1, 5))
 
     small = {name: torch.nn.Parameter(value) for name, value in initial().items()}
-    theirs = torch.optim.SGD(
-        list(small.values()), lr=1.0, momentum=momentum, nesterov=nesterov, foreach=False
-    )
+    theirs = torch.optim.SGD(list(small.values()), lr=1.0, momentum=momentum, nesterov=nesterov, foreach=False)
     for step in range(1, 5):
         terms = update(step)
         for name, parameter in small.items():

@@ -31,9 +31,7 @@ class Installed:
     def run(self, *words: str) -> str:
         """What a command prints, started without any trace of the clone."""
         variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
         }
         done = subprocess.run(
             words,
@@ -76,9 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     work.mkdir()
     for name in PACKED:
         shutil.copy(REPOSITORY / name, source / name)
-    shutil.copytree(
-        REPOSITORY / "megalite", source / "megalite", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(REPOSITORY / "megalite", source / "megalite", ignore=shutil.ignore_patterns("__pycache__"))
     wheel = build(source, folder)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     quiet = ["--disable-pip-version-check", "--root-user-action", "ignore"]

@@ -39,9 +39,7 @@ def _grids() -> list[dict[str, str]]:
     """Every choice of the axes' sizes that fits into the world."""
     choices = itertools.product(*(FACTORS[axis] for axis in AXES))
     return [
-        dict(zip(AXES, sizes, strict=True))
-        for sizes in choices
-        if math.prod(int(size) for size in sizes) <= MAX_WORLD
+        dict(zip(AXES, sizes, strict=True)) for sizes in choices if math.prod(int(size) for size in sizes) <= MAX_WORLD
     ]
 
 
@@ -60,9 +58,7 @@ def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
         plain = factor != "family" and generator.random() < 0.5
         row[factor] = fixed.get(factor, names[0] if plain else generator.choice(names))
     grids = [grid for grid in GRIDS if all(grid.get(axis, value) == value for axis, value in fixed.items())]
-    for factor in reversed(
-        FACTORS
-    ):  # of two that need one another, the one that needs comes later in the table
+    for factor in reversed(FACTORS):  # of two that need one another, the one that needs comes later in the table
         needed, among = COMPANY.get((factor, row[factor]), ("", ()))
         if needed in AXES:
             fitting = [grid for grid in grids if grid[needed] in among]
@@ -118,9 +114,7 @@ def covering_rows(at_least: int, drawn: int = DRAWN) -> tuple[Row, ...]:
     numbers: dict[object, int] = {}
     pairs = [_mask(pairs_of(row), numbers) for row in pool]
     numbers = {}
-    triples = [
-        _mask(itertools.combinations([(name, row[name]) for name in TRIPLES], 3), numbers) for row in pool
-    ]
+    triples = [_mask(itertools.combinations([(name, row[name]) for name in TRIPLES], 3), numbers) for row in pool]
     prices = [price(row) for row in pool]
     chosen: list[int] = []
 
@@ -147,9 +141,7 @@ def _made_small(rows: list[Row]) -> list[Row]:
     """
     rows = list(rows)
     counts = Counter(pair for row in rows for pair in pairs_of(row))
-    sizes = [
-        dict(zip(SIZES, values, strict=True)) for values in itertools.product(*(FACTORS[n] for n in SIZES))
-    ]
+    sizes = [dict(zip(SIZES, values, strict=True)) for values in itertools.product(*(FACTORS[n] for n in SIZES))]
     for index in sorted(range(len(rows)), key=lambda index: -price(rows[index])):
         row = rows[index]
         for other in sorted(({**row, **size} for size in sizes), key=price):

@@ -21,12 +21,7 @@ EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
 FAMILIES: dict[str, Settings] = {
     "gpt": GPT,
-    "llama": {
-        **LLAMA,
-        "rope_scaling": "llama3",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 8,
-    },
+    "llama": {**LLAMA, "rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_max_positions": 8},
     "mistral": {**LLAMA, "sliding_window": 5},
     "qwen": {**LLAMA, "qk_norm": True, "add_qkv_bias": True, "kv_channels": 6, "tie_embeddings": True},
     "gemma": {
@@ -140,11 +135,7 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     **{("schedule", name): ("vpp", ("2",)) for name in ("grouped", "looped-bfs", "zb-v", "dualpipe-v")},
     **{("schedule", name): ("pp", ("2", "4")) for name in ("pb", "gpipe", "zb-h1", "zb-h2", "auto")},
     ("recompute", "ahead"): ("pp", ("2", "4")),
-    **{
-        (factor, value): ("family", MOE)
-        for factor in ("ep", "etp", "moe")
-        for value in list(FACTORS[factor])[1:]
-    },
+    **{(factor, value): ("family", MOE) for factor in ("ep", "etp", "moe") for value in list(FACTORS[factor])[1:]},
     ("recompute", "moe"): ("family", MOE),
 }
 """Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the

@@ -145,9 +145,7 @@ def contiguous_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
 def merged_without_logsumexp(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The ring adds up what each rank's keys give as if their softmax had the same denominator."""
 
-    def merge(
-        out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor
-    ) -> None:
+    def merge(out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor) -> None:
         first = torch.isinf(logsumexp).unsqueeze(-1)
         out.copy_(torch.where(first, tile_out, (out + tile_out) / 2))
         logsumexp.copy_(torch.logaddexp(logsumexp, tile_logsumexp))

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.parity.compare import (
-    NumbersDifferError,
-    compare,
-    relative_difference,
-    require_same,
-    worst_tensor,
-)
+from megalite.parity.compare import NumbersDifferError, compare, relative_difference, require_same, worst_tensor
 from megalite.parity.pool import RankPool
 from megalite.parity.report import TOLERANCES, Report, as_data, format_report, run_parity
 from megalite.parity.shrink import Shrunk, shrink
@@ -30,15 +24,7 @@ POOL = cast(RankPool, None)
 
 def trajectory(**changes: float) -> Trajectory:
     """Two steps of made-up numbers, some of them changed."""
-    values = {
-        "loss": 4.0,
-        "norm": 2.0,
-        "balance": 0.5,
-        "a": 1.0,
-        "zero": 1e-17,
-        "weight": 0.3,
-        "evaluation": 3.0,
-    }
+    values = {"loss": 4.0, "norm": 2.0, "balance": 0.5, "a": 1.0, "zero": 1e-17, "weight": 0.3, "evaluation": 3.0}
     v = {**values, **changes}
     first = Scalars(loss=4.5, grad_norm=2.5, auxiliary={"load_balancing_loss": 0.5})
     second = Scalars(loss=v["loss"], grad_norm=v["norm"], auxiliary={"load_balancing_loss": v["balance"]})
@@ -95,9 +81,7 @@ def test_a_step_that_overflows_on_both_sides_is_no_difference() -> None:
 def test_a_run_that_never_steps_is_no_proof() -> None:
     settings = {"precision": "fp16", "global_batch_size": 2, "num_layers": 1}
     config = tiny_config(1, **settings, initial_loss_scale=2.0**39, min_loss_scale=2.0**39)
-    with pytest.raises(
-        ConfigError, match=r"on one rank all 2 steps overflow, from loss scale 5\.49756e\+11 on"
-    ):
+    with pytest.raises(ConfigError, match=r"on one rank all 2 steps overflow, from loss scale 5\.49756e\+11 on"):
         run_parity(Shrunk(config=config, world_size=1, changes={}), steps=2, tolerance=None, pool=POOL)
     config = tiny_config(1, **settings, loss_scale=2.0**39)
     with pytest.raises(ConfigError, match="does not train on one rank, so no layout can be compared: step 1"):
@@ -129,9 +113,7 @@ def test_slices_make_the_whole_and_copies_must_agree() -> None:
 
 def test_scalars_must_agree_between_ranks() -> None:
     step = Scalars(loss=1.0, grad_norm=1.0, auxiliary={})
-    rank = RankTrajectory(
-        steps=[step], gradients=[part([1.0] * 4, 0)], weights=part([1.0] * 4, 0), evaluation=1.0
-    )
+    rank = RankTrajectory(steps=[step], gradients=[part([1.0] * 4, 0)], weights=part([1.0] * 4, 0), evaluation=1.0)
     assert whole([rank, rank]).steps == [step]
     with pytest.raises(CopiesDifferError, match="rank 1"):
         whole([rank, dataclasses.replace(rank, evaluation=1.0 + 1e-15)])
@@ -154,13 +136,9 @@ def test_a_report_says_what_is_wrong() -> None:
     text = format_report(report)
     marked = [line.split()[0] for line in text.splitlines() if line.endswith("<--")]
     assert marked == ["gradient", "after"]
-    assert report.verdict.startswith(
-        "DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01"
-    )
+    assert report.verdict.startswith("DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01")
     assert json.loads(json.dumps(as_data(report)))["same"] is False
-    assert not Report(
-        shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=[], failure="rank 1 of 2 failed"
-    ).same
+    assert not Report(shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=[], failure="rank 1 of 2 failed").same
 
 
 def test_the_reference_is_plain() -> None:

@@ -13,18 +13,7 @@ import pytest
 from megalite.parity.compare import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
-from tests.parity.factors import (
-    AXES,
-    FACTORS,
-    FAMILIES,
-    MAX_WORLD,
-    MOE,
-    Row,
-    Settings,
-    refusal,
-    settings_of,
-    world_of,
-)
+from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Row, Settings, refusal, settings_of, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, whole
@@ -56,14 +45,7 @@ ODD: dict[str, Settings] = {
         "recompute_granularity": "full",
         **FEW,
     },
-    "server-pp2": {
-        "pp": 2,
-        "dp": 3,
-        "dp_strategy": "parameter-server",
-        "server_chunk_mb": 0.01,
-        **SIX,
-        **TWO,
-    },
+    "server-pp2": {"pp": 2, "dp": 3, "dp_strategy": "parameter-server", "server_chunk_mb": 0.01, **SIX, **TWO},
     "pp3": {"num_layers": 7, "pp": 3},
     "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
     "pp7": {"num_layers": 7, "pp": 7},
@@ -118,10 +100,7 @@ def name_of(row: Row) -> str:
 
 # By world size: the pool of ranks joins a new job whenever the size changes.
 LAYOUTS: dict[str, Settings] = dict(
-    sorted(
-        {**{name_of(row): settings_of(row) for row in ROWS}, **ODD}.items(),
-        key=lambda item: world_of(item[1]),
-    )
+    sorted({**{name_of(row): settings_of(row) for row in ROWS}, **ODD}.items(), key=lambda item: world_of(item[1]))
 )
 
 
@@ -147,9 +126,7 @@ def _cannot_be(pair: Pair) -> bool:
     """The pairs that no legal layout has, each for a reason."""
     values = dict(pair)
     dense = values.get("family", MOE[0]) not in MOE
-    of_experts = {
-        factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]
-    }
+    of_experts = {factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]}
     return (
         math.prod(int(values.get(axis, "1")) for axis in AXES) > MAX_WORLD
         or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks

@@ -61,8 +61,7 @@ def path(ranks: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture(scope="module")
 def exact() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {
-        name: path([moved(RankContext(0), 1, {**settings, "precision": "fp32"})])
-        for name, settings in MODELS.items()
+        name: path([moved(RankContext(0), 1, {**settings, "precision": "fp32"})]) for name, settings in MODELS.items()
     }
 
 

@@ -96,10 +96,7 @@ def test_a_ramp_up_stays_one(line: str, sizes: list[int]) -> None:
         consumed.append(consumed[-1] + batch_size(found.config, consumed[-1]))
     assert [after - before for before, after in pairwise(consumed)] == sizes
     assert shrink(found.config).config == found.config
-    changed = (
-        found.config.training.rampup_batch_size
-        != parse_arguments(line.split()).config.training.rampup_batch_size
-    )
+    changed = found.config.training.rampup_batch_size != parse_arguments(line.split()).config.training.rampup_batch_size
     assert ("rampup_batch_size" in found.changes) == changed
     assert plain(found.config).training.rampup_batch_size == found.config.training.rampup_batch_size
 
@@ -113,9 +110,7 @@ def test_no_setting_that_was_asked_for_changes_in_silence() -> None:
     assert shown == {"initial_loss_scale": (4096.0, 1024.0), "lr": (1e-4, 1e-2)}
     wide = shrink(invocation.config, explicit=invocation.explicit)
     assert wide.changes["initial_loss_scale"] == (4096.0, 65536.0), "fp64 has no scale, and refuses one"
-    invocation = parse_arguments(
-        ["--dp", "2", "--fp16", "--initial-loss-scale", "8192", "--min-loss-scale", "2048"]
-    )
+    invocation = parse_arguments(["--dp", "2", "--fp16", "--initial-loss-scale", "8192", "--min-loss-scale", "2048"])
     found = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
     assert found.changes["initial_loss_scale"] == (8192.0, 2048.0)
     invocation = parse_arguments(["--dp", "2", "--fp16", "--loss-scale", "65536"])

@@ -117,9 +117,7 @@ def make_stage(stage: int) -> torch.nn.Module:
 
 
 def data(microbatch: int) -> torch.Tensor:
-    return torch.randn(
-        ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(99 + microbatch)
-    )
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(99 + microbatch))
 
 
 class Rank:
@@ -222,9 +220,7 @@ def test_gradients_memory_and_order(arguments: tuple[str, int, int, int]) -> Non
         assert found[0]["outputs"][0] > 1, "no output was held: nothing is proven"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("forward_only", 2, 1, 3), ("forward_only", 4, 1, 2), ("forward_only", 2, 2, 5)]
-)
+@pytest.mark.parametrize("arguments", [("forward_only", 2, 1, 3), ("forward_only", 4, 1, 2), ("forward_only", 2, 2, 5)])
 def test_forward_only_keeps_nothing(arguments: tuple[str, int, int, int]) -> None:
     _, ranks, chunks, microbatches = arguments
     found = run_ranks(ranks, run_program, arguments)

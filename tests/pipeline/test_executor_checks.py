@@ -127,10 +127,7 @@ def test_the_tracer_sees_each_computation_after_its_message_has_come() -> None:
         *("wait 1->0", "start 0I0", "end 0I0", "start 0W0", "end 0W0"),
         "wait 0->1",  # its own send, at the end of the step
     ]
-    assert traced(csv, 1) == [
-        *("wait 0->1", "start 1F0", "end 1F0", "start 1B0", "end 1B0"),
-        "wait 1->0",
-    ]
+    assert traced(csv, 1) == [*("wait 0->1", "start 1F0", "end 1F0", "start 1B0", "end 1B0"), "wait 1->0"]
 
 
 def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:

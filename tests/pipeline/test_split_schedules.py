@@ -55,8 +55,7 @@ AHEAD = {"recompute_ahead": True}
 CASES += [
     (name, ranks, chunks, microbatches, {**options, **AHEAD})
     for name, ranks, chunks, microbatches, options in CASES
-    if (name, ranks)
-    in (("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zb-h1", 4), ("zb-v", 4), ("dualpipe-v", 2))
+    if (name, ranks) in (("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zb-h1", 4), ("zb-v", 4), ("dualpipe-v", 2))
 ]
 CASES += [("mixed", 2, 1, 3, {}), ("turn", 2, 2, 2, {})]
 
@@ -104,9 +103,7 @@ def test_the_cases_cover_what_a_backward_can_be() -> None:
     """Whole, split, recomputed and split, several pairs deferred at once, hand-overs of both on one rank."""
     schedules = [schedule_of(case) for case in CASES]
     assert any(schedule.split and schedule.recomputed & schedule.split for schedule in schedules)
-    deferred = [
-        max(units.deferred for row in schedule.actions for units in live_units(row)) for schedule in schedules
-    ]
+    deferred = [max(units.deferred for row in schedule.actions for units in live_units(row)) for schedule in schedules]
     assert max(deferred) >= 3
     turns = [
         (schedule, stage)
@@ -138,11 +135,7 @@ def on_two_replicas(context: RankContext, case: Case) -> dict[str, Any]:
     schedule = schedule_of(case)
     topology = edges_of(context, schedule, dp=2)
     me = Rank(
-        lower(schedule),
-        topology.pp.rank,
-        topology.edges,
-        dp=topology.dp,
-        first_microbatch=topology.dp.rank * case[3],
+        lower(schedule), topology.pp.rank, topology.edges, dp=topology.dp, first_microbatch=topology.dp.rank * case[3]
     )
     events, grads = overlapped(me)
     return {"grads": grads, "events": events}

@@ -70,14 +70,9 @@ def test_activations_of_figure_1(
         f"--micro-batch-size {b} --seq-length 2048 --bf16 {DROPOUT}"
     )
     in_flight_layers = layers * (1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1)
-    for extra, published in (
-        ("", none),
-        ("--sequence-parallel --recompute-granularity selective", selective),
-    ):
+    for extra, published in (("", none), ("--sequence-parallel --recompute-granularity selective", selective)):
         config = config_of(f"{flags} {extra}", 8 * pp)
-        assert layer_activation_bytes(config) * in_flight_layers / 2**30 == pytest.approx(
-            published, abs=0.006
-        )
+        assert layer_activation_bytes(config) * in_flight_layers / 2**30 == pytest.approx(published, abs=0.006)
 
 
 def test_fused_attention_keeps_its_logsumexp_and_no_dropout_no_masks() -> None:
@@ -101,8 +96,7 @@ def test_selected_modules_free_their_part(modules: str, freed: int) -> None:
 
 def test_heads_exchanged_over_cp_are_kept_twice() -> None:
     ring, exchanged = (
-        layer_activation_bytes(config_of(f"{GPT} --bf16 --cp 2 --cp-comm-type {kind}", 2))
-        for kind in ("p2p", "a2a")
+        layer_activation_bytes(config_of(f"{GPT} --bf16 --cp 2 --cp-comm-type {kind}", 2)) for kind in ("p2p", "a2a")
     )
     assert exchanged - ring == 2 * H * TOKENS // 2
     # With dropout the ring needs every rank's keys and values where the scores are: the others' and its own.
@@ -136,9 +130,7 @@ def test_grouped_keys_are_repeated_where_no_kernel_takes_them(flags: str, copies
 
 
 def test_query_and_key_norms_keep_what_they_were_given() -> None:
-    plain, normed = (
-        layer_activation_bytes(config_of(f"{GPT} --bf16 {flag}", 1)) for flag in ("", "--qk-layernorm")
-    )
+    plain, normed = (layer_activation_bytes(config_of(f"{GPT} --bf16 {flag}", 1)) for flag in ("", "--qk-layernorm"))
     assert normed - plain == 2 * 2 * H * TOKENS
 
 
@@ -172,9 +164,7 @@ def test_layers_with_and_without_experts_differ() -> None:
         ("block --recompute-num-layers 3", [[0], [1], [2]], 1),
     ],
 )
-def test_full_recompute_keeps_the_inputs_of_units(
-    flags: str, units: list[list[int]], kept_whole: int
-) -> None:
+def test_full_recompute_keeps_the_inputs_of_units(flags: str, units: list[list[int]], kept_whole: int) -> None:
     config = config_of(f"{GPT} --bf16 {DROPOUT} {FULL} {flags}", 1)
     (plan,) = plan_stages(config)
     assert [list(unit) for unit in recompute_units(config, plan)] == units
@@ -199,7 +189,4 @@ def test_ends_of_the_pipeline() -> None:
     first, last = plan_stages(config)
     layer, tokens = layer_activation_bytes(config), 32 * 3
     assert stage_activation_bytes(config, first) == first.num_layers * layer + tokens * 64
-    assert (
-        stage_activation_bytes(config, last)
-        == last.num_layers * layer + tokens * 64 * 4 + tokens * 2 * 512 // 2
-    )
+    assert stage_activation_bytes(config, last) == last.num_layers * layer + tokens * 64 * 4 + tokens * 2 * 512 // 2

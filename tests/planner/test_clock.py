@@ -32,9 +32,7 @@ def unlike(pp: int, vpp: int, seed: int) -> list[Costs]:
         [draw.uniform(0.8, 1.2) for _ in range(count)],
     ]
     ranks = range(pp)
-    links = {
-        (a, b): Link(0.02, draw.choice((0.05, 0.6))) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1]))
-    }
+    links = {(a, b): Link(0.02, draw.choice((0.05, 0.6))) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1]))}
     links |= {(pp - 1, 0): Link(0.02, 0.05), (0, pp - 1): Link(0.02, 0.05)}
     return [
         Costs(
@@ -58,9 +56,7 @@ def both(schedule: str, pp: int, vpp: int, count: int, costs: Costs, patch: pyte
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_extended_step_is_the_simulated_one(
-    schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extended_step_is_the_simulated_one(schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for vpp, count in product(CHUNKS[schedule], (5 * pp, 11 * pp + 1, 96)):
         for costs in unlike(pp, vpp, seed=count):
             whole, extended = both(schedule, pp, vpp, count, costs, monkeypatch)

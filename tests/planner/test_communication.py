@@ -113,11 +113,7 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
     assert total == total_expected
 
 
-AVERAGED: dict[str, Any] = {
-    "dp_strategy": "local-sgd",
-    "sync_interval": 4,
-    "average_optimizer_state": True,
-}
+AVERAGED: dict[str, Any] = {"dp_strategy": "local-sgd", "sync_interval": 4, "average_optimizer_state": True}
 SHARDED: dict[str, Any] = {"dp_strategy": "fully-sharded"}
 LOSSY: dict[str, dict[str, Any]] = {
     "onebit": {"grad_compression": "onebit"},

@@ -7,10 +7,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count
 from megalite.partition.activations import deferred_bytes, stage_activation_bytes
-from megalite.partition.memory import (
-    activation_peaks,
-    rank_memory,
-)
+from megalite.partition.memory import activation_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1
 
@@ -38,9 +35,7 @@ def test_state_of_one_rank(precision: str, total: int, sharded: bool) -> None:
 
 
 def test_parameters_of_ranks_add_up() -> None:
-    config = config_of(
-        f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4
-    )
+    config = config_of(f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4)
     stages = plan_stages(config)
     on_ranks = sum(2 * rank_memory(config, [plan], 0).parameters for plan in stages)
     # Both tensor-parallel ranks hold norms and positions, both ends of the pipeline the tied embedding.

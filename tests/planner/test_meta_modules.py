@@ -27,23 +27,11 @@ CASES = {
     "tied ends on two ranks": (3072, f"{TRILLION} --bf16 --sequence-parallel"),
     "zero-1, cp, chunks": (3072, f"{TRILLION} --bf16 --vpp 2 --cp 2 --sequence-parallel {ZERO_1}"),
     "zero-2": (3072, f"{TRILLION} --bf16 {ZERO_1} --shard-gradients"),
-    "moments in bf16": (
-        3072,
-        f"{TRILLION} --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding",
-    ),
+    "moments in bf16": (3072, f"{TRILLION} --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
     "parameter server": (3072, f"{TRILLION} --fp32 --dp-strategy parameter-server"),
-    "tied ends on one rank": (
-        3072,
-        f"{TRILLION} --fp32 --pipeline-schedule zb-v --vpp 2 --optimizer sgd",
-    ),
-    "zero-3": (
-        3072,
-        "--preset gpt3-175b --tp 8 --global-batch-size 384 --bf16 --dp-strategy fully-sharded",
-    ),
-    "experts over ep": (
-        4096,
-        f"{MOE} --tp 4 --etp 1 --ep 8 --cp 2 --pp 8 --vpp 4 --sequence-parallel {ZERO_1}",
-    ),
+    "tied ends on one rank": (3072, f"{TRILLION} --fp32 --pipeline-schedule zb-v --vpp 2 --optimizer sgd"),
+    "zero-3": (3072, "--preset gpt3-175b --tp 8 --global-batch-size 384 --bf16 --dp-strategy fully-sharded"),
+    "experts over ep": (4096, f"{MOE} --tp 4 --etp 1 --ep 8 --cp 2 --pp 8 --vpp 4 --sequence-parallel {ZERO_1}"),
     "experts over ep and their own tp": (4096, f"{MOE} --tp 4 --etp 2 --ep 4 --pp 16"),
     "shared experts, dense first layers": (
         2048,

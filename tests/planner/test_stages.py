@@ -58,7 +58,9 @@ def test_a_rank_with_both_ends_holds_the_tied_embedding_once() -> None:
 
 def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
     """A config whose stages all cost the same, but for a head that is next to nothing."""
-    flags = f"--hidden-size 1024 --seq-length 32 --vocab-size 8 --make-vocab-size-divisible-by 8 --num-layers {pp * vpp}"
+    flags = (
+        f"--hidden-size 1024 --seq-length 32 --vocab-size 8 --make-vocab-size-divisible-by 8 --num-layers {pp * vpp}"
+    )
     return config_of(f"{flags} --pp {pp} --vpp {vpp} --pipeline-schedule {schedule}", pp)
 
 
@@ -83,9 +85,7 @@ def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> No
         ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule looped-bfs --recompute-granularity full", 33),
     ],
 )
-def test_long_steps_are_extended_exactly(
-    flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_steps_are_extended_exactly(flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     size = "--hidden-size 64 --seq-length 32" + ("" if "vocab" in flags else " --vocab-size 512")
     config = config_of(f"{size} {flags} --global-batch-size {microbatches}", 4 if "--pp 4" in flags else 2)
     stages = plan_stages(config)
@@ -103,16 +103,10 @@ LAYER, CORE, MLP = 2 * 12 * 64**2 + 4 * 32 * 64, 4 * 32 * 64, 2 * 8 * 64**2
         ("", (0, 0)),
         ("--recompute-granularity full", (3 * LAYER, 2 * LAYER)),
         ("--recompute-granularity full --recompute-num-layers 2", (3 * LAYER, 2 * LAYER)),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
-            (2 * LAYER, 2 * LAYER),
-        ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", (2 * LAYER, 2 * LAYER)),
         ("--recompute-granularity selective", (3 * CORE, 2 * CORE)),
         ("--recompute-granularity selective --recompute-modules mlp_act layernorm", (0, 0)),
-        (
-            "--recompute-granularity selective --recompute-modules mlp core_attn",
-            (3 * (MLP + CORE), 2 * (MLP + CORE)),
-        ),
+        ("--recompute-granularity selective --recompute-modules mlp core_attn", (3 * (MLP + CORE), 2 * (MLP + CORE))),
     ],
 )
 def test_a_backward_costs_two_forwards_and_what_it_recomputes(

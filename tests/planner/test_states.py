@@ -18,12 +18,7 @@ ONEBIT: dict[str, Any] = {**FP32, "freeze_step": 1}
 CASES: dict[str, dict[str, Any]] = {
     "all-reduce": BF16,
     "split": {**BF16, "main_params": "split"},
-    "bf16 moments": {
-        **BF16,
-        "exp_avg_dtype": "bf16",
-        "exp_avg_sq_dtype": "bf16",
-        "stochastic_rounding": True,
-    },
+    "bf16 moments": {**BF16, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
     "zero-1": {**BF16, "dp_strategy": "distributed-optimizer"},
     "zero-2": {**BF16, "dp_strategy": "distributed-optimizer", "shard_gradients": True},
     "zero-3": {**BF16, "dp_strategy": "fully-sharded"},

@@ -67,9 +67,7 @@ def run_until(folder: Path, point: int) -> None:
 
     originals = {name: getattr(os, name) for name in CALLS}
     for path in (folder / "work").rglob("*"):
-        synced[path.stat().st_ino] = (
-            path.stat().st_size
-        )  # what an earlier run left has been on the disk for long
+        synced[path.stat().st_ino] = path.stat().st_size  # what an earlier run left has been on the disk for long
     for name, original in originals.items():
         setattr(os, name, patched(name, original))
     run_job(folder)
@@ -77,10 +75,7 @@ def run_until(folder: Path, point: int) -> None:
 
 def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
     """An .idx or a side file beside a .bin that is not theirs; `whole` are the outputs (.bin, .idx, .json) there may be."""
-    found = [
-        path.read_bytes() if path.exists() else None
-        for path in (Path(prefix + suffix) for suffix in SUFFIXES)
-    ]
+    found = [path.read_bytes() if path.exists() else None for path in (Path(prefix + suffix) for suffix in SUFFIXES)]
     for place in (1, 2):
         known = [(output[0], output[place]) for output in whole]
         if found[place] is not None and (found[0], found[place]) not in known:

@@ -40,9 +40,7 @@ def write(prefix: Path, documents: list[list[list[int]]], *, code: int = 8) -> s
     return str(prefix)
 
 
-def write_with_side_file(
-    prefix: Path, documents: list[list[list[int]]], /, *, code: int = 8, **facts: Any
-) -> str:
+def write_with_side_file(prefix: Path, documents: list[list[list[int]]], /, *, code: int = 8, **facts: Any) -> str:
     """Both files, and a side file with their hashes and `facts`."""
     write(prefix, documents, code=code)
     files = {}

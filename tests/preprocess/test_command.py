@@ -35,10 +35,7 @@ def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
     lines = err.splitlines()
     assert lines[0] == "5 bad lines were left out (1 empty text, 4 invalid JSON), the first of them:"
     assert [line.split(":")[1] for line in lines[1:4]] == ["1", "3", "4"]
-    assert (
-        lines[4].startswith("1 documents, 4 tokens (4.0 a document) from 39 bytes of text in ")
-        and len(lines) == 5
-    )
+    assert lines[4].startswith("1 documents, 4 tokens (4.0 a document) from 39 bytes of text in ") and len(lines) == 5
     assert documents(tmp_path) == [[1, 2, 3, 999]]
     for shown in (0, 5):
         words = ("--show-bad", str(shown), "--restart")
@@ -51,10 +48,7 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> N
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--strict") == 2
     assert run(tmp_path, "--input", str(tmp_path / "b.jsonl")) == 2
     (tmp_path / "file").write_text("")
-    assert (
-        main(["--output-prefix", f"{tmp_path}/file/out", "--input", f"{tmp_path}/a.jsonl", *NUMBER_FLAGS])
-        == 2
-    )
+    assert main(["--output-prefix", f"{tmp_path}/file/out", "--input", f"{tmp_path}/a.jsonl", *NUMBER_FLAGS]) == 2
     out, err = capsys.readouterr()
     first, second, third = err.splitlines()
     assert out == "" and first.startswith(f"error: {tmp_path / 'a.jsonl'}:2: invalid JSON")
@@ -62,9 +56,7 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> N
     assert third.startswith("error: ") and "Not a directory" in third
 
 
-def test_what_a_stopped_run_left_is_said(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_stopped_run_left_is_said(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write_numbers(tmp_path / "a.jsonl", 20)
     before = signal.getsignal(signal.SIGINT)  # a test run in the background may have it ignored
     update = ProgressLine.update
@@ -106,9 +98,7 @@ def test_a_second_signal_does_not_stop_the_saving(
     assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
 
 
-def test_a_signal_while_the_plan_is_made(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_the_plan_is_made(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "plan", lambda job: signal.raise_signal(signal.SIGTERM))
     assert run(tmp_path, "--input", "a", "--dry-run") == 143
     assert capsys.readouterr().err == "terminated\n"
@@ -215,9 +205,7 @@ def test_names_of_tokenizers_as_scripts_have_them() -> None:
     assert tokenizer_kind("GPTSentencePieceTokenizer") == "SentencePieceTokenizer"
     with pytest.raises(ConfigError, match="would put <s> before each document; use SentencePieceTokenizer"):
         tokenizer_kind("Llama2Tokenizer")
-    with pytest.raises(
-        ConfigError, match=r"HugingFaceTokenizer is unknown: did you mean HuggingFaceTokenizer\?"
-    ):
+    with pytest.raises(ConfigError, match=r"HugingFaceTokenizer is unknown: did you mean HuggingFaceTokenizer\?"):
         tokenizer_kind("HugingFaceTokenizer")
 
 
@@ -267,9 +255,7 @@ class TestProgressLine:
         assert all(line.endswith("\x1b[K") and len(line) - 3 < columns for line in lines)
         assert lines[-1].removesuffix("\x1b[K") == expected
 
-    def test_a_line_every_few_seconds_elsewhere(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-    ) -> None:
+    def test_a_line_every_few_seconds_elsewhere(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         self.show(monkeypatch, tty=False, total=None)
         assert capsys.readouterr().err.splitlines() == [
             "going on",

@@ -27,10 +27,7 @@ BAD_LINES = {
     b'{"text": "a\tb"}': ("invalid JSON", "invalid JSON: Invalid control character at character 11"),
     b'{"text": "a': ("invalid JSON", "invalid JSON: Unterminated string starting at character 9"),
     b"[" * 100_000: ("invalid JSON", "nested too deep"),
-    b'{"text": "1", "deep": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001: (
-        "invalid JSON",
-        "nested too deep",
-    ),
+    b'{"text": "1", "deep": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001: ("invalid JSON", "nested too deep"),
     b'{"text": "1", "n": ' + b"9" * 1_000_000 + b"}": (
         "invalid JSON",
         "invalid JSON: a number has more than 4300 digits",
@@ -99,11 +96,7 @@ def test_several_keys_keep_in_step_and_dots_are_letters(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)).encode())
     found = only(path, ["q", "a.b"])
     assert found.texts == [["1", "6"], ["2", "5"]] and found.at == [0, 2]
-    assert [(bad.line, bad.kind) for bad in found.bad] == [
-        (1, "missing key"),
-        (3, "empty text"),
-        (4, "missing key"),
-    ]
+    assert [(bad.line, bad.kind) for bad in found.bad] == [(1, "missing key"), (3, "empty text"), (4, "missing key")]
 
 
 def test_text_files(tmp_path: Path) -> None:
@@ -126,10 +119,7 @@ def test_text_files_that_are_no_documents(tmp_path: Path) -> None:
     limits = Limits(max_document_bytes=10)
     for name in ("b.txt", "b.txt.gz", "b.txt.zst"):
         assert read_all(write(tmp_path / name, b"1234567890"), limits=limits) == (["1234567890"], [])
-        assert read_all(write(tmp_path / name, b"12345678901"), limits=limits) == (
-            [],
-            [(name, 1, "too long")],
-        )
+        assert read_all(write(tmp_path / name, b"12345678901"), limits=limits) == ([], [(name, 1, "too long")])
 
 
 @pytest.mark.parametrize("form", ["line", "paragraph"])
@@ -140,10 +130,7 @@ def test_lines_of_text_are_numbered_past_what_is_too_long_or_bad(tmp_path: Path,
     for trial in range(30):
         content, expected, bad, line = b"", [], [], 1
         for _ in range(30):
-            lines = [
-                words(generator, 4).encode()
-                for _ in range(1 if form == "line" else generator.randrange(1, 9))
-            ]
+            lines = [words(generator, 4).encode() for _ in range(1 if form == "line" else generator.randrange(1, 9))]
             lines[0] += b"\xff" if generator.random() < 0.1 else b""
             document = b"\n".join(lines)
             if len(document) > 60:
@@ -187,22 +174,7 @@ def test_keys_and_limits_that_do_not_fit(tmp_path: Path) -> None:
 
 LONGEST = 200
 MARK = b"\xef\xbb\xbf"
-ODD = [
-    b"\n",
-    b"\n\n",
-    b"\r\n",
-    b"\r",
-    b" ",
-    b"\0",
-    b"\x0b",
-    b'"',
-    b"\\",
-    b"{",
-    b"}",
-    b"[" * 100,
-    b"null",
-    b"NaN",
-]
+ODD = [b"\n", b"\n\n", b"\r\n", b"\r", b" ", b"\0", b"\x0b", b'"', b"\\", b"{", b"}", b"[" * 100, b"null", b"NaN"]
 ODD += [b"\\ud83d", b"\\ude42", b"\xed\xa0\x80", b"\xff\xfe", MARK, b"\x1f\x8b", b"\xe2\x80\xa8", b"9" * 5000]
 ODD += [b'{"text": 1}', b'{"text": ""}', b'{"Text": "a"}', b'"text"', b"x" * LONGEST]
 
@@ -213,9 +185,7 @@ good_lines = st.builds(
     st.booleans(),
 )
 
-long_lines = st.integers(LONGEST - 1, LONGEST + 1).map(
-    lambda size: b'{"text": "' + b"y" * (size - 12) + b'"}'
-)
+long_lines = st.integers(LONGEST - 1, LONGEST + 1).map(lambda size: b'{"text": "' + b"y" * (size - 12) + b'"}')
 lines = good_lines | good_lines | long_lines | st.sampled_from(ODD)
 
 

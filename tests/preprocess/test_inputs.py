@@ -41,9 +41,7 @@ def test_folders_globs_and_files_each_once_and_in_order(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path / "**" / "*.txt") == ["a/b/d.txt"]
     # What a glob finds may be a folder, as when a shell expands it.
     assert names(tmp_path, tmp_path / "a*") == everything[:4]
-    assert names(tmp_path, tmp_path / "b.jsonl", f"{tmp_path}/./b.jsonl", f"{tmp_path}/a/../b.jsonl") == [
-        "b.jsonl"
-    ]
+    assert names(tmp_path, tmp_path / "b.jsonl", f"{tmp_path}/./b.jsonl", f"{tmp_path}/a/../b.jsonl") == ["b.jsonl"]
 
 
 def test_what_an_input_is(tmp_path: Path) -> None:
@@ -101,9 +99,7 @@ def test_a_search_leaves_out_what_is_no_input(tmp_path: Path) -> None:
         assert names(tmp_path, pattern) == wanted, pattern
     assert [item.kind for item in find_inputs([str(tmp_path)])] == ["jsonl", "jsonl", "jsonl", "text"]
     for glob in ("part-*", "*.bin"):
-        with pytest.raises(
-            ConfigError, match=rf"{glob[-4:].replace('*', '.')} matches no file ending in .*empty"
-        ):
+        with pytest.raises(ConfigError, match=rf"{glob[-4:].replace('*', '.')} matches no file ending in .*empty"):
             find_inputs([str(tmp_path / glob)])
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "empty.jsonl").touch()
@@ -191,9 +187,7 @@ def test_no_truncation_goes_unseen(tmp_path: Path, suffix: str) -> None:
         if length == len(first):  # nobody can tell that a second one was meant to follow
             assert len(read_all(path)[0]) == 100, length
             continue
-        with pytest.raises(
-            ConfigError, match=rf"a\.jsonl\.{suffix} cannot be read: .*; fix the file or leave it out"
-        ):
+        with pytest.raises(ConfigError, match=rf"a\.jsonl\.{suffix} cannot be read: .*; fix the file or leave it out"):
             read_all(path)
 
 
@@ -204,10 +198,7 @@ def test_damaged_content(tmp_path: Path) -> None:
         "text.jsonl.gz": (LINES, "as gzip it is damaged"),
         "text.jsonl.zst": (LINES, "as zstd it is damaged"),
         "zeros.jsonl.gz": (bytes(100), "as gzip it is damaged"),
-        "crc.jsonl.gz": (
-            packed[:-8] + b"\0\0\0\0" + packed[-4:],
-            "as gzip it is damaged .CRC check failed",
-        ),
+        "crc.jsonl.gz": (packed[:-8] + b"\0\0\0\0" + packed[-4:], "as gzip it is damaged .CRC check failed"),
         "sum.jsonl.zst": (checked[:-4] + b"\0\0\0\0", "as zstd it is damaged .*checksum"),
         "tail.jsonl.gz": (packed + b"tail", "as gzip it is damaged"),
         "tail.jsonl.zst": (checked + b"tail", "as zstd it is damaged"),
@@ -226,11 +217,7 @@ def test_damaged_content(tmp_path: Path) -> None:
 def test_a_changed_byte_in_a_page_of_parquet_with_checksums(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(
-        pyarrow.table({"text": TEXTS}),
-        path,
-        compression="none",
-        use_dictionary=False,
-        write_page_checksum=True,
+        pyarrow.table({"text": TEXTS}), path, compression="none", use_dictionary=False, write_page_checksum=True
     )
     assert read_all(path) == (TEXTS, [])
     content = bytearray(path.read_bytes())
@@ -242,9 +229,7 @@ def test_a_changed_byte_in_a_page_of_parquet_with_checksums(tmp_path: Path) -> N
 
 def test_a_zstd_window_that_takes_too_much_memory(tmp_path: Path) -> None:
     def packed(window_log: int) -> bytes:
-        parameters = zstandard.ZstdCompressionParameters(
-            window_log=window_log, hash_log=6, chain_log=6, strategy=1
-        )
+        parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=6, chain_log=6, strategy=1)
         packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
         return packer.compress(LINES) + packer.flush()
 
@@ -264,9 +249,7 @@ def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
-        message = (
-            rf"{name} needs the package {package}, which is not installed: pip install 'megalite\[data\]'"
-        )
+        message = rf"{name} needs the package {package}, which is not installed: pip install 'megalite\[data\]'"
         with pytest.raises(ConfigError, match=message):
             read_all(tmp_path / name)
 
@@ -287,9 +270,7 @@ def mutated(generator: random.Random, content: bytes) -> bytes:
         elif kind == 3:
             data[at:at] = data[at : at + size]
         elif kind == 4:
-            data[at:at] = generator.choice(
-                [b"\n", b"\r", b"\0", b'"', b"\\", b"\\ud800", b"[" * 2000, b"9" * 5000]
-            )
+            data[at:at] = generator.choice([b"\n", b"\r", b"\0", b'"', b"\\", b"\\ud800", b"[" * 2000, b"9" * 5000])
         else:
             del data[at:]
     return bytes(data) or b"\n"

@@ -31,9 +31,7 @@ def preprocess(output: Path, *inputs: Path) -> str:
 
 
 @pytest.mark.parametrize("code", LETTERS)
-def test_sequences_and_documents_stay_as_they_are(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_and_documents_stay_as_they_are(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks end within a dataset."""
     monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", 16)
     monkeypatch.setattr(copying, "BLOCK", 2)
@@ -79,9 +77,7 @@ def test_wider_tokens(tmp_path: Path) -> None:
 def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
     a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
     b = write_with_side_file(tmp_path / "b", MIXED, tokenizer=TOKENIZER | {"sha256": "2" * 64})
-    with pytest.raises(
-        ConfigError, match=r"a was made with NullTokenizer 1{12}, .*b with NullTokenizer 2{12}"
-    ):
+    with pytest.raises(ConfigError, match=r"a was made with NullTokenizer 1{12}, .*b with NullTokenizer 2{12}"):
         merge([a, write(tmp_path / "c", MIXED), b], str(tmp_path / "all"))
     assert not list(tmp_path.glob("all*"))
 
@@ -105,9 +101,7 @@ def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
     # A part without a side file: nobody knows whose ids these are.
     written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
     assert not written.files and not (tmp_path / "ac.json").exists()
-    assert written.no_side_file == (
-        f"no side file: {tmp_path}/c has none; that the tokenizers agree was not checked"
-    )
+    assert written.no_side_file == (f"no side file: {tmp_path}/c has none; that the tokenizers agree was not checked")
 
 
 def test_why_there_is_no_side_file(tmp_path: Path) -> None:
@@ -119,9 +113,7 @@ def test_why_there_is_no_side_file(tmp_path: Path) -> None:
 
     def why(*prefixes: str) -> str | None:
         written = merge(prefixes, str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"))
-        assert (
-            bool(written.files) == (written.no_side_file is None) == Path(f"{written.prefix}.json").exists()
-        )
+        assert bool(written.files) == (written.no_side_file is None) == Path(f"{written.prefix}.json").exists()
         return written.no_side_file
 
     unchecked = "; that the tokenizers agree was not checked"
@@ -161,9 +153,7 @@ def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> N
     data[offset] ^= 2
     Path(a + suffix).write_bytes(data)
     for dtype in (None, "int32"):
-        with pytest.raises(
-            ConfigError, match=rf"a\{suffix}: sha256 is .* as in its side file: it is damaged"
-        ):
+        with pytest.raises(ConfigError, match=rf"a\{suffix}: sha256 is .* as in its side file: it is damaged"):
             merge([a], str(tmp_path / "all"), dtype=dtype)
     assert not list(tmp_path.glob("all*"))
 
@@ -190,8 +180,7 @@ def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("/proc", tmp_path / "file"):
         with pytest.raises(
-            ConfigError,
-            match=f"output_prefix {folder}/o: no file can be written in {folder} .*; give a prefix in a",
+            ConfigError, match=f"output_prefix {folder}/o: no file can be written in {folder} .*; give a prefix in a"
         ):
             merge([a], f"{folder}/o")
     assert len(list(tmp_path.iterdir())) == 3
@@ -283,9 +272,7 @@ def test_a_run_cuts_sequences(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "d", [[], [[1], [2]], [], [[3], [4]], []]))
     assert parts_of_split(dataset, "1,1") == [range(2), range(2, 5), range(5, 5)]
     assert parts_of_split(dataset, "0,1,0") == [range(0), range(5), range(5, 5)]
-    with pytest.raises(
-        ConfigError, match=r"train ends before sequence 3, within document 3 \(sequences 2 to 3\)"
-    ):
+    with pytest.raises(ConfigError, match=r"train ends before sequence 3, within document 3 \(sequences 2 to 3\)"):
         parts_of_split(dataset, "3,1")
     empty = IndexedDataset(write(tmp_path / "e", [[], []]))
     assert parts_of_split(empty, "1,1") == [range(2), range(2, 2), range(2, 2)]
@@ -346,9 +333,7 @@ def test_all_parts_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_stopped_just_when_a_part_is_there(
-    tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_just_when_a_part_is_there(tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come before anybody has written down that it is."""
     prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
     before = sorted(tmp_path.iterdir())

@@ -101,9 +101,7 @@ def test_no_rows_are_no_documents(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
     generator = random.Random(1)
     letters = [generator.randbytes(2000).hex() for _ in range(8000)]
-    path = write(
-        tmp_path / "a.parquet", {"text": letters, "junk": letters}, use_dictionary=False, compression="none"
-    )
+    path = write(tmp_path / "a.parquet", {"text": letters, "junk": letters}, use_dictionary=False, compression="none")
     del letters
     before = pyarrow.total_allocated_bytes()
     most = rows = 0
@@ -114,9 +112,7 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
     assert most < 16 << 20  # half of the column, a quarter of the row group
 
 
-@pytest.mark.parametrize(
-    "kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str
-)
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)
 def test_memory_does_not_grow_with_how_well_it_is_compressed(tmp_path: Path, kind: pyarrow.DataType) -> None:
     """Two texts of 300 KB, 400 times."""
     texts = pyarrow.DictionaryArray.from_arrays(
@@ -135,10 +131,7 @@ def test_memory_does_not_grow_with_how_well_it_is_compressed(tmp_path: Path, kin
         size = sum(len(column.data) for column in piece[2])
         held, total = max(held, size), total + size
         places.append(piece[:2])
-    assert total == 400 * 300_000 and [0, *(stop for _, stop in places)] == [
-        *(start for start, _ in places),
-        400,
-    ]
+    assert total == 400 * 300_000 and [0, *(stop for _, stop in places)] == [*(start for start, _ in places), 400]
     assert held <= 4 * Limits().piece_bytes and most < 12 << 20  # all 200 rows are 60 MB
     # Gone on behind the end of a piece, the others are the same.
     for number in (0, len(places) // 3, len(places) - 2):
@@ -159,7 +152,4 @@ def test_rows_that_grow_and_shrink(tmp_path: Path) -> None:
     assert found == [text for text in texts if text] and len(bad) == 20
     assert max(piece.num_bytes for piece in pieces) < 5000 + 20_001
     for number in range(0, len(pieces) - 1, 9):
-        assert (
-            pieces_of(path, limits=limits, after=Place(0, pieces[number].stop))[0].stop
-            == pieces[number + 1].stop
-        )
+        assert pieces_of(path, limits=limits, after=Place(0, pieces[number].stop))[0].stop == pieces[number + 1].stop

@@ -259,9 +259,7 @@ class TestStandardInput:
         ):
             self.pieces(after=place)
 
-    def test_the_digest_is_that_of_all_content_also_of_what_is_too_long(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_digest_is_that_of_all_content_also_of_what_is_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("megalite.preprocess.streams._READ_BYTES", 50)
         content = b'{"text": "a"}\n' + b"x" * 5000 + b'\n{"text": "b"}\n' * 9
         limits = Limits(piece_bytes=20, max_document_bytes=100)

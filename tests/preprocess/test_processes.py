@@ -30,9 +30,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 class Command:
     """The driver's process, its output in files."""
 
-    def __init__(
-        self, folder: Path, *words: str, source: str | None = None, stdin: int = subprocess.DEVNULL
-    ) -> None:
+    def __init__(self, folder: Path, *words: str, source: str | None = None, stdin: int = subprocess.DEVNULL) -> None:
         self.folder = folder
         self.journal = folder / "out.unfinished" / "journal"
         command = [sys.executable, "-m", "tests.preprocess.driver"]
@@ -53,10 +51,7 @@ class Command:
     def wait_until_kept(self, more_bytes: int) -> bool:
         """Until the journal has grown by so much; False if the command ends before."""
         start = self.journal_bytes()
-        wait_for(
-            lambda: self.journal_bytes() >= start + more_bytes or self.process.poll() is not None,
-            "the journal",
-        )
+        wait_for(lambda: self.journal_bytes() >= start + more_bytes or self.process.poll() is not None, "the journal")
         return self.process.poll() is None
 
     def journal_bytes(self) -> int:

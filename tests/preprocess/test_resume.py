@@ -22,15 +22,7 @@ from megalite.preprocess.job import Progress
 from megalite.preprocess.pieces import Place
 from megalite.preprocess.run import BackgroundSaver, preprocess
 from megalite.preprocess.unfinished import Journal, Mark
-from tests.preprocess.jobs import (
-    Stop,
-    documents,
-    number_job,
-    output_bytes,
-    run_numbers,
-    stop_after,
-    write_numbers,
-)
+from tests.preprocess.jobs import Stop, documents, number_job, output_bytes, run_numbers, stop_after, write_numbers
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,15 +50,12 @@ def leave_unfinished(folder: Path, *, after: int = 100, **settings: object) -> P
 
 
 @pytest.mark.parametrize("stops", [[1], [100], [199], [3, 4, 120, 121]])
-def test_a_stopped_run_goes_on_where_it_was(
-    tmp_path: Path, undisturbed: list[bytes], stops: list[int]
-) -> None:
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, undisturbed: list[bytes], stops: list[int]) -> None:
     for after in stops:
         leave_unfinished(tmp_path, after=after)
     seen: list[int] = []
     result = preprocess(
-        number_job(tmp_path, tmp_path / "a.jsonl", append_eod=True),
-        lambda progress: seen.append(progress.documents),
+        number_job(tmp_path, tmp_path / "a.jsonl", append_eod=True), lambda progress: seen.append(progress.documents)
     )
     assert result.kept_documents == seen[0] >= stops[-1]
     assert result.notice == f"resuming after {seen[0]} documents that an earlier run has done"
@@ -106,9 +95,7 @@ def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["0.bin", "0.lengths"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_stretch_is_done_again(
-    tmp_path: Path, undisturbed: list[bytes], name: str, damage: str
-) -> None:
+def test_a_damaged_stretch_is_done_again(tmp_path: Path, undisturbed: list[bytes], name: str, damage: str) -> None:
     path = leave_unfinished(tmp_path) / name
     content = bytearray(path.read_bytes())
     if damage == "remove":
@@ -142,9 +129,7 @@ def test_of_two_keys_the_shorter_good_part_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_lost", [1, 30, 400])
-def test_a_torn_journal_is_read_as_far_as_it_goes(
-    tmp_path: Path, undisturbed: list[bytes], bytes_lost: int
-) -> None:
+def test_a_torn_journal_is_read_as_far_as_it_goes(tmp_path: Path, undisturbed: list[bytes], bytes_lost: int) -> None:
     journal = leave_unfinished(tmp_path) / "journal"
     content = journal.read_bytes()
     journal.write_bytes(content[:-bytes_lost])
@@ -197,14 +182,10 @@ def test_an_input_that_was_read_may_not_change_and_others_may(tmp_path: Path) ->
     content = (tmp_path / "b.jsonl").read_bytes()
     (tmp_path / "b.jsonl").write_bytes(content)
     os.utime(tmp_path / "b.jsonl", ns=(1, 1))
-    with pytest.raises(
-        ConfigError, match=r"has read .*/b\.jsonl \(\d+ bytes of 20.*now it is \d+ bytes of 1970"
-    ):
+    with pytest.raises(ConfigError, match=r"has read .*/b\.jsonl \(\d+ bytes of 20.*now it is \d+ bytes of 1970"):
         preprocess(job)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(
-        ConfigError, match=r"has read .*/a\.jsonl .*now input 1 is .*/b\.jsonl; add --restart"
-    ):
+    with pytest.raises(ConfigError, match=r"has read .*/a\.jsonl .*now input 1 is .*/b\.jsonl; add --restart"):
         preprocess(job)
     write_numbers(tmp_path / "a.jsonl", 100)
     assert run_numbers(tmp_path, tmp_path / "[a-z].jsonl", restart=True).documents == 260
@@ -354,9 +335,7 @@ def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> Non
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", paths[0])
     if renamed:
-        with pytest.raises(
-            ConfigError, match=r"names, and input .*b\.jsonl is not one that it read; add --res"
-        ):
+        with pytest.raises(ConfigError, match=r"names, and input .*b\.jsonl is not one that it read; add --res"):
             run_numbers(tmp_path, *paths)
         assert (tmp_path / "out_text_document.bin").exists() and (tmp_path / "out.unfinished").exists()
     result = run_numbers(tmp_path, *paths, restart=renamed)
@@ -374,9 +353,7 @@ def test_one_input_fewer_is_refused(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_standard_input_is_read_again_or_refused(
-    tmp_path: Path, renamed: bool, feed: Callable[[Path], None]
-) -> None:
+def test_standard_input_is_read_again_or_refused(tmp_path: Path, renamed: bool, feed: Callable[[Path], None]) -> None:
     first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
 
     feed(first)
@@ -384,9 +361,7 @@ def test_standard_input_is_read_again_or_refused(
     for path in (other, first):
         feed(path)
         if renamed:
-            with pytest.raises(
-                ConfigError, match="read standard input, which cannot be compared; add --restart"
-            ):
+            with pytest.raises(ConfigError, match="read standard input, which cannot be compared; add --restart"):
                 run_numbers(tmp_path, "-")
         elif path is other:
             with pytest.raises(ConfigError, match="input - has changed"):
@@ -396,16 +371,12 @@ def test_standard_input_is_read_again_or_refused(
     assert documents(tmp_path)[7] == [0, 7, 14]
 
 
-def test_standard_input_before_another_cannot_be_compared(
-    tmp_path: Path, feed: Callable[[Path], None]
-) -> None:
+def test_standard_input_before_another_cannot_be_compared(tmp_path: Path, feed: Callable[[Path], None]) -> None:
     first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
     feed(first)
     leave_finished(tmp_path, "0.bin", "-", other)
     feed(other)
-    with pytest.raises(
-        ConfigError, match="has read all of standard input, which cannot be compared; add --res"
-    ):
+    with pytest.raises(ConfigError, match="has read all of standard input, which cannot be compared; add --res"):
         run_numbers(tmp_path, "-", other)
 
 

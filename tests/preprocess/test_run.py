@@ -219,11 +219,7 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
             r"no document in .*bad\.jsonl; the first of 1 bad lines: .*bad\.jsonl:1: invalid",
         ),
         ([tmp_path / "blank.jsonl"], {}, r"no document in .*blank\.jsonl$"),
-        (
-            [tmp_path / "blank.jsonl", tmp_path / "bad.jsonl"],
-            {},
-            r"in .*blank\.jsonl and 1 more; the first of 1",
-        ),
+        ([tmp_path / "blank.jsonl", tmp_path / "bad.jsonl"], {}, r"in .*blank\.jsonl and 1 more; the first of 1"),
         ([good], {"workers": 0}, "workers 0 must be at least 1"),
         ([good], {"workers": 1025}, "workers 1025 must be at least 1 and at most 1024"),
         ([good], {"json_keys": ()}, "must name one or more different keys"),
@@ -238,20 +234,14 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
             run_numbers(tmp_path, *inputs, **settings)
         assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(ConfigError, match="no tokenizer: give --tokenizer-model"):
-        preprocess(
-            PreprocessJob(inputs=(str(good),), output_prefix=str(tmp_path / "out"), tokenizer=DataConfig())
-        )
+        preprocess(PreprocessJob(inputs=(str(good),), output_prefix=str(tmp_path / "out"), tokenizer=DataConfig()))
 
 
-def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "megalite.tokenizers.base.NullTokenizer.encode_batch", lambda self, texts: [[5, 1000]] * len(texts)
     )
-    with pytest.raises(
-        ConfigError, match="NullTokenizer gives token id 1000, but its vocabulary is 1000 ids"
-    ):
+    with pytest.raises(ConfigError, match="NullTokenizer gives token id 1000, but its vocabulary is 1000 ids"):
         run_numbers(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["1"]))
 
 
@@ -262,12 +252,7 @@ def test_parquet_with_two_workers(tmp_path: Path) -> None:
     found = []
     for workers in (1, 2):
         result = run_numbers(
-            tmp_path,
-            tmp_path / "a.parquet",
-            json_keys=("q", "a"),
-            workers=workers,
-            piece_bytes=64,
-            restart=True,
+            tmp_path, tmp_path / "a.parquet", json_keys=("q", "a"), workers=workers, piece_bytes=64, restart=True
         )
         assert (result.documents, result.bad_lines) == (199, 1) and ":71: " in result.faults[0]
         found.append([output_bytes(tmp_path, key) for key in ("q", "a")])
@@ -288,12 +273,7 @@ def test_a_damaged_archive_is_the_same_with_any_number_of_workers(tmp_path: Path
         for strict in (True, False):
             with pytest.raises(ConfigError) as error:
                 run_numbers(
-                    tmp_path,
-                    tmp_path / "a.jsonl.gz",
-                    workers=workers,
-                    piece_bytes=2000,
-                    strict=strict,
-                    restart=True,
+                    tmp_path, tmp_path / "a.jsonl.gz", workers=workers, piece_bytes=2000, strict=strict, restart=True
                 )
             said.append((str(error.value), error.value.__notes__ if not strict else []))
         found.append(said)
@@ -328,15 +308,11 @@ def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> N
     path.unlink()
     (tmp_path / "out.unfinished").mkdir()
     inside = write_numbers(tmp_path / "out.unfinished" / "0.jsonl", 3)
-    assert_refused(
-        replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, the fold"
-    )
+    assert_refused(replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, the fold")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
-def test_output_that_is_there_is_replaced_only_when_told(
-    tmp_path: Path, job: PreprocessJob, suffix: str
-) -> None:
+def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: PreprocessJob, suffix: str) -> None:
     preprocess(job)
     expected = output_bytes(tmp_path)
     assert_refused(job, r"out_text_document\.bin exists \(30 documents\); give .* or --restart to replace")
@@ -353,22 +329,14 @@ def test_output_that_is_there_is_replaced_only_when_told(
 
 @pytest.mark.parametrize("prefix", ["", "data/"])
 def test_a_prefix_must_begin_a_name(job: PreprocessJob, prefix: str) -> None:
-    assert_refused(
-        replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' must end in .*try data/corpus"
-    )
+    assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' must end in .*try data/corpus")
 
 
-def test_places_that_cannot_be_written(
-    tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
     under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))
-    assert_refused(
-        under_file, r"cannot be written at .*a\.jsonl: Not a directory; give another --output-prefix"
-    )
+    assert_refused(under_file, r"cannot be written at .*a\.jsonl: Not a directory; give another --output-prefix")
     (tmp_path / "out_text_document.idx").mkdir()
-    assert_refused(
-        replace(job, restart=True), r"document\.idx is a folder, and the output would have that name; give"
-    )
+    assert_refused(replace(job, restart=True), r"document\.idx is a folder, and the output would have that name; give")
     (tmp_path / "out_text_document.idx").rmdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out.unfinished").symlink_to(tmp_path / "elsewhere")
@@ -384,10 +352,6 @@ def test_names_that_are_too_long(tmp_path: Path, job: PreprocessJob) -> None:
     longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len("_text_document.json")
     for folder in (tmp_path, tmp_path / "new"):
         long = replace(job, output_prefix=str(folder / ("p" * (longest + 1))))
-        assert_refused(
-            long, rf"the name p+\.\.\. has {longest + 20} bytes, and a .* may have {longest + 19}; give"
-        )
-    assert_refused(
-        replace(job, output_prefix=str(tmp_path / ("q/" * 2500) / "out")), "File name too long; give"
-    )
+        assert_refused(long, rf"the name p+\.\.\. has {longest + 20} bytes, and a .* may have {longest + 19}; give")
+    assert_refused(replace(job, output_prefix=str(tmp_path / ("q/" * 2500) / "out")), "File name too long; give")
     assert preprocess(replace(job, output_prefix=str(tmp_path / ("p" * longest)))).documents == 30

@@ -126,9 +126,7 @@ def test_ranges(dataset: IndexedDataset) -> None:
     for bad in ("x", "1:2:3", "", "1.5"):
         with pytest.raises(ConfigError, match="is not a range of numbers; give a range such as 0:3"):
             parse_documents(bad, dataset)
-    with pytest.raises(
-        ConfigError, match=r"'4:2': the range ends before it starts \(the end is .*give a range such"
-    ):
+    with pytest.raises(ConfigError, match=r"'4:2': the range ends before it starts \(the end is .*give a range such"):
         parse_documents("4:2", dataset)
     with pytest.raises(ConfigError, match="'3:3': the range is empty"):
         parse_documents("3:3", dataset)
@@ -140,9 +138,7 @@ def test_ranges(dataset: IndexedDataset) -> None:
 def test_ranges_of_nothing(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "e", []))
     for text in ("0", "0:0", "x", ":"):
-        with pytest.raises(
-            ConfigError, match=f"documents '{text}': .*e has no documents; give a dataset that has"
-        ):
+        with pytest.raises(ConfigError, match=f"documents '{text}': .*e has no documents; give a dataset that has"):
             parse_documents(text, dataset)
 
 
@@ -221,9 +217,7 @@ def test_ids_outside_the_vocabulary(tmp_path: Path, code: int) -> None:
 def test_the_vocabulary_of_the_side_file(tmp_path: Path) -> None:
     prefix = write_with_side_file(tmp_path / "d", [[[5, 100]]], tokenizer=TOKENIZER)
     fault = verify(prefix).fault
-    assert fault is not None and fault.text.endswith(
-        "token id 100 (document 0, token 1), expected an id from 0 to 99"
-    )
+    assert fault is not None and fault.text.endswith("token id 100 (document 0, token 1), expected an id from 0 to 99")
     # A larger one takes nothing back, a smaller one holds as well.
     result = verify(prefix, vocab_size=101)
     assert (result.fault, result.vocab_size) == (fault, 100)

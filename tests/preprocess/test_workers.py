@@ -32,9 +32,7 @@ class Doubler:
         return 2 * number, os.getpid()
 
 
-def run(
-    kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None
-) -> list[int]:
+def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None) -> list[int]:
     """What comes back from two workers until an exception."""
     pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2, Doubler, kind)
     pids, found = set(), []
@@ -99,9 +97,7 @@ def test_workers_start_when_the_others_are_full(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(workers._Worker, "__init__", count)
     for pieces, needed in ((3, 1), (4, 2), (100, 2)):
-        pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(
-            2 if pieces == 100 else 50, Doubler, "doubles"
-        )
+        pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2 if pieces == 100 else 50, Doubler, "doubles")
         assert len(list(pool.map(iter(range(pieces)), lambda number: 1))) == pieces
         pool.close()
         assert len(started) == needed
@@ -126,11 +122,7 @@ def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
         ("refuses", ConfigError, "^20 is refused$"),
         ("fails", RuntimeError, "KeyError: 'what is this'"),
         ("memory", ConfigError, "a worker is out of memory"),
-        (
-            "dies",
-            ConfigError,
-            "a worker process ended with status 3 with 2 workers; fewer .--workers 1. need less",
-        ),
+        ("dies", ConfigError, "a worker process ended with status 3 with 2 workers; fewer .--workers 1. need less"),
     ],
 )
 def test_what_goes_wrong_is_raised_in_its_turn(kind: str, error: type[Exception], message: str) -> None:

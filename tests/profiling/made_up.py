@@ -8,14 +8,7 @@ from megalite.planner.cost.rates import collective_seconds, gemm_seconds, messag
 from megalite.planner.hardware import Cluster
 from megalite.profiling.collectives import OPERATIONS, CollectiveTime, Machine
 from megalite.profiling.files import ELEMENT_BYTES
-from megalite.profiling.operations import (
-    PRODUCTS,
-    AttentionShape,
-    AttentionTime,
-    GemmTime,
-    MemoryTime,
-    chosen_shapes,
-)
+from megalite.profiling.operations import PRODUCTS, AttentionShape, AttentionTime, GemmTime, MemoryTime, chosen_shapes
 from megalite.profiling.passes import Overheads
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import Timing
@@ -48,9 +41,7 @@ def gemms(cluster: Cluster, dtype: str) -> list[GemmTime]:
     for shape in chosen_shapes(count=12, most_flops=1e11, most_bytes=1e9, itemsize=4):
         for product in PRODUCTS:
             m, n, k = shape.product(product)
-            seconds = gemm_seconds(
-                m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=cluster
-            )
+            seconds = gemm_seconds(m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=cluster)
             added = 8 * m * n / rate if product == "weight-gradient" else 0.0
             seconds += added + cluster.accelerator.kernel_seconds
             times.append(GemmTime(product=product, m=m, n=n, k=k, dtype=dtype, timing=took(seconds)))
@@ -67,22 +58,14 @@ def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
                 seconds = float(collective_seconds(operation, size, ranks, stride, cluster))
                 times.append(
                     CollectiveTime(
-                        operation=operation,
-                        place=place,
-                        ranks=ranks,
-                        message_bytes=size,
-                        timing=took(seconds),
+                        operation=operation, place=place, ranks=ranks, message_bytes=size, timing=took(seconds)
                     )
                 )
         for place in ("inside", "across") if nodes > 1 else ("inside",):
             latency, busy = message_seconds(size, np.array(place == "across"), cluster)
             times.append(
                 CollectiveTime(
-                    operation="p2p",
-                    place=place,
-                    ranks=2,
-                    message_bytes=size,
-                    timing=took(float(latency + busy)),
+                    operation="p2p", place=place, ranks=2, message_bytes=size, timing=took(float(latency + busy))
                 )
             )
     return times
@@ -93,10 +76,7 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
     rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
     memory = [
         MemoryTime(
-            operation=name,
-            elements=elements,
-            bytes_moved=each * elements,
-            timing=took(START + each * elements / rate),
+            operation=name, elements=elements, bytes_moved=each * elements, timing=took(START + each * elements / rate)
         )
         for elements in (1 << 20, 1 << 24)
         for name, each in (("copy", 8), ("add", 12), ("adam", 28))
@@ -109,9 +89,7 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
             backward=backward,
             shape=shape,
             dtype=dtypes[0],
-            timing=took(
-                cluster.accelerator.kernel_seconds + shape.flops / 2 * (2.5 if backward else 1.0) / flops
-            ),
+            timing=took(cluster.accelerator.kernel_seconds + shape.flops / 2 * (2.5 if backward else 1.0) / flops),
         )
         for kind in ("fused", "unfused")
         for backward in (False, True)
@@ -140,14 +118,9 @@ def cpu_cluster(base: Cluster) -> Cluster:
     return dataclasses.replace(
         base,
         accelerator=dataclasses.replace(
-            base.accelerator,
-            peak_flops={"fp32": 9e10, "bf16": 3e10},
-            memory_bandwidth=2e10,
-            kernel_seconds=3e-6,
+            base.accelerator, peak_flops={"fp32": 9e10, "bf16": 3e10}, memory_bandwidth=2e10, kernel_seconds=3e-6
         ),
-        node=dataclasses.replace(
-            base.node, accelerators=4, link_bandwidth=3e9, link_latency=7e-5, message_steps=0.4
-        ),
+        node=dataclasses.replace(base.node, accelerators=4, link_bandwidth=3e9, link_latency=7e-5, message_steps=0.4),
         network=dataclasses.replace(base.network, nics=1, nic_bandwidth=1.2e9, latency=2e-4),
         efficiency=dataclasses.replace(base.efficiency, gemm=0.8, memory=0.5, link=0.6, network=0.7, p2p=0.9),
     )

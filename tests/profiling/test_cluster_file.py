@@ -39,8 +39,7 @@ def test_products_take_what_was_measured(fitted: Cluster) -> None:
     assert rate == pytest.approx(1e10, rel=0.01)
     mnk = (512.0, 3072.0, 768.0)
     ours, theirs = (
-        gemm_seconds(*mnk, element=4.0, peak=cluster.peak("fp32"), cluster=cluster)
-        for cluster in (fitted, TRUTH)
+        gemm_seconds(*mnk, element=4.0, peak=cluster.peak("fp32"), cluster=cluster) for cluster in (fitted, TRUTH)
     )
     assert float(ours) == pytest.approx(float(theirs), rel=0.03)
 
@@ -90,17 +89,12 @@ def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> Non
     assert load_cluster(str(tmp_path / "mine.yaml")) == fitted
     assert not any(text.startswith("assumed") for text in fitted.provenance.values())
     assert "4 ranks" not in fitted.description
-    assert (
-        "8 ranks on 2 nodes, 1 thread a rank; all ranks of a node measured at once, on 4 cores"
-        in fitted.description
-    )
+    assert "8 ranks on 2 nodes, 1 thread a rank; all ranks of a node measured at once, on 4 cores" in fitted.description
 
 
 def test_one_process_assumes_links_and_network() -> None:
     alone = dataclasses.replace(CPU, nodes=1, ranks_per_node=1, accelerators_per_node=1)
-    cluster = fit_cluster(
-        measurements(TRUTH, alone), BASE, nominal=False, name="mine", source="measured"
-    ).cluster
+    cluster = fit_cluster(measurements(TRUTH, alone), BASE, nominal=False, name="mine", source="measured").cluster
     assumed = {key for key, text in cluster.provenance.items() if text == "assumed, from cluster cpu-box"}
     assert assumed == {"node", "network", "efficiency.link", "efficiency.network", "efficiency.p2p"}
     assert (cluster.network, cluster.node.link_bandwidth) == (BASE.network, BASE.node.link_bandwidth)
@@ -114,9 +108,7 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     truth = dataclasses.replace(
         base,
         accelerator=dataclasses.replace(base.accelerator, kernel_seconds=4e-6),
-        efficiency=dataclasses.replace(
-            base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33, small_groups=1.0
-        ),
+        efficiency=dataclasses.replace(base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33, small_groups=1.0),
     )
     measured = measurements(truth, GPU, ("bf16",))
     cluster = fit_cluster(measured, base, nominal=True, name="mine", source="measured").cluster
@@ -165,9 +157,7 @@ def test_accelerators_are_known_by_name_and_memory(machine: Machine, known: str)
     ],
 )
 def test_an_unknown_accelerator_needs_a_stand_in(machine: Machine) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no cluster file is known for NVIDIA .*--like dgx-h100 \(there are"
-    ):
+    with pytest.raises(ConfigError, match=r"no cluster file is known for NVIDIA .*--like dgx-h100 \(there are"):
         stand_in(machine, None)
     base, nominal = stand_in(machine, "dgx-h100")
     assert (base.name, nominal) == ("dgx-h100", False)

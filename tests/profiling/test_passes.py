@@ -34,9 +34,7 @@ def made_up(shape: StageShape, backward: bool, stack: SoftwareStack) -> PassTime
 
 def test_constants_come_back() -> None:
     times = [made_up(shape, backward, STACK) for shape in SHAPES for backward in (False, True)]
-    other = dataclasses.replace(
-        STACK, elementwise_slowdown=1.0, operation_seconds=1.0, microbatch_seconds=1.0
-    )
+    other = dataclasses.replace(STACK, elementwise_slowdown=1.0, operation_seconds=1.0, microbatch_seconds=1.0)
     stack, error = with_passes(times, CLUSTER, other, source="measured")
     assert error < 1e-6
     assert stack.elementwise_slowdown == pytest.approx(5.0, rel=1e-4)

@@ -40,11 +40,7 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
     assert failed == ""
     assert other == ("", "")  # rank 0 alone speaks
     cluster = load_cluster(str(output))
-    assert (cluster.name, cluster.node.accelerators, list(cluster.accelerator.peak_flops)) == (
-        "mine",
-        2,
-        ["fp32"],
-    )
+    assert (cluster.name, cluster.node.accelerators, list(cluster.accelerator.peak_flops)) == ("mine", 2, ["fp32"])
     assert f"torch {torch.__version__}, by megalite profile on 2 ranks" in cluster.provenance["node"]
     assert cluster.provenance["network"] == "assumed, from cluster cpu-box"
     assert "2 ranks on 1 node, 1 thread a rank; all ranks of a node measured at once" in cluster.description
@@ -57,18 +53,12 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
     assert "not measured: network, efficiency.network" in said
 
 
-def _channels(
-    context: RankContext, hosts: list[str]
-) -> list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]]:
+def _channels(context: RankContext, hosts: list[str]) -> list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]]:
     world = context.topology(dp=len(hosts)).world
     machine = describe_machine(world, torch.device("cpu"), node=hosts[context.rank])
     found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
     return [
-        (
-            channels.place,
-            [group.ranks for group in channels.groups],
-            channels.edges[0].ranks if channels.edges else (),
-        )
+        (channels.place, [group.ranks for group in channels.groups], channels.edges[0].ranks if channels.edges else ())
         for channels in found
     ]
 
@@ -88,22 +78,13 @@ def test_groups_inside_nodes_and_across() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--output", "{tmp}/no/mine.yaml"],
-            "cannot write {tmp}/no/mine.yaml: No such file or directory; give",
-        ),
+        (["--output", "{tmp}/no/mine.yaml"], "cannot write {tmp}/no/mine.yaml: No such file or directory; give"),
         (["--output", "{tmp}"], "{tmp} is a folder; give the name of a file"),
         (["--output", "{tmp}/mine.json"], "cluster and stack files end in .yaml, got {tmp}/mine.json"),
-        (
-            ["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"],
-            "are both {tmp}/a.yaml; they are two files",
-        ),
+        (["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"], "are both {tmp}/a.yaml; they are two files"),
         (["--output", "{tmp}/a.yaml", "--dtype", "bf61"], "--dtype cannot be bf61: did you mean bf16?"),
         (["--output", "{tmp}/a.yaml", "--seconds", "0.1"], "--seconds is 0.1; measuring takes at least 1 s"),
-        (
-            ["--output", "{tmp}/a.yaml", "--seconds", "nan"],
-            "--seconds: takes a number such as 0.5, got 'nan'",
-        ),
+        (["--output", "{tmp}/a.yaml", "--seconds", "nan"], "--seconds: takes a number such as 0.5, got 'nan'"),
         (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),
     ],
 )

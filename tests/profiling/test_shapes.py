@@ -94,9 +94,7 @@ def test_tensors_and_messages_cover_small_and_large() -> None:
         ("p2p", "across", 2, 1.0, 1024.0),
     ],
 )
-def test_what_a_collective_sends(
-    operation: str, place: str, ranks: int, latencies: float, wire: float
-) -> None:
+def test_what_a_collective_sends(operation: str, place: str, ranks: int, latencies: float, wire: float) -> None:
     time = CollectiveTime(operation=operation, place=place, ranks=ranks, message_bytes=1024, timing=took(1.0))
     assert (time.latencies, time.wire_bytes) == (latencies, pytest.approx(wire))
 

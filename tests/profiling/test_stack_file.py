@@ -35,9 +35,7 @@ def test_nothing_hides_beside_computation_where_ranks_share_cores() -> None:
 
 def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
     """0.6 ms over the operations of a layer: the same whole, whoever is said to take it."""
-    asynchronous = dataclasses.replace(
-        CLUSTER, accelerator=dataclasses.replace(CLUSTER.accelerator, asynchronous=True)
-    )
+    asynchronous = dataclasses.replace(CLUSTER, accelerator=dataclasses.replace(CLUSTER.accelerator, asynchronous=True))
     hosts = operation_seconds(MEASURED.overheads, asynchronous, BASE, "fp32")
     count = 6e-4 / hosts
     assert count == pytest.approx(round(count))

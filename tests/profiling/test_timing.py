@@ -107,9 +107,7 @@ def test_where_ranks_take_turns_a_product_comes_before_each_run_and_is_taken_off
     assert (len(products) > 10 * clock.runs) if crowded else not products
 
 
-def test_one_slow_look_at_the_products_takes_nothing_off_the_next_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_slow_look_at_the_products_takes_nothing_off_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they take is the median over all looks."""
     clock = Clock()
     slow = [1.0]

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from megalite.planner.hardware import load_cluster
-from megalite.profiling.collectives import (
-    TurnTime,
-    describe_machine,
-    make_channels,
-    measure_turns,
-    there_and_back,
-)
+from megalite.profiling.collectives import TurnTime, describe_machine, make_channels, measure_turns, there_and_back
 from megalite.profiling.files import fit_cluster
 from megalite.profiling.timing import Timer
 from tests.profiling.made_up import CPU, cpu_cluster, measurements, took
@@ -33,9 +27,7 @@ BASE = load_cluster("cpu-box")
         (4.0, 5.0, 1, 3.2),  # four a core, of which pairs in turn can show a factor of two
     ],
 )
-def test_the_file_says_what_is_left(
-    at_once: float, in_turn: float, cores: int, ranks_per_core: float
-) -> None:
+def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, ranks_per_core: float) -> None:
     turns = TurnTime(at_once=took(at_once), in_turn=took(in_turn))
     crowded = dataclasses.replace(CPU, cores=cores, nodes=1)
     measured = dataclasses.replace(measurements(cpu_cluster(BASE), crowded), turns=turns)

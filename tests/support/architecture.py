@@ -18,12 +18,7 @@ LATE_IMPORTS = {
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch."""
 
-DISPATCHERS = {
-    "megalite.cli.main",
-    "megalite.config.registry",
-    "megalite.kernels.registry",
-    "megalite.kernels.probes",
-}
+DISPATCHERS = {"megalite.cli.main", "megalite.config.registry", "megalite.kernels.registry", "megalite.kernels.probes"}
 """Modules that import by name: one command's module, when it is called; a kernel's, when it is chosen; apex's
 extensions, to see whether they load."""
 
@@ -60,9 +55,7 @@ def late_imports(module: Module) -> list[str]:
             if not stated and not any(is_in(name, package) for package in OPTIONAL_PACKAGES):
                 wrong.append(f"{name} is imported inside {function.name}")
     if module.name not in DISPATCHERS:
-        texts = [
-            ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, (ast.Name, ast.Attribute))
-        ]
+        texts = [ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, (ast.Name, ast.Attribute))]
         texts += [name for name, _ in imports(module.tree)]
         wrong += [text for text in texts if text.split(".")[-1] in ("import_module", "__import__")]
     return wrong
@@ -84,11 +77,7 @@ def environment_reads(module: Module) -> list[str]:
         return []
     texts = [ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
     texts += [name for name, _ in imports(module.tree)]
-    return [
-        text
-        for text in texts
-        if text in ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv")
-    ]
+    return [text for text in texts if text in ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv")]
 
 
 def world_lookups(module: Module) -> list[str]:
@@ -110,9 +99,7 @@ def prints(module: Module) -> list[str]:
     if module.inside("megalite.cli"):
         return []
     return [
-        f"line {node.lineno}"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Name) and node.id == "print"
+        f"line {node.lineno}" for node in ast.walk(module.tree) if isinstance(node, ast.Name) and node.id == "print"
     ]
 
 
@@ -152,11 +139,7 @@ def code_from_data(module: Module) -> list[str]:
             wrong += [text for call in PICKLING_CALLS - allowed if text == call or is_tail(text, call)]
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in RUNNING_TEXT:
             wrong.append(node.id)
-        elif (
-            isinstance(node, ast.keyword)
-            and node.arg == "allow_pickle"
-            and ast.unparse(node.value) != "False"
-        ):
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             wrong.append("allow_pickle")
     return wrong
 

@@ -47,9 +47,7 @@ steps an optimizer of which it knows the interface."""
 ONLY = {
     "megalite.config": {"megalite.config"},
     "megalite.kernels": {"megalite.kernels", "megalite.config"},
-    "megalite.optimizers": {
-        *("megalite.optimizers", "megalite.config", "megalite.topology", "megalite.kernels"),
-    },
+    "megalite.optimizers": {*("megalite.optimizers", "megalite.config", "megalite.topology", "megalite.kernels")},
     "megalite.models": {
         *("megalite.models", "megalite.config", "megalite.kernels"),
         *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.topology"),
@@ -79,11 +77,7 @@ class Module:
 
 def read_modules(root: Path) -> list[Module]:
     """megalite/, tools/ and pretrain_gpt.py below `root`."""
-    files = [
-        *sorted(root.glob("megalite/**/*.py")),
-        *sorted(root.glob("tools/*.py")),
-        root / "pretrain_gpt.py",
-    ]
+    files = [*sorted(root.glob("megalite/**/*.py")), *sorted(root.glob("tools/*.py")), root / "pretrain_gpt.py"]
     modules = []
     for path in files:
         parts = path.relative_to(root).with_suffix("").parts
@@ -100,9 +94,7 @@ def is_in(name: str, package: str) -> bool:
 
 def row_of(name: str) -> int:
     """The row of a module."""
-    fitting = [
-        (len(entry), row) for row, entries in enumerate(ROWS) for entry in entries if is_in(name, entry)
-    ]
+    fitting = [(len(entry), row) for row, entries in enumerate(ROWS) for entry in entries if is_in(name, entry)]
     return max(fitting)[1]
 
 

@@ -58,9 +58,7 @@ def listeners(root: int) -> list[Listener]:
             entries = list(Path(f"/proc/{pid}/fd").iterdir())
         except OSError:  # it has ended
             continue
-        inodes = [
-            match[1] for entry in entries if (match := re.fullmatch(r"socket:\[(\d+)\]", _target(entry)))
-        ]
+        inodes = [match[1] for entry in entries if (match := re.fullmatch(r"socket:\[(\d+)\]", _target(entry)))]
         found += [Listener(pid, command, *ports[inode]) for inode in inodes if inode in ports]
     return found
 

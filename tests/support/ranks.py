@@ -37,9 +37,7 @@ def _stop_pools() -> None:
     _pools.clear()
 
 
-def run_ranks(
-    size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
     """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
     Args:

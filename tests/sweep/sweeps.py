@@ -26,9 +26,7 @@ def write_sweep(folder: Path, **keys: Any) -> Path:
     """A sweep.yaml of the tiny model; `keys` go over a grid of four layouts on 2 ranks, None takes a key out."""
     tree = {"settings": MODEL, "ranks": 2, "grid": GRID, "steps": 3, "warm_up_steps": 1} | keys
     path = folder / "sweep.yaml"
-    path.write_text(
-        yaml.safe_dump({key: value for key, value in tree.items() if value is not None}, sort_keys=False)
-    )
+    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}, sort_keys=False))
     return path
 
 

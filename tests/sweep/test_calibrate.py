@@ -21,9 +21,7 @@ def test_a_fit_predicts_what_was_measured(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, settings=model | rest, ranks=4, grid={"tp": [1, 2], "pp": [1, 2]})
     _, runs = read_runs(path, machine=machine)
     # A machine whose products are slower than the file says.
-    efficiency = dataclasses.replace(
-        machine.cluster.efficiency, gemm=0.6 * machine.cluster.efficiency.gemm, memory=0.6
-    )
+    efficiency = dataclasses.replace(machine.cluster.efficiency, gemm=0.6 * machine.cluster.efficiency.gemm, memory=0.6)
     truth = dataclasses.replace(machine.cluster, efficiency=efficiency)
     seconds = {run.key: predict(run.config, truth, machine.stack).step_seconds for run in runs}
     results = {run.key: measured(run, seconds[run.key]) for run in runs}

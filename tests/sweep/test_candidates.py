@@ -102,9 +102,7 @@ def test_the_plan_that_trains_is_not_the_list_of_plans(tmp_path: Path) -> None:
 
 
 def test_labels_say_what_sets_a_run_apart(tmp_path: Path) -> None:
-    path = write_sweep(
-        tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]}
-    )
+    path = write_sweep(tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]})
     _, runs = read_runs(path)
     assert [run.label for run in runs] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]
     assert list(runs[0].settings) == ["tp", "dp_strategy"]

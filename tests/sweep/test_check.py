@@ -46,9 +46,7 @@ def test_times_are_those_of_predict(tmp_path: Path) -> None:
     for run in runs:
         if run.refused is None:
             assert run.predicted is not None
-            assert (
-                run.predicted.step_seconds == predict(run.config, machine.cluster, machine.stack).step_seconds
-            )
+            assert run.predicted.step_seconds == predict(run.config, machine.cluster, machine.stack).step_seconds
     # A precision that the cluster has no figure for is refused, and ends nothing.
     slow = write_sweep(tmp_path, settings=MODEL | {"precision": "bf16"}, ranks=1, grid={"tp": [1]})
     v100 = read_machine("v100", "fused")
@@ -65,10 +63,7 @@ def test_what_all_runs_change_alike_is_recorded_too(tmp_path: Path) -> None:
     entries = [{"tp": 2, "micro_batch_size": 4}, {"tp": 1, "micro_batch_size": 4, "seq_length": 16}]
     _, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
     # seq_length is as in the base; tp sets the runs apart, and makes their names.
-    assert [run.settings for run in runs] == [
-        {"micro_batch_size": 4, "tp": 2},
-        {"micro_batch_size": 4, "tp": 1},
-    ]
+    assert [run.settings for run in runs] == [{"micro_batch_size": 4, "tp": 2}, {"micro_batch_size": 4, "tp": 1}]
     assert [run.label for run in runs] == ["tp 2", "tp 1"]
     _, (alone,) = read_runs(write_sweep(tmp_path, grid=None, list=entries[:1]))
     assert alone.settings == {"micro_batch_size": 4, "tp": 2}

@@ -24,11 +24,7 @@ README = (EXAMPLE / "README.md").read_text(encoding="utf-8")
 def names_of(title: str) -> set[str]:
     """Names in the first column of the tables of a section."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    return {
-        name
-        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-        for name in re.findall("`(.*?)`", row)
-    }
+    return {name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall("`(.*?)`", row)}
 
 
 def test_every_key_and_status_is_explained() -> None:
@@ -48,9 +44,7 @@ def test_the_sbatch_block_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "source"), [(PAGE, "docs/sweep.md"), (README, "examples/sweep/README.md")])
-def test_commands(
-    text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands(text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(REPOSITORY)
     commands = [command.words for command in commands_in(text, source)]
     assert len(commands) >= 2

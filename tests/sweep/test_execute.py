@@ -52,9 +52,7 @@ class StubLauncher:
         """Start the next script."""
         assert files.load(folder / CONFIG).logging.run_dir == str(folder)
         self.started.append(run.key)
-        return LocalRun(
-            ["/bin/sh", "-c", self.scripts.pop(0), str(folder)], folder / "log.txt", environment=os.environ
-        )
+        return LocalRun(["/bin/sh", "-c", self.scripts.pop(0), str(folder)], folder / "log.txt", environment=os.environ)
 
     def clear(self, folder: Path) -> None:
         """Note it."""
@@ -85,16 +83,7 @@ class Sweep:
 
         store = self.store()
         try:
-            execute(
-                self.runs,
-                store,
-                launcher,
-                warm_up=1,
-                timeout=timeout,
-                limit=limit,
-                retry=retry,
-                observe=observe,
-            )
+            execute(self.runs, store, launcher, warm_up=1, timeout=timeout, limit=limit, retry=retry, observe=observe)
         finally:
             store.close()
 
@@ -219,7 +208,9 @@ def test_orphans_end_with_their_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of the end of a parent")
 def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
     code = "import os, pathlib, sys, time; from megalite.sweep.launchers import LocalRun; "
-    code += "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
+    code += (
+        "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
+    )
     script = f"setsid sleep 600 & echo $! > {tmp_path}/child; wait"
     parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")])
     child = int(wait_for(tmp_path / "child"))
@@ -230,9 +221,7 @@ def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
-    path = write_sweep(
-        tmp_path, settings=MODEL | {"global_batch_size": 36}, ranks=None, grid={"dp": [4, 6, 9, 12]}
-    )
+    path = write_sweep(tmp_path, settings=MODEL | {"global_batch_size": 36}, ranks=None, grid={"dp": [4, 6, 9, 12]})
     _, runs = read_runs(path)
     launcher = SbatchLauncher(SbatchSpec(gpus_per_node=8), environment={})
     assert [run.refused for run in launchable(runs, launcher)] == [

@@ -13,9 +13,7 @@ from tests.sweep.sweeps import measured, read_runs, write_sweep
 
 def predicted(run: Run, seconds: float) -> Run:
     """The run with a predicted time."""
-    return dataclasses.replace(
-        run, predicted=Predicted(memory_bytes=1, first_rank_bytes=1, step_seconds=seconds)
-    )
+    return dataclasses.replace(run, predicted=Predicted(memory_bytes=1, first_rank_bytes=1, step_seconds=seconds))
 
 
 def test_spearman() -> None:

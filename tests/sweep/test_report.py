@@ -60,11 +60,7 @@ def test_every_run_is_in_it(tmp_path: Path) -> None:
     results: dict[str, Result] = {run.key: measured(run, 0.5 - 0.1 * n) for n, run in enumerate(good)}
     broken = good[-1]
     results[broken.key] = dataclasses.replace(
-        results[broken.key],
-        status=OOM,
-        error="CUDA <out> & done",
-        step_seconds=None,
-        tokens_per_second=None,
+        results[broken.key], status=OOM, error="CUDA <out> & done", step_seconds=None, tokens_per_second=None
     )
     text = report('Sweep "a<b".yaml', runs, results)
     page = Page(text)

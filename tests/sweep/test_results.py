@@ -34,9 +34,7 @@ def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3, "nothing that was written is touched"
 
 
-def test_each_line_is_on_the_disk_when_append_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_line_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, runs = read_runs(write_sweep(tmp_path))
     store = Store.open(tmp_path / "out", spec, "local")
     synced: list[str] = []

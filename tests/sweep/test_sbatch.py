@@ -69,9 +69,7 @@ def runs(tmp_path: Path) -> tuple[Run, ...]:
     return read_runs(write_sweep(tmp_path, grid={"tp": [1, 2]}))[1]
 
 
-SPEC = SbatchSpec(
-    gpus_per_node=2, at_once=2, poll_seconds=0.05, options={"partition": "gpu"}, setup=("ulimit -c 0",)
-)
+SPEC = SbatchSpec(gpus_per_node=2, at_once=2, poll_seconds=0.05, options={"partition": "gpu"}, setup=("ulimit -c 0",))
 
 
 def go(tmp_path: Path, runs: tuple[Run, ...], *, timeout: float = 30.0) -> dict[str, Result]:
@@ -109,12 +107,7 @@ def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_p
 def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> None:
     options = {"account": "a team # 7", "comment": "", "constraint": "gpu&nvme", "mem-per-gpu": "64G"}
     text = job_script(
-        runs[0],
-        tmp_path / "100% b",
-        spec=SbatchSpec(options=options),
-        timeout=60.0,
-        environment={},
-        program=None,
+        runs[0], tmp_path / "100% b", spec=SbatchSpec(options=options), timeout=60.0, environment={}, program=None
     )
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "--account='a team # 7'" in lines
@@ -162,9 +155,7 @@ def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
 
 
 def test_failures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
-    slurm(
-        'case "$folder" in *tp_1*) echo "CUDA out of memory"; exit 1;; *) echo "ValueError: no"; exit 7;; esac'
-    )
+    slurm('case "$folder" in *tp_1*) echo "CUDA out of memory"; exit 1;; *) echo "ValueError: no"; exit 7;; esac')
     results = go(tmp_path, runs)
     assert [results[run.key].status for run in runs] == [OOM, FAILED]
     assert results[runs[1].key].error == "ValueError: no"

@@ -46,10 +46,7 @@ def check(tp: Group, kind: str, padded: int) -> None:
     losses.backward(grad)
     assert local.grad is not None
     torch.testing.assert_close(
-        local.grad,
-        full_grad.chunk(tp.size, -1)[tp.rank],
-        rtol=1e-11,
-        atol=1e-11 if kind == "extreme" else 1e-13,
+        local.grad, full_grad.chunk(tp.size, -1)[tp.rank], rtol=1e-11, atol=1e-11 if kind == "extreme" else 1e-13
     )
 
 
@@ -84,9 +81,7 @@ def fp16_on_padding(context: RankContext) -> list[float]:
     group = context.topology(tp=4).tp
     whole = whole_logits("random", 12)
     local = whole.chunk(4, -1)[group.rank].half().requires_grad_()
-    losses = vocab_parallel_cross_entropy(
-        local * 1.0, labels(), first=3 * group.rank, vocab_size=VOCAB, tp=group
-    )
+    losses = vocab_parallel_cross_entropy(local * 1.0, labels(), first=3 * group.rank, vocab_size=VOCAB, tp=group)
     losses.sum().backward()
     assert local.grad is not None
     assert local.grad.isfinite().all()

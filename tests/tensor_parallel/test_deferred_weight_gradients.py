@@ -10,12 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    linear,
-)
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
 from tests.models.live_bytes import LiveBytes
@@ -168,10 +163,7 @@ def test_halves_give_the_bits_of_the_whole_on_two_ranks(sp: bool) -> None:
 
 def traffic(context: RankContext) -> dict[str, int]:
     tp = context.topology(tp=2).tp
-    stack, deferred = (
-        build(tp, sp=True, tied=False, dtype=torch.float32, main_grad=True),
-        DeferredWeightGradients(),
-    )
+    stack, deferred = (build(tp, sp=True, tied=False, dtype=torch.float32, main_grad=True), DeferredWeightGradients())
     attach_deferred(stack, deferred)
     found = {}
     for kind in ("B", "I", "W"):
@@ -227,9 +219,7 @@ def test_one_gather_is_under_way_ahead_of_the_product() -> None:
 def test_the_tape_holds_inputs_and_output_gradients_until_it_has_run_and_nothing_after() -> None:
     rows, width = 50, 16
     factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
-    layers = [
-        RowParallelLinear(f"{i}", (width, width), std=1.0, bias=False, factory=factory) for i in range(2)
-    ]
+    layers = [RowParallelLinear(f"{i}", (width, width), std=1.0, bias=False, factory=factory) for i in range(2)]
     model, deferred = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1]), DeferredWeightGradients()
     for layer in layers:
         layer.weight.main_grad = torch.zeros(width, width)
@@ -273,9 +263,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
 
 def test_backwards_of_other_threads_are_recorded() -> None:
     """Autograd runs the backward of CUDA tensors in a thread of the device."""
-    stacks = [
-        build(Group.solo("tp"), sp=False, tied=True, dtype=torch.float32, main_grad=True) for _ in range(2)
-    ]
+    stacks = [build(Group.solo("tp"), sp=False, tied=True, dtype=torch.float32, main_grad=True) for _ in range(2)]
     deferred = DeferredWeightGradients()
     attach_deferred(stacks[0], deferred)
     loss = stacks[0](tokens(0))
@@ -322,10 +310,7 @@ def test_misuse_is_an_assertion() -> None:
     deferred = DeferredWeightGradients()
     with pytest.raises(AssertionError, match=r"microbatch 3 is not deferred"):
         deferred.run(3)
-    with (
-        deferred.deferring(1),
-        pytest.raises(AssertionError, match="another backward is deferred"),
-    ):
+    with deferred.deferring(1), pytest.raises(AssertionError, match="another backward is deferred"):
         deferred.deferring(2).__enter__()
     with pytest.raises(AssertionError, match="microbatch 1 is deferred already"):
         deferred.deferring(1).__enter__()

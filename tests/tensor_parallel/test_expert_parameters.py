@@ -31,9 +31,7 @@ def made(
 
 @pytest.mark.parametrize(("shape", "dim"), [(GATED, 2), (DOWN, 2), ((4, 192, 6), 1)])
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 6)])
-def test_the_rectangles_of_every_split_are_the_whole(
-    shape: tuple[int, ...], dim: int, ep: int, etp: int
-) -> None:
+def test_the_rectangles_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int, ep: int, etp: int) -> None:
     rows = []
     for i in range(ep):
         parts = [made(shape, dim, (i, ep), (j, etp)) for j in range(etp)]

@@ -51,9 +51,7 @@ def close(ours: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def check_weight_grad(
-    weight: ShardedParameter, calls: list[int], full: torch.Tensor, main_grad: bool
-) -> None:
+def check_weight_grad(weight: ShardedParameter, calls: list[int], full: torch.Tensor, main_grad: bool) -> None:
     expected = local(weight, full)
     if main_grad:
         assert weight.grad is None
@@ -97,11 +95,7 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
 
 def check_row(tp: Group, bias: bool, sp: bool, main_grad: bool) -> None:
     layer = RowParallelLinear("layer", (H, K), std=1.0, bias=bias, factory=factory(tp, sp))
-    x, w, b = (
-        drawn(1, S, B, K).requires_grad_(),
-        drawn(2, H, K).requires_grad_(),
-        drawn(3, H).requires_grad_(),
-    )
+    x, w, b = (drawn(1, S, B, K).requires_grad_(), drawn(2, H, K).requires_grad_(), drawn(3, H).requires_grad_())
     calls = prepare(layer.weight, w.detach(), main_grad)
     prepare(layer.bias, b.detach(), False)
     y = F.linear(x, w, b if bias else None)
@@ -222,9 +216,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
 
 def test_infos_say_what_the_optimizer_needs() -> None:
     group = _SpyGroup("tp", (0, 1), 1)
-    column = ColumnParallelLinear(
-        "a", (2, K, H), std=1.0, bias=True, factory=factory(group, True), shard_dim=1
-    )
+    column = ColumnParallelLinear("a", (2, K, H), std=1.0, bias=True, factory=factory(group, True), shard_dim=1)
     row = RowParallelLinear("b", (H, K), std=1.0, bias=True, factory=factory(group, True))
     assert column.bias is not None and row.bias is not None
     infos = [p.info for p in (column.weight, column.bias, row.weight, row.bias)]

@@ -12,17 +12,13 @@ from megalite.topology.layout import ShardSpec
 CPU = torch.device("cpu")
 
 
-def whole(
-    shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, std: float = 1.0
-) -> torch.Tensor:
+def whole(shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, std: float = 1.0) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=torch.float64)
     fill_normal(tensor, ShardSpec.whole(name, shape), dim=dim, std=std, seed=seed)
     return tensor
 
 
-@pytest.mark.parametrize(
-    "shape, dim", [((192, 6), 0), ((6, 192), 1), ((2, 192, 6), 1), ((48,), 0), ((96, 5), 0)]
-)
+@pytest.mark.parametrize("shape, dim", [((192, 6), 0), ((6, 192), 1), ((2, 192, 6), 1), ((48,), 0), ((96, 5), 0)])
 @pytest.mark.parametrize("parts", [2, 3, 4, 6])
 def test_the_parts_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int, parts: int) -> None:
     pieces = []
@@ -45,12 +41,7 @@ def test_distribution() -> None:
 
 def test_blocks_names_and_seeds_are_independent() -> None:
     values = whole((256, 300), 0)
-    others = [
-        values[64:128],
-        values[128:192],
-        whole((256, 300), 0, name="v")[:64],
-        whole((256, 300), 0, seed=8)[:64],
-    ]
+    others = [values[64:128], values[128:192], whole((256, 300), 0, name="v")[:64], whole((256, 300), 0, seed=8)[:64]]
     for other in others:
         correlation = (values[:64] * other).mean().item()
         assert abs(correlation) < 4 / (64 * 300) ** 0.5

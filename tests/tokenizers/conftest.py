@@ -49,15 +49,9 @@ def small_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiktoken(folder / "ranks.tiktoken", ranks)
     write_megatron_list(folder / "list.json", ranks)
     trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator(
-        TEXTS[:9], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    trained.train_from_iterator(TEXTS[:9], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     trained.save(str(folder / "tokenizer.json"))
-    pieces = [
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        *((c, -random.Random(ord(c)).random()) for c in map(chr, range(33, 99))),
-    ]
+    pieces = [("</s>", 0.0), ("<unk>", 0.0), *((c, -random.Random(ord(c)).random()) for c in map(chr, range(33, 99)))]
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([*pieces, ("re", -0.1), ("▁x", -0.2)], 1, True))
     unigram.normalizer = tokenizers.normalizers.NFKC()
     unigram.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()

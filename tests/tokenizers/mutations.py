@@ -68,24 +68,7 @@ def _edit(document: Any, rng: random.Random) -> None:
         if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
             node = node[key]
             continue
-        odd = [
-            None,
-            True,
-            -1,
-            0,
-            1 << 31,
-            1 << 40,
-            1 << 70,
-            1.5,
-            "",
-            "a",
-            "\ud800",
-            "(a+)+$",
-            "[",
-            [],
-            {},
-            [[]],
-        ]
+        odd = [None, True, -1, 0, 1 << 31, 1 << 40, 1 << 70, 1.5, "", "a", "\ud800", "(a+)+$", "[", [], {}, [[]]]
         odd += [{"Regex": r"(\w+\s?)+$"}, {"String": ""}, "BPE", "Unigram", "ByteLevel"]
         if rng.random() < 0.2:
             del node[key]
@@ -135,10 +118,7 @@ def main(folder: Path, cases: int, first: int) -> int:
         change = CHANGES[rng.randrange(len(CHANGES))]
         content = change(originals[name], rng)
         (folder / name).write_bytes(content)
-        paths = {
-            key: value if key == "tiktoken_pattern" else str(folder / value)
-            for key, value in settings.items()
-        }
+        paths = {key: value if key == "tiktoken_pattern" else str(folder / value) for key, value in settings.items()}
         signal.alarm(LONGEST_CASE)
         print(f"case {case} {name} {change.__name__}", file=sys.stderr, flush=True)
         worked[name] += judge(DataConfig(**paths), name)

@@ -68,9 +68,7 @@ def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
 def test_a_folder_of_several_tiktoken_files(tmp_path: Path) -> None:
     for name in ("a.tiktoken", "b.tiktoken"):
         write_tiktoken(tmp_path / name, {bytes([i]): i for i in range(256)})
-    with pytest.raises(
-        ConfigError, match=r"holds several tokenizers: a\.tiktoken, b\.tiktoken; give the path"
-    ):
+    with pytest.raises(ConfigError, match=r"holds several tokenizers: a\.tiktoken, b\.tiktoken; give the path"):
         build(tokenizer_model=tmp_path)
 
 
@@ -79,11 +77,7 @@ CONTRADICTIONS = [
     ("vocab.json", {}, r"vocab\.json is the vocab\.json of a GPT-2 BPE; give --vocab-file .*vocab\.json and"),
     ("merges.txt", {}, r"merges\.txt is the merges\.txt of a GPT-2 BPE; give --merge-file"),
     ("tokenizer.json", {"tokenizer_type": SP}, "is a Hugging Face tokenizer.json, which tokenizer_type Sent"),
-    (
-        "ranks.tiktoken",
-        {"tokenizer_type": HF},
-        "is a tiktoken file, which .* does not read; give --tokenizer-type Tik",
-    ),
+    ("ranks.tiktoken", {"tokenizer_type": HF}, "is a tiktoken file, which .* does not read; give --tokenizer-type Tik"),
     ("sp.model", {"tokenizer_type": HF}, r"sp\.model is not a Hugging Face tokenizer\.json"),
     ("sp.model", {"tiktoken_pattern": "gpt2"}, r"sp\.model: line 2: expected a token in base64 and its rank"),
     ("tokenizer.json", {"tiktoken_pattern": "gpt2"}, f"{HF} .*does not read tiktoken_pattern"),
@@ -133,9 +127,7 @@ def test_settings_that_do_not_work(settings: dict[str, str], message: str) -> No
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"is a folder without tokenizer\.json, tokenizer\.model, a \.tiktoken"
-    ):
+    with pytest.raises(ConfigError, match=r"is a folder without tokenizer\.json, tokenizer\.model, a \.tiktoken"):
         build(tokenizer_model=tmp_path)
 
 

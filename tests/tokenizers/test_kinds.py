@@ -23,10 +23,7 @@ KINDS: dict[str, dict[str, str]] = {
     "sentencepiece": {"tokenizer_model": "sp.model"},
     "hugging face": {"tokenizer_model": "tokenizer.json"},
     "gpt2": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-    **{
-        f"tiktoken {name}": {"tokenizer_model": "ranks.tiktoken", "tiktoken_pattern": name}
-        for name in PATTERNS
-    },
+    **{f"tiktoken {name}": {"tokenizer_model": "ranks.tiktoken", "tiktoken_pattern": name} for name in PATTERNS},
     "bytes": {"tokenizer_type": "ByteLevelTokenizer"},
 }
 SPELLED = "x<|endoftext|> </s>"
@@ -103,9 +100,7 @@ def test_what_has_no_text_and_no_ids(byte_bpe: Path, kind: str) -> None:
         tokenizer.encode_batch(["fine", "x\ud83d"])
     # Only the caller ends a document; a tokenizer.json recognises what is spelled out, as Hugging Face does.
     assert (tokenizer.eod in tokenizer.encode(SPELLED)) == (kind == "hugging face")
-    assert (
-        len(tokenizer.fingerprint()) == 64 and opened(byte_bpe, kind).fingerprint() == tokenizer.fingerprint()
-    )
+    assert len(tokenizer.fingerprint()) == 64 and opened(byte_bpe, kind).fingerprint() == tokenizer.fingerprint()
 
 
 @pytest.mark.parametrize("kind", ["hugging face", "gpt2", "tiktoken gpt2"])
@@ -158,15 +153,7 @@ HOSTILE = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "kind",
-    [
-        "sentencepiece",
-        "hugging face",
-        "gpt2",
-        "tiktoken gpt2",
-        "tiktoken llama3",
-        "tiktoken o200k_base",
-        "bytes",
-    ],
+    ["sentencepiece", "hugging face", "gpt2", "tiktoken gpt2", "tiktoken llama3", "tiktoken o200k_base", "bytes"],
 )
 def test_hostile_texts(small_files: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """No text takes more than time in proportion to its length, and every one comes back."""

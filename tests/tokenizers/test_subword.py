@@ -55,9 +55,7 @@ def test_the_end_of_document_of_a_tokenizer_json(tmp_path: Path) -> None:
     assert named.eod == 1 and named.fingerprint() != guessed.fingerprint()
     same = save_words(tmp_path, ["<unk>", "<eos>", "<|end_of_text|>"], eos_token="<|end_of_text|>")
     assert same.fingerprint() == guessed.fingerprint()
-    with pytest.raises(
-        ConfigError, match=r"tokenizer_config\.json: eos_token 'zzz' is not in the vocabulary"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token 'zzz' is not in the vocabulary"):
         save_words(tmp_path, ["<unk>"], eos_token="zzz")
     with pytest.raises(ConfigError, match=r"tokenizer\.json has no end-of-document token: none of <\|endo"):
         save_words(tmp_path, ["<unk>"], eos_token=None)

@@ -8,14 +8,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, Encoding
 from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
-from tests.tokenizers.texts import (
-    AWKWARD,
-    SOURCE,
-    TEXTS,
-    ranks_of,
-    write_megatron_list,
-    write_tiktoken,
-)
+from tests.tokenizers.texts import AWKWARD, SOURCE, TEXTS, ranks_of, write_megatron_list, write_tiktoken
 
 tiktoken = pytest.importorskip("tiktoken")
 BYTES = {bytes([i]): i for i in range(256)}
@@ -48,10 +41,7 @@ def test_an_own_pattern(byte_bpe: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (
-            None,
-            r"this file of 1499 ranks does not say .*; give --tiktoken-pattern NAME \(r50k_base, .*v2\)",
-        ),
+        (None, r"this file of 1499 ranks does not say .*; give --tiktoken-pattern NAME \(r50k_base, .*v2\)"),
         ("(", r"tiktoken refuses the file or the pattern '\('"),
         (r"\w+", r"the pattern '\\\\w\+' leaves characters out or matches nothing; every character"),
         ("", r"leaves characters out or matches nothing.*\|\\s\+\|\\S"),
@@ -67,9 +57,7 @@ def test_a_pattern_that_runs_out_of_steps(tmp_path: Path) -> None:
     """A panic of the library, which is no Exception in Python, becomes an error that names file and pattern."""
     tokenizer = TikTokenizer(write_tiktoken(tmp_path / "x.tiktoken", BYTES), r"(?:a(?=a)|a)+(?!\S)|\s|\S")
     assert tokenizer.encode("aa b") == list(b"aa b")
-    with pytest.raises(
-        ConfigError, match=r"x\.tiktoken: the pattern .* fails on a text of 300001 characters"
-    ):
+    with pytest.raises(ConfigError, match=r"x\.tiktoken: the pattern .* fails on a text of 300001 characters"):
         tokenizer.encode("a" * 300_000 + "b")
 
 
@@ -152,9 +140,7 @@ class TestKnownEncodings:
         path = write_tiktoken(tmp_path / "copy.tiktoken", BYTES)
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
         special = (("<|endoftext|>", 257), ("<|other|>", 260))
-        monkeypatch.setitem(
-            ENCODINGS, "cl100k_base", Encoding(PATTERNS["cl100k_base"], 256, special, "0" * 64)
-        )
+        monkeypatch.setitem(ENCODINGS, "cl100k_base", Encoding(PATTERNS["cl100k_base"], 256, special, "0" * 64))
         with pytest.raises(ConfigError, match="it has as many ranks as cl100k_base"):
             TikTokenizer(path)
         tokenizer = TikTokenizer(path, "cl100k_base")
@@ -178,9 +164,7 @@ class TestMegatronList:
         assert tokenizer.decode(tokenizer.encode(SOURCE)) == SOURCE
         assert tokenizer.fingerprint() != TikTokenizer(byte_bpe / "list.json").fingerprint()
         assert TikTokenizer(byte_bpe / "list.json", vocab_size=9999).vocab_size == 2499
-        with pytest.raises(
-            ConfigError, match="vocab_size 1200 is too small for 1000 special tokens and 256 bytes"
-        ):
+        with pytest.raises(ConfigError, match="vocab_size 1200 is too small for 1000 special tokens and 256 bytes"):
             TikTokenizer(byte_bpe / "list.json", vocab_size=1200)
 
     @pytest.mark.parametrize(
@@ -236,17 +220,13 @@ def test_garbled_lines(tmp_path: Path, line: bytes, message: str) -> None:
 
 def test_a_file_that_lacks_bytes(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "few.tiktoken", {bytes([i]): i for i in range(255)})
-    with pytest.raises(
-        ConfigError, match=r"few\.tiktoken: 1 of the 256 single bytes are missing, 0xff among them"
-    ):
+    with pytest.raises(ConfigError, match=r"few\.tiktoken: 1 of the 256 single bytes are missing, 0xff among them"):
         TikTokenizer(path, "gpt2")
 
 
 def merged_spaces() -> dict[bytes, int]:
     """Ranks in which the ids show where words were cut in white space and letters."""
-    pairs = [
-        a + b for a in (b"\n", b" ", b"a", b"'", b"1", b"s") for b in (b" ", b"\n", b"a", b"1", b"s", b"S")
-    ]
+    pairs = [a + b for a in (b"\n", b" ", b"a", b"'", b"1", b"s") for b in (b" ", b"\n", b"a", b"1", b"s", b"S")]
     return {token: i for i, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
 
 

@@ -30,9 +30,7 @@ def opened(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def refused(
-    train: Callable[..., Path], folder: Path, message: str, texts: object = TEXTS, **settings: object
-) -> None:
+def refused(train: Callable[..., Path], folder: Path, message: str, texts: object = TEXTS, **settings: object) -> None:
     with pytest.raises(ConfigError, match=message):
         train(texts, **{"output_prefix": folder / "x", "vocab_size": 1000, **settings})
     assert not list(folder.glob("x*"))
@@ -72,9 +70,7 @@ def test_another_failure_names_no_source_file(tmp_path: Path, monkeypatch: pytes
         raise RuntimeError("INTERNAL: src/a.cc(12) [(x) <= (y[0])] Out of luck.")
 
     monkeypatch.setattr(sentencepiece.SentencePieceTrainer, "train", fail)
-    refused(
-        train_sentencepiece, tmp_path, r"5 characters: Out of luck\.; try another --vocab-size$", ["hello"]
-    )
+    refused(train_sentencepiece, tmp_path, r"5 characters: Out of luck\.; try another --vocab-size$", ["hello"])
 
 
 @pytest.mark.parametrize("words", ["gpt2", "gpt4"])
@@ -112,9 +108,7 @@ def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> N
     few = "vocab_size 1000 cannot be trained on|11 characters give no more than"
     refused(train, tmp_path, few, ["hello world"])
     for size in (-1, 0, 256, 1 << 21, 10**12):
-        refused(
-            train, tmp_path, f"vocab_size {size} is not from 2.. .*; try --vocab-size 32000", vocab_size=size
-        )
+        refused(train, tmp_path, f"vocab_size {size} is not from 2.. .*; try --vocab-size 32000", vocab_size=size)
     for prefix in ("", "folder/", ".", "/"):
         refused(train, tmp_path, r"output_prefix .* has no name; give one such as", output_prefix=prefix)
 
@@ -131,9 +125,7 @@ def test_a_file_that_exists_is_kept(tmp_path: Path, train: Callable[..., Path]) 
             path.write_text("old")
 
     for write in (True, False):
-        with pytest.raises(
-            ConfigError, match=r"x\.(model|json) exists; give another --output-prefix or move"
-        ):
+        with pytest.raises(ConfigError, match=r"x\.(model|json) exists; give another --output-prefix or move"):
             train(texts(write=write), output_prefix=tmp_path / "x", vocab_size=400)
         assert [path.read_text() for path in paths] == ["old", "old"]
 

@@ -52,11 +52,7 @@ def write_tiktoken(path: Path, ranks: Mapping[bytes, int]) -> Path:
 def write_megatron_list(path: Path, ranks: Mapping[bytes, int]) -> Path:
     """The same as the JSON list that Megatron-LM reads."""
     entries = [
-        {
-            "rank": i,
-            "token_bytes": base64.b64encode(token).decode(),
-            "token_str": token.decode(errors="replace"),
-        }
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
         for token, i in ranks.items()
     ]
     path.write_text(json.dumps(entries))

@@ -29,9 +29,7 @@ def collectives(context: RankContext) -> dict[str, object]:
         "gathered": gathered[:, 0].tolist(),
         "part": part.tolist(),
         "mine": mine.tolist(),
-        "json": topology.tp.gather_json(
-            {"rank": topology.rank, "text": "é" * topology.rank}, topology.device
-        ),
+        "json": topology.tp.gather_json({"rank": topology.rank, "text": "é" * topology.rank}, topology.device),
     }
 
 

@@ -69,9 +69,7 @@ def test_groups_are_what_their_axes_say(order: str) -> None:
             for ranks in groups:
                 assert list(ranks) == sorted(ranks)
                 places = [layout.coordinate(rank)._asdict() for rank in ranks]
-                assert all(
-                    place[axis] == places[0][axis] for place in places for axis in place if axis not in free
-                )
+                assert all(place[axis] == places[0][axis] for place in places for axis in place if axis not in free)
         for rank in range(layout.world_size):
             assert layout.rank(**layout.coordinate(rank)._asdict()) == rank
 

@@ -33,9 +33,7 @@ def start(store: dist.TCPStore, late: list[float]) -> list[dist.PrefixStore]:
 
 
 @pytest.mark.parametrize("late", [[0.0, 0.3, 0.0], [0.3, 0.0, 0.0], [0.0, 0.0]])
-def test_ranks_of_one_start_meet_and_former_ones_are_left_out(
-    store: dist.TCPStore, late: list[float]
-) -> None:
+def test_ranks_of_one_start_meet_and_former_ones_are_left_out(store: dist.TCPStore, late: list[float]) -> None:
     former = start(store, [0.0, 0.0, 0.0])
     former[0].set("address", "of a process that is gone")
     parts = start(store, late)
@@ -52,9 +50,7 @@ def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str
     """What these ranks of a start say of the others."""
 
     def wait(rank: int) -> str:
-        client = dist.TCPStore(
-            store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS
-        )
+        client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
         with pytest.raises(RuntimeError) as caught:
             fresh_part(client, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=1.0))
         return str(caught.value)
@@ -65,12 +61,7 @@ def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str
 
 @pytest.mark.parametrize("former", [False, True])
 @pytest.mark.parametrize(
-    ("come", "says"),
-    [
-        ([0, 1, 3], "rank 2 of 4"),
-        ([0], "ranks 1, 2, 3 of 4"),
-        ([1, 2, 3], "rank 0 of 4"),
-    ],
+    ("come", "says"), [([0, 1, 3], "rank 2 of 4"), ([0], "ranks 1, 2, 3 of 4"), ([1, 2, 3], "rank 0 of 4")]
 )
 def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or_not(
     store: dist.TCPStore, come: list[int], says: str, former: bool
@@ -78,13 +69,9 @@ def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or
     if former:
         start(store, [0.0] * 4)
     (message,) = waits_in_vain(store, come, 4)
-    assert message == (
-        f"{says} did not come within 1 s (distributed_timeout_minutes); see what was printed there last"
-    )
+    assert message == (f"{says} did not come within 1 s (distributed_timeout_minutes); see what was printed there last")
 
 
 def test_not_all_of_many_are_named(store: dist.TCPStore) -> None:
     (message,) = waits_in_vain(store, [0], 40)
-    assert message.startswith(
-        "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ... of 40 did not come"
-    )
+    assert message.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ... of 40 did not come")

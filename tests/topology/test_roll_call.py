@@ -83,9 +83,7 @@ def test_no_store_means_that_this_host_may_be_cut_off() -> None:
     roll = RollCall(rank=1, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", port))
     assert roll.missing(0.5) is None
     text = roll._finding(None, SECONDS)
-    assert (
-        f"the store at 127.0.0.1:{port} does not answer either: host 1 (b), with rank 1, is cut off" in text
-    )
+    assert f"the store at 127.0.0.1:{port} does not answer either: host 1 (b), with rank 1, is cut off" in text
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -42,9 +42,7 @@ def test_one_process_alone_is_left_as_it_is() -> None:
 
 
 def test_a_policy_that_somebody_chose_stays() -> None:
-    assert (
-        policy(size=2, before="os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))") == os.SCHED_IDLE
-    )
+    assert policy(size=2, before="os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))") == os.SCHED_IDLE
 
 
 def _policies(context: RankContext) -> set[int]:

@@ -109,10 +109,6 @@ def test_resume_is_exact(tmp_path: Path, precision: str) -> None:
 def test_another_number_of_workers_and_another_strategy_take_up_its_checkpoint(tmp_path: Path) -> None:
     settings = {"max_staleness": 1, "precision": "bf16"}
     saved = run(2, settings, folder=tmp_path)
-    for world, others in (
-        (1, {}),
-        (3, {"global_batch_size": 9}),
-        (2, {"dp_strategy": "distributed-optimizer"}),
-    ):
+    for world, others in ((1, {}), (3, {"global_batch_size": 9}), (2, {"dp_strategy": "distributed-optimizer"})):
         again = run(world, {**settings, "max_staleness": 0, **others}, steps=0, folder=tmp_path, resume=True)
         assert_same_bits(again, saved)

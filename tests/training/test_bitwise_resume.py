@@ -60,12 +60,7 @@ PRECISIONS: dict[str, Settings] = {
     # the checkpoint one good step of two is counted: a scaler that forgot it would scale the next ones otherwise.
     "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2},
     # At the checkpoint two overflows of three are counted: forgotten, the scale would not come down in time.
-    "fp16-counting": {
-        "precision": "fp16",
-        "initial_loss_scale": 2.0**20,
-        "hysteresis": 3,
-        "loss_scale_window": 1,
-    },
+    "fp16-counting": {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 3, "loss_scale_window": 1},
 }
 
 
@@ -123,12 +118,7 @@ def three_runs(context: RankContext, layout: str, precision: str, folder: str) -
     return found
 
 
-CASES = [
-    (layout, precision)
-    for layout in LAYOUTS
-    for precision in ("fp32", "bf16", "fp16")
-    if "ramp" not in layout
-]
+CASES = [(layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16", "fp16") if "ramp" not in layout]
 CASES += [("dp2-zero", "fp16-counting"), ("dp2-zero-ramp", "bf16"), ("pp2-ramp", "fp16")]
 
 
@@ -217,9 +207,7 @@ def test_what_is_saved_is_the_state_of_the_snapshot(tmp_path: Path) -> None:
     run_ranks(2, save_both_ways, str(tmp_path))
     former: PlainCheckpoint | None = None
     for step in range(1, 2 * REPEATS, 2):
-        direct, background = (
-            read_plainly(tmp_path / name / f"step-{step:07d}") for name in ("direct", "background")
-        )
+        direct, background = (read_plainly(tmp_path / name / f"step-{step:07d}") for name in ("direct", "background"))
         assert differing(direct, background) == [], step
         for key, values in background.tensors.items():
             if key.startswith("weight:"):

@@ -63,9 +63,7 @@ def test_megatron_s_order_is_another_for_another_length() -> None:
     assert data_changes(saved(**MEGATRON), tiny_config(1, **MEGATRON)) == []
     # The same number of samples is the same order.
     assert (
-        data_changes(
-            saved(**MEGATRON), tiny_config(1, **{**MEGATRON, "train_iters": 10, "global_batch_size": 16})
-        )
+        data_changes(saved(**MEGATRON), tiny_config(1, **{**MEGATRON, "train_iters": 10, "global_batch_size": 16}))
         == []
     )
     open_batch = saved(**MEGATRON, micro_batch_size=2)

@@ -63,9 +63,7 @@ def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> Non
     assert told(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
 
 
-def end(
-    run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False
-) -> Ending:
+def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
     """A run whose setup is `run`: what it raises is how it ends."""
     trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
     trainer._step_reached, trainer._moved = step, moved

@@ -31,9 +31,7 @@ def steps(context: RankContext, settings: dict[str, Any], fails: bool) -> list[t
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"dp": 2}, {"dp": 2, "dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}],
-    ids=str,
+    "settings", [{"dp": 2}, {"dp": 2, "dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}], ids=str
 )
 def test_reductions(settings: dict[str, Any]) -> None:
     assert run_ranks(2, steps, settings, True) == run_ranks(2, steps, settings, False)

@@ -105,8 +105,7 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     lines = run({2: grow, 5: (disk / "filling").unlink}, run_dir=str(folder), **more)
     warnings = [line for line in lines if "cannot write" in line]
     assert [line.split("cannot write ")[1].split(";")[0] for line in warnings if "sessions" not in line] == [
-        f"{folder}/{name}: No space left on device"
-        for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
+        f"{folder}/{name}: No space left on device" for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
     ]
     again = [line for line in lines if "is written again" in line]
     assert again == [
@@ -190,9 +189,7 @@ def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) 
     if kind == "tensorboard":
         assert scalars(path) == [1, 4]
     else:
-        assert (
-            file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == before.count(b"\n") + 1
-        )
+        assert file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == before.count(b"\n") + 1
 
 
 def test_between_two_tries_nothing_is_asked_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

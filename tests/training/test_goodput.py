@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.training import goodput as goodput_module
-from megalite.training.goodput import (
-    FINISHED,
-    STOPPED,
-    Goodput,
-    Session,
-    SessionLog,
-    goodput_of,
-    read_sessions,
-)
+from megalite.training.goodput import FINISHED, STOPPED, Goodput, Session, SessionLog, goodput_of, read_sessions
 from megalite.training.sinks import JsonLines
 
 
@@ -34,9 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def start(folder: Path, clock: Clock, *, step: int = 0, resumes: bool = True) -> SessionLog:
-    return SessionLog.open(
-        folder, started=clock.now, step=step, resumes=resumes, ranks=2, layout="dp 2", log=print
-    )
+    return SessionLog.open(folder, started=clock.now, step=step, resumes=resumes, ranks=2, layout="dp 2", log=print)
 
 
 def make_steps(account: SessionLog, clock: Clock, steps: range, seconds: float) -> None:
@@ -67,12 +57,7 @@ def test_one_session(tmp_path: Path, clock: Clock) -> None:
         "other 1.0 s"
     )
     (session,) = read_sessions(tmp_path)
-    assert (session.ended, session.pid, session.last_step, session.layout) == (
-        FINISHED,
-        os.getpid(),
-        10,
-        "dp 2",
-    )
+    assert (session.ended, session.pid, session.last_step, session.layout) == (FINISHED, os.getpid(), 10, "dp 2")
 
 
 def test_a_killed_session_is_made_up_for(tmp_path: Path, clock: Clock) -> None:
@@ -158,9 +143,7 @@ def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    account = SessionLog.open(
-        tmp_path, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=lines.append
-    )
+    account = SessionLog.open(tmp_path, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=lines.append)
 
     def full(self: Path, *arguments: Any, **named: Any) -> int:
         raise OSError(28, "No space left on device")

@@ -95,9 +95,7 @@ def test_a_default_folder_that_cannot_be_written_is_said_once(tokens: Path) -> N
     assert found[0]["samples"] == found[2]["samples"]
 
 
-def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(tokens: Path, tmp_path: Path) -> None:
     """Also if one node alone has the fault."""
     (tmp_path / "file").write_text("in the way")
     for folders in ([tmp_path / "file"] * RANKS, [*[tmp_path / "c"] * 2, *[tmp_path / "file"] * 2]):
@@ -109,9 +107,7 @@ def lone(context: RankContext, prefix: str, folder: str) -> list[int]:
     """How many indices there are before the first step of a run of five epochs, and at each epoch after it."""
     topology = context.topology()
     data = DataConfig(data_path=[prefix], split="1", data_cache_path=folder)
-    source = build_datasets(
-        data, seq_length=16, seed=1, vocab_size=10, splits=("train",), small_bytes=0
-    ).train
+    source = build_datasets(data, seq_length=16, seed=1, vocab_size=10, splits=("train",), small_bytes=0).train
     assert isinstance(source, GPTDataset)
     needs = [Need(source, 0, 5 * source.samples_per_epoch)]
     prepare_indices(needs, [], world=topology.world, device=topology.device, leads=True)

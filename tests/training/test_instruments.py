@@ -72,9 +72,7 @@ def test_a_run_says_where_its_time_goes(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6 + 3
 
 
-def test_a_run_that_is_stopped_fails_and_comes_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_fails_and_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resume = {"load": str(tmp_path / "checkpoints"), "fresh_if_missing": True, "eval_interval": None}
     run(tmp_path, **resume, exit_interval=2)
 
@@ -112,15 +110,7 @@ def test_timers_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def gathers_of(context: RankContext, steps: int) -> int:
     """All-gathers over the world in a run with one line at its end."""
     config = tiny_config(
-        2,
-        **{
-            **RUN,
-            "dp": 2,
-            "train_iters": steps,
-            "log_interval": 100,
-            "eval_interval": None,
-            "save_interval": None,
-        },
+        2, **{**RUN, "dp": 2, "train_iters": steps, "log_interval": 100, "eval_interval": None, "save_interval": None}
     )
     count, gather = [0], Group.all_gather
 
@@ -180,9 +170,7 @@ def test_a_profile_has_the_pipeline_s_actions(tmp_path: Path) -> None:
 
 def profiled(context: RankContext, folder: str) -> None:
     more = {"profile": True, "profile_ranks": [1], "profile_step_start": 2, "profile_step_end": 3}
-    config = tiny_config(
-        2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 2, "eval_interval": None, **more}
-    )
+    config = tiny_config(2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 2, "eval_interval": None, **more})
     ReplicaTrainer(build(context, config)).fit()
 
 
@@ -195,19 +183,12 @@ def test_a_profile_of_another_rank(tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"^cannot write profiles to .*profile: File exists; give a --run-dir"
-    ):
+    with pytest.raises(ConfigError, match=r"^cannot write profiles to .*profile: File exists; give a --run-dir"):
         run(tmp_path, profile=True, profile_step_start=2, profile_step_end=3)
 
 
 def test_a_profile_beyond_the_end_is_said(tmp_path: Path) -> None:
     run(tmp_path, exit_interval=4)
-    more = {
-        "load": str(tmp_path / "checkpoints"),
-        "profile": True,
-        "profile_step_start": 3,
-        "profile_step_end": 5,
-    }
+    more = {"load": str(tmp_path / "checkpoints"), "profile": True, "profile_step_start": 3, "profile_step_end": 5}
     assert "step 8 is beyond the last step, 6: no profile will be written" in run(tmp_path, **more)
     assert list((tmp_path / "profile").iterdir()) == []

@@ -39,9 +39,7 @@ FOUR_STEPS = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "split": "8
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     generator = np.random.default_rng(5)
-    documents = [
-        generator.integers(1, 90, size=length).tolist() for length in generator.integers(2, 60, size=400)
-    ]
+    documents = [generator.integers(1, 90, size=length).tolist() for length in generator.integers(2, 60, size=400)]
     write_by_layout(tmp_path / "d", documents)
     return str(tmp_path / "d")
 
@@ -85,10 +83,7 @@ def test_every_step_says_how_long_it_waited_for_data(
     lines = run(prefix, tmp_path / "run", log_interval=2, eval_interval=None)
     waited = [record["data_wait_ms"] for record in records(tmp_path / "run", "train")]
     assert waited == [1000.0, 2000.0, 3000.0, 4000.0]
-    assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == [
-        "1500.0 ms",
-        "3500.0 ms",
-    ]
+    assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == ["1500.0 ms", "3500.0 ms"]
 
 
 def test_whatever_comes_next_is_read_while_a_step_computes(
@@ -111,13 +106,7 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
 
 def reader(dataset: Any) -> BatchLoader:
     return BatchLoader(
-        dataset,
-        seq_length=16,
-        eod_token=None,
-        eod_mask_loss=False,
-        dp_rank=0,
-        dp_size=1,
-        micro_batch_size=1,
+        dataset, seq_length=16, eod_token=None, eod_mask_loss=False, dp_rank=0, dp_size=1, micro_batch_size=1
     )
 
 
@@ -164,16 +153,12 @@ def test_a_bad_token_in_mid_run_is_one_error_on_all_ranks(layout: dict[str, int]
     assert first == second
     kind, message, step = first
     assert (kind, step) == ("ConfigError", 1)
-    assert message.startswith(
-        f"rank {int('dp' in layout)}: {tmp_path}/d.bin: document 0 holds token id 60000"
-    )
+    assert message.startswith(f"rank {int('dp' in layout)}: {tmp_path}/d.bin: document 0 holds token id 60000")
     # The save that was under way is whole.
     assert (tmp_path / "saved" / "latest").read_text().split()[0].endswith("1")
 
 
-def meets_bad_token(
-    context: RankContext, layout: dict[str, int], prefix: str, saved: str
-) -> tuple[str, str, int]:
+def meets_bad_token(context: RankContext, layout: dict[str, int], prefix: str, saved: str) -> tuple[str, str, int]:
     """(type, message, step) of the error that ends a run whose file is spoiled after it was opened."""
     changes = {"eval_interval": None, "split": "1", "save": saved, "save_interval": 1, "async_save": True}
     config = tiny_config(2, **{**FOUR_STEPS, **changes}, **layout, data_path=[prefix])
@@ -254,12 +239,7 @@ def test_a_packed_run_goes_on_as_if_it_had_not_stopped(prefix: str, tmp_path: Pa
     assert any("of their positions predict nothing" in line for line in lines)
     run(prefix, tmp_path / "parts", **packed, exit_interval=3)
     run(prefix, tmp_path / "parts", **packed, load=str(tmp_path / "parts" / "checkpoints"))
-    for kind, name in (
-        ("train", "loss"),
-        ("train", "grad_norm"),
-        ("valid", "valid_loss"),
-        ("test", "test_loss"),
-    ):
+    for kind, name in (("train", "loss"), ("train", "grad_norm"), ("valid", "valid_loss"), ("test", "test_loss")):
         last = [records(tmp_path / folder, kind)[-1] for folder in ("whole", "parts")]
         assert last[0]["step"] == last[1]["step"] == 4
         assert last[0][name] == last[1][name]
@@ -268,9 +248,7 @@ def test_a_packed_run_goes_on_as_if_it_had_not_stopped(prefix: str, tmp_path: Pa
 def test_ranks_without_data_take_part_in_the_test_evaluation(prefix: str) -> None:
     one = logged(RankContext(0), 1, prefix)
     first, *rest = run_ranks(4, logged, 4, prefix)
-    assert (
-        [line for line in first if "test loss" in line] == [line for line in one if "test loss" in line] != []
-    )
+    assert [line for line in first if "test loss" in line] == [line for line in one if "test loss" in line] != []
     assert rest == [[], [], []]
 
 

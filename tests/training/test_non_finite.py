@@ -116,29 +116,13 @@ CASES = [
     ("onebit-adam", "skip", [1], 1, 0, "layers.1.mlp, stage 0 on rank 1 (dp 1), microbatch 0 (sample 9)"),
     ("dp2 fp16", "stop", [1], 0, 1, "layers.0.mlp, stage 0 on rank 1 (dp 1), microbatch 1 (sample 11)"),
     ("dp2 fp16", "skip", [0], 1, 3, "layers.1.mlp, stage 0 on rank 0 (dp 0), microbatch 3 (sample 14)"),
-    (
-        "tp2 pp2 bf16",
-        "stop",
-        [2],
-        1,
-        4,
-        "layers.1.mlp, stage 1 on rank 2 (tp 0, pp 1), microbatch 4 (sample 12)",
-    ),
-    (
-        "tp2 pp2 bf16",
-        "skip",
-        [0, 1],
-        0,
-        6,
-        "layers.0.mlp, stage 0 on rank 0 (tp 0, pp 0), microbatch 6 (sample 14)",
-    ),
+    ("tp2 pp2 bf16", "stop", [2], 1, 4, "layers.1.mlp, stage 1 on rank 2 (tp 0, pp 1), microbatch 4 (sample 12)"),
+    ("tp2 pp2 bf16", "skip", [0, 1], 0, 6, "layers.0.mlp, stage 0 on rank 0 (tp 0, pp 0), microbatch 6 (sample 14)"),
 ]
 
 
 @pytest.mark.parametrize(("name", "policy", "culprits", "layer", "microbatch", "where"), CASES)
-def test_a_bad_output(
-    name: str, policy: str, culprits: list[int], layer: int, microbatch: int, where: str
-) -> None:
+def test_a_bad_output(name: str, policy: str, culprits: list[int], layer: int, microbatch: int, where: str) -> None:
     world, layout = LAYOUTS[name]
     settings = {**layout, "on_non_finite": policy}
     found = run_ranks(world, bad_step, world, settings, culprits, microbatch, layer)
@@ -240,16 +224,12 @@ def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
     assert [step(bad=True).skipped for _ in range(4)] == [True] * 4  # at 4, 2, 1, 1
     assert not step(bad=False).skipped
     assert [step(bad=True).loss_scale for _ in range(2)] == [1.0, 1.0]
-    with pytest.raises(
-        NonFiniteError, match="loss scale is at its minimum, 1, and did in max_consecutive_skips 2"
-    ):
+    with pytest.raises(NonFiniteError, match="loss scale is at its minimum, 1, and did in max_consecutive_skips 2"):
         step(bad=True)
     assert runner.replica.optimizer.updates == 1
 
 
-def spoil_and_save(
-    context: RankContext, folder: str, state: str, check: bool, policy: str
-) -> tuple[str, list[str]]:
+def spoil_and_save(context: RankContext, folder: str, state: str, check: bool, policy: str) -> tuple[str, list[str]]:
     config = tiny_config(
         2,
         **{**SMALL, "precision": "bf16", "dp": 2, "dp_strategy": "distributed-optimizer", "save": folder},
@@ -280,10 +260,7 @@ def spoil_and_save(
 def test_what_is_not_finite_is_not_saved(tmp_path: Path, state: str, policy: str) -> None:
     said, other = (found[0] for found in run_ranks(2, spoil_and_save, str(tmp_path), state, True, policy))
     assert said == other
-    assert (
-        said.startswith(f"step 2: {state} of ")
-        and "are not finite on rank 1: no checkpoint is written" in said
-    )
+    assert said.startswith(f"step 2: {state} of ") and "are not finite on rank 1: no checkpoint is written" in said
     assert "the newest is of step 1" in said and "--no-check-weights-before-save" in said
     assert [candidate.step for candidate in candidates(tmp_path)] == [1]
 
@@ -311,9 +288,7 @@ def test_the_remedy_is_one_that_there_is() -> None:
     assert remedy(config, 0, in_weights=False) == (
         "No step has been taken, so that --lr is not the cause: look at --init-method-std (50) and at this batch"
     )
-    assert remedy(replace(config, load="a"), 0, in_weights=True).endswith(
-        "look at what --load names and at this batch"
-    )
+    assert remedy(replace(config, load="a"), 0, in_weights=True).endswith("look at what --load names and at this batch")
     assert remedy(config, 3, in_weights=False).startswith("Lower --lr, or raise --lr-warmup-iters")
     assert remedy(config, 3, in_weights=True).startswith("No checkpoint has been saved to continue from")
     saves = replace(config, save_interval=4)

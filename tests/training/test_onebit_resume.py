@@ -15,19 +15,8 @@ from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
 STEPS = 9
-SETTINGS: dict[str, Any] = {
-    "num_layers": 1,
-    "global_batch_size": 4,
-    "precision": "fp32",
-    "lr": 1e-3,
-    "freeze_step": 3,
-}
-ZERO_ONE = {
-    "optimizer": "zero-one-adam",
-    "variance_update_scaler": 2,
-    "local_step_scaler": 1,
-    "local_step_clipper": 4,
-}
+SETTINGS: dict[str, Any] = {"num_layers": 1, "global_batch_size": 4, "precision": "fp32", "lr": 1e-3, "freeze_step": 3}
+ZERO_ONE = {"optimizer": "zero-one-adam", "variance_update_scaler": 2, "local_step_scaler": 1, "local_step_clipper": 4}
 """Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
 """The second moment is looked at every 2 steps."""
@@ -46,8 +35,7 @@ def bits(runner: Runner) -> dict[str, bytes]:
         tensors |= {f"{name} {index}": each for name, each in optimizer.state(shard.main_param).items()}
     tensors |= {f"{state} of {name}": each for (state, name), each in optimizer.tensor_state().items()}
     found = {
-        name: each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for name, each in tensors.items()
+        name: each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, each in tensors.items()
     }
     found["counters"] = repr((strategy.counters(), optimizer.counters(), optimizer.updates)).encode()
     return found
@@ -218,11 +206,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {**LAMB, "freeze_step": 3},
         ["exp_avg_sq_fresh"],
     ),
-    "adam to 0/1 adam": (
-        {"optimizer": "adam"},
-        {**ZERO_ONE, "freeze_step": 4},
-        ["local_update", "synced_param"],
-    ),
+    "adam to 0/1 adam": ({"optimizer": "adam"}, {**ZERO_ONE, "freeze_step": 4}, ["local_update", "synced_param"]),
 }
 
 
@@ -236,9 +220,7 @@ def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_p
             assert not begun[state].any()
         for state in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(begun[state], before[state])
-        assert phases == (
-            ["gradients"] * 2 + ["momentum"] * 2 if to["freeze_step"] == 6 else ["momentum"] * 4
-        )
+        assert phases == (["gradients"] * 2 + ["momentum"] * 2 if to["freeze_step"] == 6 else ["momentum"] * 4)
         assert 1e-3 < moved < 0.1
         for (state, tensor), value in states.items():
             assert 0.01 <= value <= 10.0, (state, tensor)

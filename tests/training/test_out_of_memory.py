@@ -12,13 +12,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
 from megalite.training import trainer
-from megalite.training.memory import (
-    OutOfMemoryError,
-    explaining_out_of_memory,
-    explanation,
-    predicted,
-    remedies,
-)
+from megalite.training.memory import OutOfMemoryError, explaining_out_of_memory, explanation, predicted, remedies
 from tests.support.tiny import TINY
 
 CPU_ERROR = (
@@ -57,36 +51,24 @@ def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
     config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
     launch = Launch(rank=1, world_size=2, local_rank=1)
-    error = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of"
-    )
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of")
     said = explanation(error, config, frozenset(), launch)
     history = tmp_path / "out-of-memory-rank-1.pickle"
     assert "rank 1 (host " in said and " ran out of GPU memory when it asked for 2.50 GiB; " in said
     assert "; the device has 80.00 GiB, at most 79.00 GiB were allocated; the planner counts " in said
-    assert (
-        said.endswith(f"wrote its allocations to {history} for pytorch.org/memory_viz") and history.exists()
-    )
+    assert said.endswith(f"wrote its allocations to {history} for pytorch.org/memory_viz") and history.exists()
 
 
 def test_the_prediction_is_the_planner_s_for_this_rank() -> None:
     config = replace(CONFIG, pp=2)
-    first, last = (
-        predicted(config, frozenset(), Launch(rank=rank, world_size=2, local_rank=rank)) for rank in (0, 1)
-    )
+    first, last = (predicted(config, frozenset(), Launch(rank=rank, world_size=2, local_rank=rank)) for rank in (0, 1))
     assert first is not None and last is not None
     assert first.activation_bytes > last.activation_bytes > 0  # 1F1B keeps more on the first stage
-    assert (
-        predicted(replace(config, vocab_size=None), frozenset(), Launch(rank=0, world_size=2, local_rank=0))
-        is None
-    )
+    assert predicted(replace(config, vocab_size=None), frozenset(), Launch(rank=0, world_size=2, local_rank=0)) is None
 
 
 def test_remedies_are_what_is_not_done_yet() -> None:
-    assert remedies(CONFIG)[:2] == [
-        "--dp-strategy distributed-optimizer (with dp above 1)",
-        "--micro-batch-size 2",
-    ]
+    assert remedies(CONFIG)[:2] == ["--dp-strategy distributed-optimizer (with dp above 1)", "--micro-batch-size 2"]
     tight = replace(
         CONFIG,
         micro_batch_size=1,
@@ -101,7 +83,5 @@ def test_remedies_are_what_is_not_done_yet() -> None:
 def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"^record_memory_history has no effect on cpu: only CUDA's allocator keeps"
-    ):
+    with pytest.raises(ConfigError, match=r"^record_memory_history has no effect on cpu: only CUDA's allocator keeps"):
         trainer.Trainer(config, explicit=frozenset(), log=print).fit()

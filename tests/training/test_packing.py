@@ -64,8 +64,7 @@ def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: d
     """In fp64, to 1e-12: what is packed beside a document, and where, has no part in its losses."""
     generator = torch.Generator().manual_seed(1)
     documents = [
-        torch.randint(1, 93, (length,), generator=generator).tolist()
-        for length in (3, 9, 17, 2, 6, 7, 4, 12, 5, 16)
+        torch.randint(1, 93, (length,), generator=generator).tolist() for length in (3, 9, 17, 2, 6, 7, 4, 12, 5, 16)
     ]
     write_by_layout(tmp_path / "d", documents)
     dataset = PackedDataset(
@@ -87,9 +86,7 @@ def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: d
     (batch,) = loader.load(0, count)
     starts = batch.document_starts
     assert starts is not None and max(map(len, starts)) > 2
-    together = losses(
-        replica, batch.tokens, batch.labels, attention_documents=starts, position_documents=starts
-    )
+    together = losses(replica, batch.tokens, batch.labels, attention_documents=starts, position_documents=starts)
     packed = (together * batch.loss_mask).sum().item()
     alone = 0.0
     for document in documents:

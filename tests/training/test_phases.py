@@ -34,14 +34,7 @@ def run_action(clock: PhaseClock, hand: list[float], text: str, seconds: float) 
 
 def test_actions_and_phases_add_up(hand: list[float]) -> None:
     clock = PhaseClock(CPU)
-    for text, seconds in (
-        ("0F0", 1.0),
-        ("0F1", 2.0),
-        ("0R0", 4.0),
-        ("0B0", 8.0),
-        ("1I0", 16.0),
-        ("1W0", 32.0),
-    ):
+    for text, seconds in (("0F0", 1.0), ("0F1", 2.0), ("0R0", 4.0), ("0B0", 8.0), ("1I0", 16.0), ("1W0", 32.0)):
         run_action(clock, hand, text, seconds)
         hand[0] += 1000.0  # waiting lies between computations
     with clock.phase("reduce"):

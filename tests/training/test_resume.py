@@ -59,9 +59,7 @@ def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.nd
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
 
 
-def converted(
-    context: RankContext, settings: dict[str, Any], folder: str, changes: dict[str, Any]
-) -> dict[str, Any]:
+def converted(context: RankContext, settings: dict[str, Any], folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Like `resumed` over 2 ranks, in another precision or with other settings."""
     return resumed(context, 2, {**settings, **changes}, folder)
 
@@ -86,9 +84,7 @@ def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -
     for kind in ("exp_avg", "exp_avg_sq"):
         for name, values in saved[kind].items():
             np.testing.assert_array_equal(loaded[kind][name], values, err_msg=name)
-    np.testing.assert_allclose(
-        [step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2
-    )
+    np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 
 def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
@@ -99,15 +95,11 @@ def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded["weight"][name], values, err_msg=name)
     some = saved["main_param"]["layers.0.mlp.up.weight"]
     assert np.any(some != saved["weight"]["layers.0.mlp.up.weight"]), "main parameters hold more digits"
-    np.testing.assert_allclose(
-        [step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2
-    )
+    np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 
 def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    ours = run_ranks(
-        2, converted, ZERO, str(in_fp32[0]), {"precision": "fp16", "initial_loss_scale": 2.0**10}
-    )
+    ours = run_ranks(2, converted, ZERO, str(in_fp32[0]), {"precision": "fp16", "initial_loss_scale": 2.0**10})
     assert [step[2:] for step in ours[0]["after"]] == [(2.0**10, False)] * 3
 
 
@@ -148,10 +140,7 @@ def test_another_tokenizer_is_refused(in_fp32: tuple[Path, list[dict[str, Any]]]
 
 
 def test_dropout_may_differ(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    assert (
-        run_ranks(2, refused, str(in_fp32[0]), {"hidden_dropout": 0.1}, "a" * 64)
-        == ["nothing was raised"] * 2
-    )
+    assert run_ranks(2, refused, str(in_fp32[0]), {"hidden_dropout": 0.1}, "a" * 64) == ["nothing was raised"] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

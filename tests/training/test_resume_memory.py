@@ -163,8 +163,6 @@ def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, w
 def test_a_distributed_optimizer_reads_its_own_part_of_the_states(written: Path) -> None:
     ranks = run_ranks(2, bytes_read, 2, ZERO, str(written / "quarters"))
     assert [read for read, _ in ranks] == [held for _, held in ranks]
-    parameters = (
-        sum(held for _, held in ranks) // 16
-    )  # 4 bytes of weight on both, 8 of states on one of the two
+    parameters = sum(held for _, held in ranks) // 16  # 4 bytes of weight on both, 8 of states on one of the two
     size = sum(path.stat().st_size for path in written.glob("quarters/step-*/*.safetensors"))
     assert size == pytest.approx(12 * parameters, rel=0.01)

@@ -31,11 +31,7 @@ Settings = dict[str, Any]
 Wanted = dict[str, tuple[str, str]]
 """Of each state of the strategy: its placement and its default."""
 
-STATES: Wanted = {
-    "alike": ("replicated", "required"),
-    "owned": ("sharded", "required"),
-    "own": ("private", "required"),
-}
+STATES: Wanted = {"alike": ("replicated", "required"), "owned": ("sharded", "required"), "own": ("private", "required")}
 SMALL: Settings = {"num_layers": 2, "hidden_size": 16, "precision": "bf16", "ddp_bucket_size": 1000}
 EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 8, "moe_first_dense_layers": 1}
 LAYOUTS: dict[str, tuple[int, Settings]] = {
@@ -102,9 +98,7 @@ class Remembering(DistributedOptimizer):
         for placed in state.bucket.placed:
             start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
             if start < stop:
-                found[placed.parameter.info.spec.name] = state.values[
-                    start - state.start : stop - state.start
-                ]
+                found[placed.parameter.info.spec.name] = state.values[start - state.start : stop - state.start]
         return found
 
     def replica_of(self, state: FlatState) -> int:
@@ -138,9 +132,7 @@ class Trusting(AdamW):
         return self.trust
 
 
-def remembering(
-    context: RankContext, layout: str, wanted: Wanted, **more: Any
-) -> tuple[Replica, Remembering]:
+def remembering(context: RankContext, layout: str, wanted: Wanted, **more: Any) -> tuple[Replica, Remembering]:
     world, settings = LAYOUTS[layout]
     replica = build(context, tiny_config(world, **SMALL, **settings, **more))
     strategy = Remembering(replica, wanted)
@@ -227,9 +219,7 @@ def test_any_layout_takes_them_up(written: dict[str, Path], source: str, target:
         assert wrong == []
         other_dp = before != after or target == "ep1"
         assert [line for line in lines if "replicas" in line] == (
-            [f"{written[source]}/step-0000004 {mean_line(before if target != 'ep1' else 1, after)}"]
-            if other_dp
-            else []
+            [f"{written[source]}/step-0000004 {mean_line(before if target != 'ep1' else 1, after)}"] if other_dp else []
         )
         cut = {LAYOUTS[layout][1].get("tp", 1) for layout in (source, target)}
         assert set(untouched) <= ({"of_slice"} if len(cut) == 2 or target == "ep1" else set())
@@ -338,9 +328,7 @@ def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
     assert narrow_and_back(tmp_path) == []
 
 
-def test_inspect_knows_leading_dimensions(
-    written: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_knows_leading_dimensions(written: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = written["tp2 dp2"]
     assert inspect_main([str(folder)]) == 0
     assert inspect_main([str(folder / "step-0000004"), "--tensors", "own/layers.0.*"]) == 0
@@ -407,11 +395,7 @@ def overtaken(context: RankContext, folder: str) -> list[str]:
     load(runner.replica, Path(folder), tokenizer=None, log=lambda line: None)
     runner.replica.strategy.wait_for_parameters()
     buckets = list(runner.replica.strategy.all_buckets())
-    return [
-        f"bucket {index}"
-        for index, values in enumerate(wanted)
-        if not torch.equal(buckets[index].data, values)
-    ]
+    return [f"bucket {index}" for index, values in enumerate(wanted) if not torch.equal(buckets[index].data, values)]
 
 
 def test_what_is_on_its_way_does_not_overtake_what_is_loaded(tmp_path: Path) -> None:

@@ -162,9 +162,7 @@ def test_a_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_or_it_goes_on(tmp_path: Path, background: bool) -> None:
-    results = run_ranks(
-        2, failing, str(tmp_path / "s"), async_save=background, on_save_error="continue", keep_latest=2
-    )
+    results = run_ranks(2, failing, str(tmp_path / "s"), async_save=background, on_save_error="continue", keep_latest=2)
     for lines, error, _ in results:
         assert not error
         assert lines[1].startswith("warning: cannot save") and "going on without it" in lines[1]
@@ -306,9 +304,7 @@ def test_retention(tmp_path: Path) -> None:
     seen = run_ranks(2, keeps, str(tmp_path / "a"), None, keep_latest=2, keep_every=4)[0]
     assert seen[:3] == [[1], [1, 2], [2, 3]] and seen[4] == [4, 5] and seen[6] == [4, 6, 7]
     assert seen[9] == [4, 8, 9, 10]
-    assert run_ranks(2, keeps, str(tmp_path / "b"), None, keep_latest=1)[0] == [
-        [step] for step in range(1, 11)
-    ]
+    assert run_ranks(2, keeps, str(tmp_path / "b"), None, keep_latest=1)[0] == [[step] for step in range(1, 11)]
 
 
 def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
@@ -321,9 +317,7 @@ def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
 
 def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
     lines = run_ranks(1, stubborn, str(tmp_path / "s"))[0]
-    assert any(
-        "cannot remove the old checkpoint" in line and "step-0000001: Permission" in line for line in lines
-    )
+    assert any("cannot remove the old checkpoint" in line and "step-0000001: Permission" in line for line in lines)
     assert steps_in(tmp_path / "s") == [1, 2]
 
 
@@ -381,9 +375,7 @@ def no_memory(context: RankContext, folder: str) -> str:
 
 def test_memory_for_the_copy_is_asked_for_before_the_first_step(tmp_path: Path) -> None:
     for error in run_ranks(2, no_memory, str(tmp_path / "s")):
-        assert (
-            error.startswith("async_save needs ") and "not enough memory" in error and "leave it out" in error
-        )
+        assert error.startswith("async_save needs ") and "not enough memory" in error and "leave it out" in error
 
 
 def test_a_run_does_not_remove_what_another_has_made(tmp_path: Path) -> None:

@@ -40,8 +40,7 @@ def test_not_a_number_is_written_and_the_file_stays_json(tmp_path: Path) -> None
 
 # What a machine that dies can leave behind the last record.
 @pytest.mark.parametrize(
-    "cut",
-    ["", '{"kind": "train", "step": 1, "lo', '{"step": 1}\n', "[1]\n", "\0\0\0\n", '{"kind": "train", "st\n'],
+    "cut", ["", '{"kind": "train", "step": 1, "lo', '{"step": 1}\n', "[1]\n", "\0\0\0\n", '{"kind": "train", "st\n']
 )
 def test_a_resumed_run_drops_what_it_makes_again(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -60,9 +59,7 @@ def test_a_resumed_run_drops_what_it_makes_again(tmp_path: Path, cut: str) -> No
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:

@@ -12,15 +12,7 @@ from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.step import Stepper
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import (
-    Runner,
-    assert_same_numbers,
-    build,
-    local_parts,
-    tiny_config,
-    trajectory,
-    whole,
-)
+from tests.support.tiny import Runner, assert_same_numbers, build, local_parts, tiny_config, trajectory, whole
 
 Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
@@ -35,9 +27,7 @@ def planted(runner: Runner, value: float, *, here: bool) -> Iterator[None]:
 
     def arm_and_plant(stage: int) -> None:
         # A split parameter: its gradient is on no other tp or pp rank.
-        split = [
-            bucket for bucket in strategy.buckets[stage] if bucket.kind.split_over_tp and not bucket.kind.tied
-        ]
+        split = [bucket for bucket in strategy.buckets[stage] if bucket.kind.split_over_tp and not bucket.kind.tied]
         split[0].grad[0] = value
         arm(stage)
 
@@ -52,16 +42,10 @@ def state(runner: Runner) -> dict[str, Any]:
 
 
 def unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return all(
-        np.array_equal(before[kind][name][2], after[kind][name][2])
-        for kind in STATES
-        for name in before[kind]
-    )
+    return all(np.array_equal(before[kind][name][2], after[kind][name][2]) for kind in STATES for name in before[kind])
 
 
-def overflow_on_one_rank(
-    context: RankContext, world: int, settings: dict[str, Any], culprit: int
-) -> dict[str, Any]:
+def overflow_on_one_rank(context: RankContext, world: int, settings: dict[str, Any], culprit: int) -> dict[str, Any]:
     fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 2}
     config = tiny_config(world, micro_batch_size=2, **fp16, **settings)
     runner = Runner(build(context, config))
@@ -116,19 +100,13 @@ def stopped_by(context: RankContext, settings: dict[str, Any], value: float) -> 
             runner.step()
         except NonFiniteError as error:
             message = str(error)
-    return {
-        "message": message,
-        "held": unchanged(before, state(runner)),
-        "updates": runner.replica.optimizer.updates,
-    }
+    return {"message": message, "held": unchanged(before, state(runner)), "updates": runner.replica.optimizer.updates}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, **Z1}])
-def test_nan_stops_every_rank_before_the_update(
-    settings: dict[str, Any], value: float, precision: str
-) -> None:
+def test_nan_stops_every_rank_before_the_update(settings: dict[str, Any], value: float, precision: str) -> None:
     found = run_ranks(2, stopped_by, {**settings, "precision": precision}, value)
     assert found[0]["message"] == found[1]["message"]
     assert "step 2" in found[0]["message"] and "gradient norm" in found[0]["message"]
@@ -142,9 +120,7 @@ def nan_in_the_loss(context: RankContext) -> list[str]:
     runner = Runner(build(context, tiny_config(2, pp=2)))
     totals = Stepper._totals
 
-    def with_nan(
-        stepper: Stepper, over: Group, losses: list[torch.Tensor], squared: torch.Tensor
-    ) -> list[float]:
+    def with_nan(stepper: Stepper, over: Group, losses: list[torch.Tensor], squared: torch.Tensor) -> list[float]:
         return totals(stepper, over, [loss * float("nan") for loss in losses], squared)
 
     messages = []
@@ -188,12 +164,8 @@ def ramp_on_one_rank() -> Any:
     return whole([trajectory(RankContext(0, {}), 1, RAMP)])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2, **Z1}]
-)
-def test_a_run_with_ramp_up_has_the_numbers_of_one_rank(
-    ramp_on_one_rank: Any, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "dp": 2, **Z1}])
+def test_a_run_with_ramp_up_has_the_numbers_of_one_rank(ramp_on_one_rank: Any, settings: dict[str, Any]) -> None:
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     ours = whole(run_ranks(world, trajectory, world, {**RAMP, **settings}))
     assert_same_numbers(ours, ramp_on_one_rank)

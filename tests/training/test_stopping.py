@@ -166,6 +166,4 @@ def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
 def test_patience_has_an_end(tmp_path: Path) -> None:
     status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
     assert status == 75
-    assert said.startswith(
-        "SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step"
-    )
+    assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step")

@@ -62,12 +62,7 @@ Lives = tuple[list[tuple[Ending, int]], list[str]]
 
 
 def lives(
-    context: RankContext,
-    world: int,
-    settings: dict[str, Any],
-    folder: str,
-    moments: list[int | None],
-    culprit: int,
+    context: RankContext, world: int, settings: dict[str, Any], folder: str, moments: list[int | None], culprit: int
 ) -> Lives:
     """One life of a run after the other, each stopped at its moment by one rank."""
     torch.set_num_threads(1)
@@ -145,12 +140,7 @@ def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Endi
     return ReplicaTrainer(build(context, config), lines.append, stops).fit(), lines
 
 
-APART: dict[str, Any] = {
-    "dp": 2,
-    "dp_strategy": "async-parameter-server",
-    "max_staleness": 1,
-    "hidden_dropout": 0.0,
-}
+APART: dict[str, Any] = {"dp": 2, "dp_strategy": "async-parameter-server", "max_staleness": 1, "hidden_dropout": 0.0}
 
 
 def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
@@ -192,9 +182,7 @@ def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch:
         assert isinstance(start(), NonFiniteError)
     error = start()
     assert isinstance(error, RestartLoopError) and error.exit_code == NO_PROGRESS
-    assert str(error).startswith(
-        "step 3 has failed in the last 3 starts, and this one would go on from step 2:"
-    )
+    assert str(error).startswith("step 3 has failed in the last 3 starts, and this one would go on from step 2:")
     assert "3. NonFiniteError: step 3: loss nan" in str(error)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == NO_PROGRESS
     assert isinstance(start(max_failures_at_step=4), NonFiniteError), "other settings"

@@ -45,9 +45,7 @@ def test_costs_and_bubble_come_back_from_events(name: str) -> None:
     """Events of a simulated run give its costs and its bubble again."""
     config = tiny_config(4, pp=4, pipeline_schedule=name)
     schedule = build_schedule(config)
-    costs = Costs(
-        forward=(1.0, 2.0, 1.5, 1.0), backward=(3.0, 3.0, 2.0, 2.5), weight_grad=(1.0, 1.5, 0.5, 1.0)
-    )
+    costs = Costs(forward=(1.0, 2.0, 1.5, 1.0), backward=(3.0, 3.0, 2.0, 2.5), weight_grad=(1.0, 1.5, 0.5, 1.0))
     timeline = simulate(lower(schedule), costs)
     found = measured_costs(timeline.events, schedule)
     assert found.forward == pytest.approx(costs.forward)
@@ -61,9 +59,7 @@ def test_costs_and_bubble_come_back_from_events(name: str) -> None:
     assert bubble_fraction(late) == pytest.approx(timeline.bubble_fraction)
 
 
-def traced(
-    context: RankContext, folder: Path, settings: dict[str, Any]
-) -> tuple[list[float | None], list[str]]:
+def traced(context: RankContext, folder: Path, settings: dict[str, Any]) -> tuple[list[float | None], list[str]]:
     """Three steps of which the second is traced."""
     config = tiny_config(4, **settings)
     replica = build(context, config)

@@ -152,7 +152,5 @@ def test_wandb_that_does_not_start(tmp_path: Path, wandb: Stub, monkeypatch: pyt
         raise RuntimeError("no key for https://me:hunter2@host,\ncall login")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
-    with pytest.raises(
-        ConfigError, match=r"^wandb does not start: no key for https://\*\*\*@host, call login; run"
-    ):
+    with pytest.raises(ConfigError, match=r"^wandb does not start: no key for https://\*\*\*@host, call login; run"):
         Wandb(config_of(tmp_path), resumes=False)

@@ -53,10 +53,7 @@ def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -
     more = ("--train-iters", "4", "--keep-latest", "1")
     by_flags("--config", tmp_path / "a" / "config.yaml", "--run-dir", tmp_path / "b", *load, *more)
     assert content(tmp_path / "a") == before
-    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == [
-        "latest",
-        "step-0000004",
-    ]
+    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["latest", "step-0000004"]
 
 
 def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) -> None:
@@ -85,9 +82,7 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
         (["--run-dir", "runs/b", "--save", "runs/a/checkpoints"], "runs/a/checkpoints"),
     ],
 )
-def test_a_folder_that_a_former_version_wrote_follows_run_dir(
-    tmp_path: Path, flags: list[str], save: str
-) -> None:
+def test_a_folder_that_a_former_version_wrote_follows_run_dir(tmp_path: Path, flags: list[str], save: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("checkpoint: {save: runs/a/checkpoints, save_interval: 5}\nlogging: {run_dir: runs/a}\n")
     assert parse_arguments(["--config", str(file), *flags]).config.checkpoint.save == save

@@ -15,13 +15,7 @@ def lane(
 
 
 def rank(number: int, lanes: dict[str, LaneState] | None = None, **more: Any) -> RankState:
-    values: dict[str, Any] = {
-        "host": "a",
-        "pid": 100 + number,
-        "process": "running",
-        "silent": 3.0,
-        "beats": 9,
-    }
+    values: dict[str, Any] = {"host": "a", "pid": 100 + number, "process": "running", "silent": 3.0, "beats": 9}
     values |= {"step": 4, "phase": "step", "patient": False, "action": "0F0", "position": 0, "last_lane": ""}
     return RankState(rank=number, lanes=lanes or {}, **{**values, **more})
 
@@ -35,11 +29,7 @@ def edge(begun: int, operation: str, *, waiting: bool = False) -> dict[str, Lane
 
 
 CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
-    "one sleeps": (
-        [rank(0, WAITS), rank(1, {TP: lane(41)})],
-        (1,),
-        "it waits for no other rank",
-    ),
+    "one sleeps": ([rank(0, WAITS), rank(1, {TP: lane(41)})], (1,), "it waits for no other rank"),
     "who waits for a waiting rank is not blamed": (
         [
             rank(0, {TP: lane(42, waiting=True), DP: lane(6)}),
@@ -95,14 +85,7 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
     "one left out, and what came next was of another size": (
         [
             rank(0, {TP: LaneState(42, 42, (Operation("all_reduce", 8), Operation("all_reduce", 64)))}),
-            rank(
-                1,
-                {
-                    TP: LaneState(
-                        43, 43, (*[Operation("all_reduce", 8)], *2 * [Operation("broadcast", 9, True)])
-                    )
-                },
-            ),
+            rank(1, {TP: LaneState(43, 43, (*[Operation("all_reduce", 8)], *2 * [Operation("broadcast", 9, True)]))}),
         ],
         (1,),
         "its operation 42 of tp [0, 1] is broadcast of 9 bytes, but all_reduce of 64 bytes on rank 0",

@@ -27,9 +27,7 @@ def test_a_rank_says_where_it_is(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=3)
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
     before = look(tmp_path / "b")
-    assert (
-        before.patient and before.phase == "starting" and before.doing() == "before its first step, starting"
-    )
+    assert before.patient and before.phase == "starting" and before.doing() == "before its first step, starting"
     beats.begin_step(7)
     assert look(tmp_path / "b").patient  # the first step compiles
     beats.begin_step(8)
@@ -88,9 +86,7 @@ def test_what_is_not_as_in_the_step_before_is_odd(tmp_path: Path) -> None:
     assert odd == [False] * 7 + [True, False, False]
     lane_state = look(tmp_path / "b").lanes["tp [0, 1]"]
     assert [operation.size for operation in lane_state.recent] == [3, 1, 2, 3, 1, 5, 3, 4]
-    assert (
-        lane_state.operation(10) == lane_state.recent[-1] and lane_state.operation(3) == lane_state.recent[0]
-    )
+    assert lane_state.operation(10) == lane_state.recent[-1] and lane_state.operation(3) == lane_state.recent[0]
     assert lane_state.operation(2) is lane_state.operation(11) is None
 
 
@@ -143,20 +139,14 @@ OPERATIONS = {
 
 def test_every_operation_of_a_group_is_counted(tmp_path: Path) -> None:
     first, second = run_ranks(2, count_operations, str(tmp_path))
-    assert [(name.replace("send", "send or receive"), size) for name, size in first] == list(
-        OPERATIONS.items()
-    )
-    assert [(name.replace("receive", "send or receive"), size) for name, size in second] == list(
-        OPERATIONS.items()
-    )
+    assert [(name.replace("send", "send or receive"), size) for name, size in first] == list(OPERATIONS.items())
+    assert [(name.replace("receive", "send or receive"), size) for name, size in second] == list(OPERATIONS.items())
 
 
 def count_operations(context: RankContext, folder: str) -> list[tuple[str, int]]:
     plain = context.topology(dp=2).world
     path = Path(folder, str(context.rank))
-    world = Group(
-        "world", plain.ranks, plain.rank, plain.process_group, FileHeartbeat(path, rank=context.rank)
-    )
+    world = Group("world", plain.ranks, plain.rank, plain.process_group, FileHeartbeat(path, rank=context.rank))
     half, whole = torch.ones(4), torch.ones(8)
     seen = []
 

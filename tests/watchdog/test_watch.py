@@ -66,9 +66,7 @@ class Run:
         self.folder.mkdir()
         self.errors = [folder / f"error-{rank}.json" for rank in range(len(faults))]
         self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(self.folder), str(rank), fault], stdout=subprocess.PIPE
-            )
+            subprocess.Popen([sys.executable, "-c", RANK, str(self.folder), str(rank), fault], stdout=subprocess.PIPE)
             for rank, fault in enumerate(faults)
         ]
         self.watchers: list[subprocess.Popen[str]] = []
@@ -97,10 +95,7 @@ class Run:
     def watch(self, plan: WatchPlan | None = None) -> subprocess.Popen[str]:
         """Begin to watch."""
         watcher = subprocess.Popen(
-            [sys.executable, "-m", "megalite.cli.hang_watch"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", "megalite.cli.hang_watch"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.watchers.append(watcher)
         assert watcher.stdin is not None
@@ -163,9 +158,7 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     assert f"rank 0 {waits}: step 2, last all_reduce 2 of tp [0, 1]" in said
     report = run.report()
     assert report["culprits"] == [1] and report["exit_status"] == HUNG
-    assert {row["rank"]: row["process"] for row in report["ranks"]}[1] == (
-        "stopped" if fault == "stop" else "running"
-    )
+    assert {row["rank"]: row["process"] for row in report["ranks"]}[1] == ("stopped" if fault == "stop" else "running")
     text = next(run.reports.glob("hang-*.txt")).read_text()
     assert f"stacks of all ranks: {next(run.reports.glob('hang-*.txt'))}" in said
     if fault != "deaf":
@@ -266,7 +259,7 @@ def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
     said = [watcher.communicate(timeout=10)[1] for watcher in watchers]
     assert all("megalite: rank 1 stands still: it waits for no other rank" in text for text in said), said
     assert sorted(path.name.split("-")[-1] for path in run.reports.iterdir()) == [
-        *("host0.json", "host0.txt", "host1.json", "host1.txt"),
+        *("host0.json", "host0.txt", "host1.json", "host1.txt")
     ]
 
 
@@ -290,9 +283,7 @@ def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> N
 
 def ignored(pid: int) -> set[int]:
     """The signals that a process ignores."""
-    (line,) = (
-        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")
-    )
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
     mask = int(line.split()[1], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 

@@ -105,11 +105,7 @@ class Drawing:
         back = (x1 - head * dx, y1 - head * dy)
         half = 0.5 * head
         self.line(start, back, colour=colour, line=line)
-        corners = [
-            end,
-            (back[0] - half * dy, back[1] + half * dx),
-            (back[0] + half * dy, back[1] - half * dx),
-        ]
+        corners = [end, (back[0] - half * dy, back[1] + half * dx), (back[0] + half * dy, back[1] - half * dx)]
         self.shape(corners, fill=colour)
 
     def text(
@@ -153,9 +149,7 @@ class Drawing:
             metadata = {"Date": None, "Creator": None, "Title": self.title} if path.suffix == ".svg" else None
             self.figure.savefig(path, metadata=metadata, dpi=96)
 
-    def _path(
-        self, outline: Outline, *, fill: str, edge: str, line: float = 1.0, dashed: bool = False
-    ) -> None:
+    def _path(self, outline: Outline, *, fill: str, edge: str, line: float = 1.0, dashed: bool = False) -> None:
         self.axes.add_patch(
             PathPatch(
                 outline,

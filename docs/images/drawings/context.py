@@ -56,18 +56,12 @@ def _mask(drawing: Drawing, x: float, y: float, cell: float) -> None:
         last = min(edge + 1, CHUNKS)
         drawing.line((x, y + edge * cell), (x + last * cell, y + edge * cell), colour="white", line=1.5)
         first = max(edge - 1, 0)
-        drawing.line(
-            (x + edge * cell, y + first * cell), (x + edge * cell, y + side), colour="white", line=1.5
-        )
+        drawing.line((x + edge * cell, y + first * cell), (x + edge * cell, y + side), colour="white", line=1.5)
     drawing.line((x, y), (x, y + side), (x + side, y + side), colour=FAINT)
-    areas = {
-        sum(area(tile) for tile in visible(spans_of(rank), ((0, CHUNKS * CHUNK),))) for rank in range(CP)
-    }
+    areas = {sum(area(tile) for tile in visible(spans_of(rank), ((0, CHUNKS * CHUNK),))) for rank in range(CP)}
     assert len(areas) == 1, "zigzag balances"
     share = areas.pop() / CHUNK**2
-    drawing.text(
-        x + side / 2, y + side + 36, f"the area of {share:g} chunk squares for every rank", colour=MUTED
-    )
+    drawing.text(x + side / 2, y + side + 36, f"the area of {share:g} chunk squares for every rank", colour=MUTED)
 
 
 def area(tile: Tile) -> float:
@@ -100,18 +94,10 @@ def _ring(drawing: Drawing, x: float, y: float) -> None:
             end = (x + (step + 1) * pitch - 3, y + (rank + 1) * pitch - 3)
             drawing.arrow(start, end, colour=RED, line=1.2)
     drawing.text(
-        408,
-        y + 4 * pitch + 4,
-        "Rows: own queries. Columns, colour: one rank's keys.",
-        align="left",
-        colour=MUTED,
+        408, y + 4 * pitch + 4, "Rows: own queries. Columns, colour: one rank's keys.", align="left", colour=MUTED
     )
     drawing.text(
-        408,
-        y + 4 * pitch + 24,
-        "→ keys and values, and from the last rank to rank 0",
-        align="left",
-        colour=RED,
+        408, y + 4 * pitch + 24, "→ keys and values, and from the last rank to rank 0", align="left", colour=RED
     )
 
 

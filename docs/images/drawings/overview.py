@@ -95,9 +95,7 @@ def _ranks(drawing: Drawing, y: float) -> None:
         drawing.text(54, line, text, align="left", colour=MUTED)
 
 
-def _both_ways(
-    drawing: Drawing, start: tuple[float, float], end: tuple[float, float], *, line: float = 1.2
-) -> None:
+def _both_ways(drawing: Drawing, start: tuple[float, float], end: tuple[float, float], *, line: float = 1.2) -> None:
     middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
     drawing.arrow(middle, end, colour=RED, line=line)
     drawing.arrow(middle, start, colour=RED, line=line)

@@ -13,9 +13,7 @@ WHAT = {"tp": "parts of each layer", "cp": "parts of a sequence", "dp": "other s
 
 def draw() -> Drawing:
     """The grid with its coordinates, and the same grid once for each kind, a colour a group."""
-    drawing = Drawing(
-        390, "16 ranks as tp 2, cp 2, dp 2, pp 2: the grid of ranks and the groups of each kind."
-    )
+    drawing = Drawing(390, "16 ranks as tp 2, cp 2, dp 2, pp 2: the grid of ranks and the groups of each kind.")
     drawing.text(24, 26, "16 ranks = tp 2 · cp 2 · dp 2 · pp 2", size=14, align="left", bold=True)
     _coordinates(drawing, 100, 106, 56)
     for index, kind in enumerate(WHAT):
@@ -61,6 +59,4 @@ def _groups(drawing: Drawing, kind: str, x: float, y: float) -> None:
             drawing.box(left + 1, top + 1, cell - 2, cell - 2, fill=fills[index], radius=3)
             drawing.text(left + cell / 2, top + cell / 2, str(rank))
         names = ", ".join(map(str, ranks))
-        drawing.text(
-            x + 4 * cell + 12, y + 19 + index * 14.6, names, size=11, align="left", colour=DARK[index % 4]
-        )
+        drawing.text(x + 4 * cell + 12, y + 19 + index * 14.6, names, size=11, align="left", colour=DARK[index % 4])

@@ -44,9 +44,7 @@ def draw() -> Drawing:
         stream = GPTDataset(indexed, **settings)  # type: ignore[arg-type]
         packed = PackedDataset(indexed, **settings, pad_token=PAD)  # type: ignore[arg-type]
         _file(drawing)
-        y = _samples(
-            drawing, 118, "stream (default)", [stream.sample(k) for k in range(stream.samples_per_epoch)]
-        )
+        y = _samples(drawing, 118, "stream (default)", [stream.sample(k) for k in range(stream.samples_per_epoch)])
         drawing.line((24, y), (736, y), colour=FAINT)
         rows = [packed.sample(k) for k in range(packed.samples_per_epoch)]
         _samples(drawing, y + 26, "--packing best-fit", rows)
@@ -87,9 +85,7 @@ def _samples(drawing: Drawing, y: float, title: str, samples: list[np.ndarray]) 
     return y + 20 + len(samples) * PITCH + 8
 
 
-def _mask(
-    drawing: Drawing, y: float, sample: np.ndarray, starts: tuple[int, ...], used: int, title: str
-) -> None:
+def _mask(drawing: Drawing, y: float, sample: np.ndarray, starts: tuple[int, ...], used: int, title: str) -> None:
     """Rows: queries, columns: keys that they see."""
     drawing.text(MASK_LEFT + SEQ_LENGTH * MASK_CELL / 2, y - 16, title, size=11, colour=MUTED)
     for query in range(SEQ_LENGTH):
@@ -98,10 +94,5 @@ def _mask(
             seen = first <= key and query < used
             fill = FILLS[int(sample[key]) // 10] if seen else "none"
             drawing.box(
-                MASK_LEFT + key * MASK_CELL,
-                y + query * MASK_CELL,
-                MASK_CELL - 2,
-                MASK_CELL - 2,
-                fill=fill,
-                edge=FAINT,
+                MASK_LEFT + key * MASK_CELL, y + query * MASK_CELL, MASK_CELL - 2, MASK_CELL - 2, fill=fill, edge=FAINT
             )

@@ -30,13 +30,7 @@ def draw() -> Drawing:
         x = left + index * (size + gap)
         _activations(drawing, x, top, size, dim)
         drawing.text(x + size / 2, top - 22, name, bold=True)
-        split = (
-            "split over s"
-            if dim == SEQUENCE
-            else "split over heads"
-            if name == "attention"
-            else "split over ffn"
-        )
+        split = "split over s" if dim == SEQUENCE else "split over heads" if name == "attention" else "split over ffn"
         drawing.text(x + size / 2, top + size + 18, split, colour=MUTED)
         if index:
             _border(drawing, x - gap, top, size, gap, gathers=dim == FEATURES)

@@ -27,9 +27,7 @@ def draw() -> Drawing:
     return drawing
 
 
-def _matrix(
-    drawing: Drawing, x: float, y: float, unit: float, name: str, shape: tuple[int, int], *, dim: int
-) -> None:
+def _matrix(drawing: Drawing, x: float, y: float, unit: float, name: str, shape: tuple[int, int], *, dim: int) -> None:
     for rank in range(TP):
         part = ShardSpec.split(name, shape, dim=dim, index=rank, parts=TP)
         (top, bottom), (left, right) = part.slice

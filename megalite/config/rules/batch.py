@@ -150,9 +150,7 @@ def check_rampup_form(config: RunConfig) -> Findings:
     if ramp is None:
         return
     if len(ramp) != 3:
-        yield (
-            f"rampup_batch_size takes three numbers, START INCREMENT SAMPLES, got {len(ramp)}; e.g. 16 16 100000"
-        )
+        yield (f"rampup_batch_size takes three numbers, START INCREMENT SAMPLES, got {len(ramp)}; e.g. 16 16 100000")
         return
     for what, value, low in (("START", ramp[0], 1), ("INCREMENT", ramp[1], 1), ("SAMPLES", ramp[2], 0)):
         if value < low:
@@ -160,9 +158,7 @@ def check_rampup_form(config: RunConfig) -> Findings:
         if value >= BOUNDS["train_samples"].high:
             yield f"rampup_batch_size {what} is {value}; it must be below {BOUNDS['train_samples'].high:.0f}"
     if t.global_batch_size is None:
-        yield (
-            f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
-        )
+        yield (f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}")
     elif ramp[1] > 0 and (t.global_batch_size - ramp[0]) // ramp[1] > _MOST_SIZES:
         sizes = (t.global_batch_size - ramp[0]) // ramp[1]
         yield (
@@ -183,13 +179,10 @@ def _check_rampup(config: RunConfig, unit: int, product: str) -> Findings:
         )
         return
     if start % unit:
-        yield (
-            f"rampup_batch_size START {start} is not a multiple of {product}; use {_multiples(start, unit)}"
-        )
+        yield (f"rampup_batch_size START {start} is not a multiple of {product}; use {_multiples(start, unit)}")
     if increment % unit and start < final:
         yield (
-            f"rampup_batch_size INCREMENT {increment} is not a multiple of {product}; use "
-            f"{_multiples(increment, unit)}"
+            f"rampup_batch_size INCREMENT {increment} is not a multiple of {product}; use {_multiples(increment, unit)}"
         )
     elif (final - start) % increment and not start % unit:
         yield (

@@ -36,9 +36,7 @@ def _check_modules(config: RunConfig) -> Findings:
         yield f"recompute_modules is empty; name some of {', '.join(MODULES)}"
     for module in modules:
         if module not in MODULES:
-            yield (
-                f"recompute_modules has {module} in it{nearest(module, MODULES)} (one of {', '.join(MODULES)})"
-            )
+            yield (f"recompute_modules has {module} in it{nearest(module, MODULES)} (one of {', '.join(MODULES)})")
         if modules.count(module) > 1:
             yield f"recompute_modules names {module} twice; keep one of them"
     if config.training.recompute_granularity == "selective":
@@ -72,9 +70,7 @@ def _check_layers(config: RunConfig) -> Findings:
     largest = max(cut) if cut else layers - (stages - 1)
     if count > largest:
         where = f"a stage of num_layers {layers} cut over pp·vpp = {stages}" if stages > 1 else "the model"
-        yield (
-            f"recompute_num_layers {count} is more than the {largest} layers of {where}; use at most {largest}"
-        )
+        yield (f"recompute_num_layers {count} is more than the {largest} layers of {where}; use at most {largest}")
 
 
 FP8_LEAST_LAYERS = 3
@@ -96,9 +92,7 @@ def _check_kernels(config: RunConfig) -> Findings:
             yield f"kernels: no operation {operation}{nearest(operation, OPERATIONS)} (one of {known})"
         if backend not in BACKENDS:
             known = ", ".join(BACKENDS)
-            yield (
-                f"kernels: no backend {backend} for {operation}{nearest(backend, BACKENDS)} (one of {known})"
-            )
+            yield (f"kernels: no backend {backend} for {operation}{nearest(backend, BACKENDS)} (one of {known})")
 
 
 def _check_attention(config: RunConfig) -> Findings:

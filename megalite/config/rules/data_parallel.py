@@ -58,9 +58,7 @@ def _check_rope(config: RunConfig, explicit: frozenset[str]) -> Findings:
     else:
         yield refuse_idle(config, explicit, ["rotary_base"], cause=positions, remedy="use rope")
         if model.rope_scaling != "none":
-            yield (
-                f"rope_scaling {model.rope_scaling} has no effect {positions}; use rope, or --rope-scaling none"
-            )
+            yield (f"rope_scaling {model.rope_scaling} has no effect {positions}; use rope, or --rope-scaling none")
     scaling = f"with rope_scaling {model.rope_scaling}"
     if model.rope_scaling == "none":
         remedy = "use linear or llama3,"
@@ -160,9 +158,7 @@ def _check_strategy(config: RunConfig, explicit: frozenset[str]) -> Findings:
     if d.check_replicas_interval is not None:
         if p.dp is not None and p.dp * p.cp == 1:
             cause = "with dp 1, where no weight has a replica"
-            yield refuse_idle(
-                config, explicit, ["check_replicas_interval"], cause=cause, remedy="start more ranks"
-            )
+            yield refuse_idle(config, explicit, ["check_replicas_interval"], cause=cause, remedy="start more ranks")
         own = "each rank has weights of its own" if strategy in apart else "no weight is on two ranks"
         if strategy in (*apart, "fully-sharded"):
             yield (
@@ -209,6 +205,4 @@ def _check_compression(config: RunConfig, explicit: frozenset[str]) -> Findings:
     for name, needs in (("topk_density", "topk"), ("powersgd_rank", "powersgd")):
         if kind != needs:
             cause = f"with grad_compression {kind}"
-            yield refuse_idle(
-                config, explicit, [name], cause=cause, remedy=f"use --grad-compression {needs},"
-            )
+            yield refuse_idle(config, explicit, [name], cause=cause, remedy=f"use --grad-compression {needs},")

@@ -12,23 +12,17 @@ from megalite.config.run import RunConfig
 def check_data(config: RunConfig, explicit: frozenset[str]) -> Findings:
     """One source of tokens, and settings that belong to it."""
     d = config.data
-    per_split = [
-        name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, name)
-    ]
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, name)]
     sources = (["data_path"] if d.data_path else []) + per_split[:1] + (["mock_data"] if d.mock_data else [])
     if len(sources) > 1:
-        first, second = (
-            f"{name} {' '.join(getattr(d, name))}" if "path" in name else name for name in sources[:2]
-        )
+        first, second = (f"{name} {' '.join(getattr(d, name))}" if "path" in name else name for name in sources[:2])
         yield f"{first} and {second} are two sources of tokens; keep one of them"
         yield _check_tokenizer(config)
         return  # which settings belong to the source is open
     if per_split and "train_data_path" not in per_split:
         yield f"{per_split[0]} needs train_data_path; add it, or use data_path with split"
     if d.split is not None and not d.data_path:
-        cause = (
-            f"with {per_split[0]}" if per_split else "with mock_data" if d.mock_data else "without data_path"
-        )
+        cause = f"with {per_split[0]}" if per_split else "with mock_data" if d.mock_data else "without data_path"
         yield f"split {d.split} has no effect {cause}; use data_path or remove it"
     if per_split and config.training.eval_interval is not None and not d.valid_data_path:
         yield (
@@ -88,11 +82,7 @@ def _check_order(config: RunConfig, explicit: frozenset[str]) -> Findings:
         ("eod_mask_loss", "the last token of a document predicts nothing"),
     ):
         yield refuse_idle(
-            config,
-            explicit,
-            [name],
-            cause=f"with packing best-fit, where {already}",
-            remedy="use packing stream",
+            config, explicit, [name], cause=f"with packing best-fit, where {already}", remedy="use packing stream"
         )
 
 
@@ -107,9 +97,7 @@ def _check_documents(config: RunConfig, explicit: frozenset[str]) -> Findings:
             remedy="use data_path",
         )
     used = [
-        name
-        for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
-        if getattr(config.data, name)
+        name for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids") if getattr(config.data, name)
     ]
     d = config.data
     source = d.data_path or d.train_data_path
@@ -168,9 +156,7 @@ def check_checkpoint(config: RunConfig, explicit: frozenset[str]) -> Findings:
     """Settings of saving and loading that need a folder."""
     c = config.checkpoint
     if c.save_interval is not None and c.save is None and config.logging.run_dir is None:
-        yield (
-            f"save_interval {c.save_interval} has nowhere to save; add --save checkpoints or --run-dir runs/1"
-        )
+        yield (f"save_interval {c.save_interval} has nowhere to save; add --save checkpoints or --run-dir runs/1")
     exit_interval = config.training.exit_interval
     if exit_interval is not None and c.save is None and config.logging.run_dir is None:
         yield (
@@ -213,6 +199,4 @@ def check_evaluation(config: RunConfig, explicit: frozenset[str]) -> Findings:
     """eval_iters does nothing if there are no evaluations."""
     t = config.training
     if "eval_iters" in explicit and t.eval_interval is None:
-        yield (
-            f"eval_iters {t.eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it"
-        )
+        yield (f"eval_iters {t.eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it")

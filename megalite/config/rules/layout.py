@@ -126,9 +126,7 @@ def resolve_dp(config: RunConfig, world_size: int) -> int:
         works = f"{below} or {below + model_ranks} ranks" if below else f"{model_ranks} ranks"
         if world_size == 1:  # most likely started without a launcher
             nodes = f"--nnodes {-(-model_ranks // 8)} " if model_ranks > 8 else ""
-            works += (
-                f" (torchrun {nodes}--nproc-per-node {min(model_ranks, 8)} -m megalite.cli.main train ...)"
-            )
+            works += f" (torchrun {nodes}--nproc-per-node {min(model_ranks, 8)} -m megalite.cli.main train ...)"
         raise ConfigError(
             f"world size {world_size} is not a multiple of tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {model_ranks}; start "
             f"{works}, or choose tp, pp, cp with a product among {divisors(world_size)}"
@@ -163,9 +161,7 @@ def check_model_cuts(config: RunConfig, _: frozenset[str]) -> Findings:
         widths["ffn_hidden_size"] = model.ffn_size
     for name, size in widths.items():
         if size % p.tp:
-            yield (
-                f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}"
-            )
+            yield (f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}")
             break  # what is named works for all
     if model.vocab_size is not None and model.padded_vocab_size % p.tp:
         multiple = model.make_vocab_size_divisible_by

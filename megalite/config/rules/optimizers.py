@@ -54,9 +54,7 @@ def _check_settings(config: RunConfig, explicit: frozenset[str]) -> Findings:
     yield refuse_elsewhere(config, explicit, "optimizer", OF_OPTIMIZERS)
     if o.freeze_step is not None:
         cause = f"with freeze_step {o.freeze_step}, which says when the warm-up ends"
-        yield refuse_idle(
-            config, explicit, ["freeze_threshold"], cause=cause, remedy="leave freeze_step out,"
-        )
+        yield refuse_idle(config, explicit, ["freeze_threshold"], cause=cause, remedy="leave freeze_step out,")
     if o.optimizer == "sgd" and o.sgd_momentum == 0.0:
         if o.sgd_nesterov:
             yield (
@@ -138,9 +136,7 @@ def _check_formats(config: RunConfig) -> Findings:
             )
     narrow = "bf16" in (o.exp_avg_dtype, o.exp_avg_sq_dtype)
     if narrow and precision == "fp64":
-        yield (
-            "bf16 moments (exp_avg_dtype, exp_avg_sq_dtype) do not go with precision fp64; use --precision fp32"
-        )
+        yield ("bf16 moments (exp_avg_dtype, exp_avg_sq_dtype) do not go with precision fp64; use --precision fp32")
     if o.exp_avg_sq_dtype == "bf16" and not o.stochastic_rounding and o.adam_beta2 > 1.0 - 2.0**-8:
         yield (
             f"exp_avg_sq_dtype bf16 with adam_beta2 {o.adam_beta2:g} stands still when rounded to the nearest, since a step "

@@ -51,9 +51,7 @@ def _check_belongs(config: RunConfig, explicit: frozenset[str], name: str) -> Fi
     p = config.parallel
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and name != "interleaved":
-        cause, remedy = (
-            ("vpp 1", "use vpp 2 or more") if p.vpp == 1 else (name, "use --pipeline-schedule interleaved")
-        )
+        cause, remedy = ("vpp 1", "use vpp 2 or more") if p.vpp == 1 else (name, "use --pipeline-schedule interleaved")
         yield (
             f"microbatch_group_size_per_virtual_pipeline_stage {group} has no effect with {cause}: only the "
             f"interleaved schedule has groups; {remedy}, or remove it"

@@ -40,20 +40,8 @@ def _shown(value: float) -> str:
 
 _AT_LEAST_ONE: Mapping[float, tuple[str, ...]] = MappingProxyType(
     {
-        10_000: (
-            "num_layers",
-            "moe_layer_freq",
-            "recompute_num_layers",
-        ),
-        2**20: (
-            "tp",
-            "pp",
-            "vpp",
-            "dp",
-            "cp",
-            "ep",
-            "etp",
-        ),
+        10_000: ("num_layers", "moe_layer_freq", "recompute_num_layers"),
+        2**20: ("tp", "pp", "vpp", "dp", "cp", "ep", "etp"),
         2**24: (
             "hidden_size",
             "num_attention_heads",
@@ -68,12 +56,7 @@ _AT_LEAST_ONE: Mapping[float, tuple[str, ...]] = MappingProxyType(
             "micro_batch_size",
             "global_batch_size",
         ),
-        2**31: (
-            "vocab_size",
-            "max_position_embeddings",
-            "rope_original_max_positions",
-            "seq_length",
-        ),
+        2**31: ("vocab_size", "max_position_embeddings", "rope_original_max_positions", "seq_length"),
         _MOST: (
             "ddp_bucket_size",
             "train_iters",

@@ -25,9 +25,7 @@ def check_hang_timeout(config: RunConfig, _: frozenset[str]) -> Findings:
     if saving is None:
         return
     if p.hang_timeout == 0:
-        yield (
-            f"hang_save_timeout_minutes {saving:g} has no effect with hang_timeout_minutes 0; remove one of them"
-        )
+        yield (f"hang_save_timeout_minutes {saving:g} has no effect with hang_timeout_minutes 0; remove one of them")
     if saving < p.hang_timeout:
         yield (
             f"hang_save_timeout_minutes {saving:g} is below hang_timeout_minutes {p.hang_timeout:g}, and is for what "
@@ -115,9 +113,7 @@ def _check_metrics(config: RunConfig, explicit: frozenset[str]) -> Findings:
         yield "metrics csv has no folder to write to; add --run-dir runs/mine"
     if "wandb" not in logging.metrics:
         names = ["wandb_project", "wandb_entity", "wandb_exp_name"]
-        yield refuse_idle(
-            config, explicit, names, cause="without metrics wandb", remedy="add --metrics wandb"
-        )
+        yield refuse_idle(config, explicit, names, cause="without metrics wandb", remedy="add --metrics wandb")
     elif logging.wandb_project is None:
         yield "metrics wandb needs a project to write to; add --wandb-project NAME"
     elif logging.wandb_exp_name is None and logging.run_dir is None:
@@ -148,9 +144,7 @@ def _check_profile(config: RunConfig, explicit: frozenset[str]) -> Findings:
     world = p.tp * p.pp * p.cp * (p.dp or 1)
     missing = [rank for rank in logging.profile_ranks if rank >= world]
     if missing:
-        yield (
-            f"profile_ranks has {missing[0]} in it, but ranks go from 0 to {world - 1}; use --profile-ranks 0"
-        )
+        yield (f"profile_ranks has {missing[0]} in it, but ranks go from 0 to {world - 1}; use --profile-ranks 0")
 
 
 def _check_memory_history(config: RunConfig) -> Findings:
@@ -200,9 +194,7 @@ def check_elastic(config: RunConfig, explicit: frozenset[str]) -> Findings:
     yield _check_numbers(config)
     for name in _OF_ONE_LAYOUT:
         if name in explicit:
-            yield (
-                f"elastic and {shown(config, name)} contradict: that is for one layout; remove one of them"
-            )
+            yield (f"elastic and {shown(config, name)} contradict: that is for one layout; remove one of them")
     if p.pipeline_schedule == "auto":
         yield (
             "elastic and pipeline_schedule auto contradict: that is built for one layout; use --pipeline-schedule 1f1b, or "

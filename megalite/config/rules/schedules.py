@@ -39,9 +39,7 @@ def _check_learning_rate(config: RunConfig, explicit: frozenset[str]) -> Finding
         for name in ("min_lr", "lr_decay_iters", "lr_decay_samples"):
             value = getattr(o, name)
             if name in explicit and value:
-                yield (
-                    f"{name} {value:g} has no effect with lr_decay_style constant; use cosine or remove it"
-                )
+                yield (f"{name} {value:g} has no effect with lr_decay_style constant; use cosine or remove it")
     warmups = [
         f"{name} {getattr(o, name):g}"
         for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
@@ -59,9 +57,7 @@ def _check_learning_rate(config: RunConfig, explicit: frozenset[str]) -> Finding
     length, unit = decay_length(config)
     warmup = getattr(o, f"lr_warmup_{unit}")
     if length is not None and warmup is not None and warmup >= length and warmup > 0:
-        yield (
-            f"lr_warmup_{unit} {warmup} is not shorter than the decay of {length} {unit}; use at most {length - 1}"
-        )
+        yield (f"lr_warmup_{unit} {warmup} is not shorter than the decay of {length} {unit}; use at most {length - 1}")
 
 
 def decay_length(config: RunConfig) -> tuple[int | None, str]:
@@ -88,9 +84,7 @@ def _check_wsd(config: RunConfig, explicit: frozenset[str]) -> Findings:
         example = max(1, length // 10) if length else 100
         yield f"lr_decay_style WSD needs the length of its final decay; add --lr-wsd-decay-{unit} {example}"
     elif length is not None and final > length:
-        yield (
-            f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}"
-        )
+        yield (f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}")
 
 
 def _check_weight_decay(config: RunConfig, explicit: frozenset[str]) -> Findings:
@@ -107,9 +101,7 @@ def _check_weight_decay(config: RunConfig, explicit: frozenset[str]) -> Findings
         return
     for name, value in ends.items():
         if value is None:
-            yield (
-                f"weight_decay_incr_style {style} needs {name}; add --{name.replace('_', '-')} {o.weight_decay:g}"
-            )
+            yield (f"weight_decay_incr_style {style} needs {name}; add --{name.replace('_', '-')} {o.weight_decay:g}")
     if "weight_decay" in explicit:
         yield (
             f"weight_decay {o.weight_decay:g} has no effect with weight_decay_incr_style {style}, which moves from "
@@ -120,15 +112,11 @@ def _check_weight_decay(config: RunConfig, explicit: frozenset[str]) -> Findings
 def _check_loss_scale(config: RunConfig, explicit: frozenset[str]) -> Findings:
     t = config.training
     dynamic = [
-        name
-        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        if name in explicit
+        name for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis") if name in explicit
     ]
     if t.precision != "fp16":
         for name in (["loss_scale"] if t.loss_scale is not None else []) + dynamic:
-            yield (
-                f"{name} {getattr(t, name):g} has no effect with precision {t.precision}; use --fp16 or remove it"
-            )
+            yield (f"{name} {getattr(t, name):g} has no effect with precision {t.precision}; use --fp16 or remove it")
         return
     if t.loss_scale is not None:
         for name in dynamic:

@@ -139,9 +139,7 @@ class ModelFile:
             raise self.fault(f"{name} is {'null' if name in self.values else 'missing'}; it must be a number")
         return value
 
-    def optional_integer(
-        self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1
-    ) -> int | None:
+    def optional_integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int | None:
         """A whole number of at least 1, or null."""
         value = self.values.get(name, default)
         if value is None:
@@ -258,9 +256,7 @@ def _rope_values(file: ModelFile) -> dict[str, Any]:
             if isinstance(value, Mapping):
                 raise file.fault(f"{place} has a separate RoPE for {name!r}; all layers must have the same")
             if merged.setdefault(key, value) != value:
-                raise file.fault(
-                    f"{key} is {merged[key]} in one place and {value} in {place}; keep one of the two"
-                )
+                raise file.fault(f"{key} is {merged[key]} in one place and {value} in {place}; keep one of the two")
 
     for place in ("rope_parameters", "rope_scaling"):
         values = file.values.get(place)

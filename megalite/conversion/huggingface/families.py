@@ -30,9 +30,7 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
         ("add_cross_attention", False),
     ):
         if file.flag(name, needed) != needed:
-            raise file.fault(
-                f"{name} is {str(not needed).lower()}; only {str(needed).lower()} can be expressed"
-            )
+            raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} can be expressed")
     positions = file.integer("n_positions", 1024)
     dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
     if dropouts[0] != dropouts[1]:
@@ -118,9 +116,7 @@ def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole
     def weight(tensor: torch.Tensor) -> torch.Tensor:
         return order(tensor).movedim(-1, 0)
 
-    yield Piece(
-        f"{theirs}.weight", f"{ours}.weight", (columns, rows), transposed if order is whole else weight
-    )
+    yield Piece(f"{theirs}.weight", f"{ours}.weight", (columns, rows), transposed if order is whole else weight)
     yield Piece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
 
 
@@ -181,15 +177,8 @@ _ALL = (
         pieces=gpt2_pieces,
         buffers=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
     ),
-    _llama_like(
-        "llama",
-        "LlamaForCausalLM",
-        LlamaLike(max_positions=2048, linear_biases=True),
-        whole_heads=True,
-    ),
-    _llama_like(
-        "mistral", "MistralForCausalLM", LlamaLike(max_positions=131072, key_value_heads=8, window=4096)
-    ),
+    _llama_like("llama", "LlamaForCausalLM", LlamaLike(max_positions=2048, linear_biases=True), whole_heads=True),
+    _llama_like("mistral", "MistralForCausalLM", LlamaLike(max_positions=131072, key_value_heads=8, window=4096)),
     _llama_like(
         "qwen2",
         "Qwen2ForCausalLM",
@@ -199,24 +188,14 @@ _ALL = (
         "qwen3",
         "Qwen3ForCausalLM",
         LlamaLike(
-            max_positions=32768,
-            key_value_heads=32,
-            head_size=128,
-            attention_bias=True,
-            qk_norm=True,
-            window="switched",
+            max_positions=32768, key_value_heads=32, head_size=128, attention_bias=True, qk_norm=True, window="switched"
         ),
     ),
     _llama_like(
         "mixtral",
         "MixtralForCausalLM",
         LlamaLike(
-            max_positions=131072,
-            norm_epsilon=1e-5,
-            rotary_base=1e6,
-            key_value_heads=8,
-            window=None,
-            experts=True,
+            max_positions=131072, norm_epsilon=1e-5, rotary_base=1e6, key_value_heads=8, window=None, experts=True
         ),
     ),
 )
@@ -249,9 +228,7 @@ def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Fami
     if not differing:
         return family
     fitting = [] if name is None else _fitting(model, seq_length)
-    who = (
-        f"no Hugging Face family is this model; the nearest, {family.name}," if name is None else family.name
-    )
+    who = f"no Hugging Face family is this model; the nearest, {family.name}," if name is None else family.name
     remedy = f"--family {fitting[0]} is the same model" if fitting else "megalite's own format keeps it"
     raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
 
@@ -282,10 +259,7 @@ def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str
         free |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
     if there["num_experts"] is not None and ours["num_experts"] is not None:
         # A width of one expert that is not given is the dense MLP's; where no layer is dense that is all there is.
-        there["moe_ffn_hidden_size"], ours["moe_ffn_hidden_size"] = (
-            there["ffn_hidden_size"],
-            model.expert_ffn_size,
-        )
+        there["moe_ffn_hidden_size"], ours["moe_ffn_hidden_size"] = (there["ffn_hidden_size"], model.expert_ffn_size)
         if all(model.is_moe_layer(index) for index in range(model.num_layers)):
             free.add("ffn_hidden_size")
     found = {

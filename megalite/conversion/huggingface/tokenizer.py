@@ -242,7 +242,9 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
             raise ValueError("a number of more than 64 bits")
 
 
-_QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """How Qwen2's tokenizer cuts text into words."""
 _PARSED = (SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION)
 _NAMED_TOKENS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
@@ -322,12 +324,7 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
     elif "tokenizer.model" in files:
         model = parse_sentencepiece(files["tokenizer.model"], where["tokenizer.model"])
         files["tokenizer.json"] = _compact(sentencepiece_json(model))
-        ids = {
-            "bos_token": model.bos,
-            "eos_token": model.eos,
-            "pad_token": model.pad,
-            "unk_token": model.unknown,
-        }
+        ids = {"bos_token": model.bos, "eos_token": model.eos, "pad_token": model.pad, "unk_token": model.unknown}
         tokens = {name: model.pieces[i][0] for name, i in ids.items() if 0 <= i < len(model.pieces)}
     elif "vocab.json" in files and "merges.txt" in files:
         files["tokenizer.json"] = _compact(_byte_level_bpe(files, where))
@@ -367,9 +364,7 @@ def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> di
     """GPT-2's tokenizer as a tokenizer.json."""
     ids = parse_json(files["vocab.json"], where["vocab.json"])
     if type(ids.get(GPT2_END)) is not int:
-        raise ConversionError(
-            f"{where['vocab.json']}: {GPT2_END} is not in the vocabulary; add it with a new id"
-        )
+        raise ConversionError(f"{where['vocab.json']}: {GPT2_END} is not in the vocabulary; add it with a new id")
     try:
         lines = [line.rstrip("\r") for line in files["merges.txt"].decode("utf-8").split("\n")]
     except UnicodeDecodeError as error:
@@ -418,9 +413,7 @@ def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
         model = content.get("model")
         vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
         if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
-            vocabulary = {
-                entry[0]: i for i, entry in enumerate(vocabulary) if isinstance(entry, list) and entry
-            }
+            vocabulary = {entry[0]: i for i, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
         if not isinstance(vocabulary, Mapping):
             raise ConversionError("tokenizer.json: it has no model.vocab; give a Hugging Face tokenizer.json")
         added = content.get("added_tokens") or []

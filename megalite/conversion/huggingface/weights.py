@@ -22,16 +22,7 @@ from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import FAMILIES, Family, choose_family
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
-from megalite.conversion.output import (
-    Advance,
-    Log,
-    Output,
-    Target,
-    identity_of,
-    silent,
-    split_files,
-    write_file,
-)
+from megalite.conversion.output import Advance, Log, Output, Target, identity_of, silent, split_files, write_file
 from megalite.conversion.tokenizer_files import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
 from megalite.conversion.weights import (
     BLOCK,
@@ -124,9 +115,7 @@ class Shards:
                 raise ConversionError(f"{where}: says that {name[:200]} is in {file}; it is in {found}")
         unlisted = [name for name in self._file_of if name not in places]
         if unlisted:
-            raise ConversionError(
-                f"{self.path_of(unlisted[0])}: holds {unlisted[0]}, which {INDEX} does not name"
-            )
+            raise ConversionError(f"{self.path_of(unlisted[0])}: holds {unlisted[0]}, which {INDEX} does not name")
 
 
 def _no_weights(folder: Path) -> ConversionError:
@@ -177,9 +166,7 @@ class HuggingFaceWeights:
         where = self.path / "config.json"
         self.family = _family_of(values, where)
         self.model, self.seq_length = self.family.read(ModelFile(values, where))
-        self.token_ids = {
-            name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values
-        }
+        self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._shards = Shards(self.path)
         self._pieces = self._find_pieces()
         self.tokenizer_files: Sequence[Path] = [
@@ -261,9 +248,7 @@ class HuggingFaceWeights:
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         count, step = math.prod(head.shape), BLOCK // 8
         for start in range(0, count, step) if same else ():
-            parts = (
-                self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word)
-            )
+            parts = (self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word))
             ours, theirs = (part.view(torch.uint8) for part in parts)
             same = same and torch.equal(ours, theirs)
         if not same:
@@ -276,9 +261,7 @@ class HuggingFaceWeights:
 def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
     ids = value if isinstance(value, list) else [value]
     if value is not None and not all(type(i) is int for i in ids):
-        raise ConversionError(
-            f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null"
-        )
+        raise ConversionError(f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null")
     return value
 
 
@@ -291,9 +274,7 @@ def _family_of(values: dict[str, Any], where: Path) -> Family:
         )
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ConversionError(
-            f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}"
-        )
+        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -347,8 +328,7 @@ def write_huggingface(
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
     targets = [
-        Target(piece.theirs, piece, dtype or weights.dtype(piece.ours))
-        for piece in chosen.pieces(weights.model, None)
+        Target(piece.theirs, piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)
     ]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
@@ -378,9 +358,7 @@ def _index(names: list[str], files: list[list[Target]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
-def _config(
-    family: Family, weights: Weights, targets: list[Target], token_ids: Mapping[str, Any]
-) -> dict[str, Any]:
+def _config(family: Family, weights: Weights, targets: list[Target], token_ids: Mapping[str, Any]) -> dict[str, Any]:
     sizes: Counter[torch.dtype] = Counter()
     for target in targets:
         sizes[target.dtype] += target.record.nbytes

@@ -151,13 +151,9 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
     Raises:
         ConversionError: it is a network that megalite has not; the arguments are named.
     """
-    wrong = [
-        f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed
-    ]
+    wrong = [f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed]
     if wrong:
-        raise ConversionError(
-            f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}"
-        )
+        raise ConversionError(f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}")
     h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
     biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear", False))
     groups = args.whole("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
@@ -190,9 +186,7 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
     try:
         validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
     except ConfigError as error:
-        raise ConversionError(
-            f"{args.path}: its args are of no model that megalite could train: {error}"
-        ) from None
+        raise ConversionError(f"{args.path}: its args are of no model that megalite could train: {error}") from None
     return model
 
 
@@ -232,11 +226,7 @@ def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
     multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
     size = None if args.get("vocab_size") is None else args.whole("vocab_size")
     # The NullTokenizer counts its end-of-document token or not, by version.
-    if (
-        size is not None
-        and args.get("tokenizer_type") != "NullTokenizer"
-        and -(-size // multiple) * multiple == padded
-    ):
+    if size is not None and args.get("tokenizer_type") != "NullTokenizer" and -(-size // multiple) * multiple == padded:
         return size, multiple
     return padded, multiple if padded % multiple == 0 else 1
 
@@ -245,10 +235,7 @@ def _positions(args: Arguments) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
     if args.flag("use_rotary_position_embeddings", False):
         kind = "rope"
-    settings: dict[str, Any] = {
-        "position_embedding_type": kind,
-        "rotary_base": args.number("rotary_base", 10000),
-    }
+    settings: dict[str, Any] = {"position_embedding_type": kind, "rotary_base": args.number("rotary_base", 10000)}
     factor = args.number("rotary_seq_len_interpolation_factor", 1)
     if kind == "rope" and args.flag("use_rope_scaling", False):
         if factor != 1:
@@ -256,10 +243,7 @@ def _positions(args: Arguments) -> dict[str, Any]:
                 f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
                 "are not something that megalite has"
             )
-        settings |= {
-            "rope_scaling": "llama3",
-            "rope_scaling_factor": args.number("rope_scaling_factor", 8.0),
-        }
+        settings |= {"rope_scaling": "llama3", "rope_scaling_factor": args.number("rope_scaling_factor", 8.0)}
     elif kind == "rope" and factor != 1:
         settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
     return settings
@@ -272,9 +256,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
     if experts is None:
         return {}
     if not isinstance(experts, int) or isinstance(experts, bool):
-        raise ConversionError(
-            f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed"
-        )
+        raise ConversionError(f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed")
     if biases:
         raise ConversionError(
             f"{args.path}: args.num_experts with args.add_bias_linear: megalite's experts have no biases"
@@ -322,10 +304,7 @@ def _expert_layers(args: Arguments) -> tuple[int, int]:
         first = list(pattern).index(1)
         after = [index for index in range(first + 1, layers) if pattern[index] == 1]
         every = after[0] - first if after else layers
-        if (
-            all((index - first) % every == 0 for index in after)
-            and len(after) == (layers - 1 - first) // every
-        ):
+        if all((index - first) % every == 0 for index in after) and len(after) == (layers - 1 - first) // every:
             return first, every
     raise ConversionError(
         f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers at the start and then experts in "

@@ -52,9 +52,7 @@ class Made:
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {
-    f"EMPTY_{kind.__name__.upper()}": kind for kind in (dict, list, tuple, set)
-}
+_EMPTY: dict[str, Callable[[], Any]] = {f"EMPTY_{kind.__name__.upper()}": kind for kind in (dict, list, tuple, set)}
 _VALUES = frozenset(
     """
     BININT BININT1 BININT2 INT LONG LONG1 LONG4 BINFLOAT FLOAT UNICODE BINUNICODE SHORT_BINUNICODE
@@ -185,10 +183,7 @@ _DTYPES = {
 }
 ALLOWED = frozenset(
     (
-        *(
-            f"{_DCP}.metadata.{name}"
-            for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
-        ),
+        *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
         *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
         f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
         *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
@@ -396,18 +391,13 @@ class MegatronDistWeights:
             file = self._files[block] = TorchFile(path, block.start, block.length)
         tensor = file.content
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != block.sizes:
-            raise ConversionError(
-                f"{file.name} is not the block {list(block.sizes)} of {source.piece.theirs}"
-            )
+            raise ConversionError(f"{file.name} is not the block {list(block.sizes)} of {source.piece.theirs}")
         if tensor.dtype != source.stored.dtype:
             raise ConversionError(f"{file.name} is of the type {tensor.dtype}, not {source.stored.dtype}")
         for index, first in zip(source.index, block.offsets, strict=False):
             tensor = tensor[index - first]
         spans = zip(block.offsets[leading:], block.sizes[leading:], strict=True)
-        fill(
-            place[tuple(slice(first, first + size) for first, size in spans)],
-            partial(file.read, tensor),
-        )
+        fill(place[tuple(slice(first, first + size) for first, size in spans)], partial(file.read, tensor))
         return tensor.numel()
 
     def _source(self, piece: Piece, by_name: dict[str, tuple[StoredTensor, tuple[int, ...]]]) -> _Source:
@@ -455,9 +445,7 @@ def _by_common_name(
         rest = name.removeprefix(_LAYERS)
         if rest != name and not rest.split(".")[0].isdigit():
             if not tensor.shape or tensor.shape[0] != layers:
-                raise ConversionError(
-                    f"{args.path}: args.num_layers is {layers}, but {key} is {list(tensor.shape)}"
-                )
+                raise ConversionError(f"{args.path}: args.num_layers is {layers}, but {key} is {list(tensor.shape)}")
             names = [(f"{_LAYERS}{layer}.{rest}", (layer,)) for layer in range(layers)]
         elif rest != name:
             numbers.add(rest.split(".")[0])
@@ -467,9 +455,7 @@ def _by_common_name(
                 assert common is not None
                 found[common] = tensor, whole_index
     if numbers and len(numbers) != layers:
-        raise ConversionError(
-            f"{args.path}: args.num_layers is {layers}, but the files have {len(numbers)} layers"
-        )
+        raise ConversionError(f"{args.path}: args.num_layers is {layers}, but the files have {len(numbers)} layers")
     return found
 
 

@@ -138,12 +138,7 @@ class Stage:
 
 
 def stage_pieces(
-    model: ModelConfig,
-    stage: Stage,
-    shard: Shard,
-    *,
-    vocabulary: int,
-    grouped: bool = False,
+    model: ModelConfig, stage: Stage, shard: Shard, *, vocabulary: int, grouped: bool = False
 ) -> Iterator[Piece]:
     """The tensors of one file's model under their common names, in the order of the forward pass.
 
@@ -232,9 +227,7 @@ def _experts(
     width = 2 * size if layer == "linear_fc1" and model.is_gated else size
     if grouped:
         # [E, h, 2·f/tp] and [E, f/tp, h], each without its first boundary.
-        name, wide = (
-            ("weight1", (h, count * width)) if layer == "linear_fc1" else ("weight2", (count * size, h))
-        )
+        name, wide = ("weight1", (h, count * width)) if layer == "linear_fc1" else ("weight2", (count * size, h))
         last_first = _rows_last if layer == "linear_fc1" else _columns_first
         yield Piece(f"{there}.mlp.experts.{name}", shape.name, wide, _grouped(cut, first, count, last_first))
         return

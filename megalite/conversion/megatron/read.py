@@ -81,9 +81,7 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
         )
     found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not is_step(found):
-        raise ConversionError(
-            f"{tracker} names {found.name}, which is not there; {folder} has {_known(folder)}"
-        )
+        raise ConversionError(f"{tracker} names {found.name}, which is not there; {folder} has {_known(folder)}")
     return found
 
 
@@ -250,9 +248,7 @@ class MegatronWeights:
             ("ffn_hidden_size", model.ffn_size),
         ):
             if value % tp:
-                raise ConversionError(
-                    f"{first.path}: args.{name} is {value}, which {tp} tensor ranks cannot share"
-                )
+                raise ConversionError(f"{first.path}: args.{name} is {value}, which {tp} tensor ranks cannot share")
         if ep > 1 and (model.num_experts or 0) % ep:
             raise ConversionError(
                 f"{first.path}: args.num_experts is {model.num_experts}, which {ep} ranks cannot share"
@@ -270,9 +266,7 @@ class MegatronWeights:
             length = min(step, count - start)
             one, other = (each.file.read(each.tensor, start, length) for each in (source, copy))
             # As bytes too, because NaN is not equal to itself.
-            if not torch.equal(one, other) and not torch.equal(
-                one.view(torch.uint8), other.view(torch.uint8)
-            ):
+            if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise ConversionError(
                     f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} should be "
                     "the same and differ: one of the files is of another time or run"
@@ -302,9 +296,7 @@ class MegatronWeights:
         for name, sources in self._sources.items():
             types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
             if len(types) != 1:
-                raise ConversionError(
-                    f"{self.path}: the slices of {name} have the types {sorted(map(str, types))}"
-                )
+                raise ConversionError(f"{self.path}: the slices of {name} have the types {sorted(map(str, types))}")
 
     def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[Piece]:
         """What a chunk of a file should hold, the rows of qkv in the order that they have there."""
@@ -377,9 +369,7 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
         )
     for place, file in files.items():
         if len(file.chunks) != chunks:
-            raise ConversionError(
-                f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})"
-            )
+            raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})")
     return found
 
 

@@ -40,9 +40,7 @@ class Inert:
 
 
 _NUMPY = ("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType") + tuple(
-    f"numpy.{package}.multiarray.{name}"
-    for package in ("core", "_core")
-    for name in ("_reconstruct", "scalar")
+    f"numpy.{package}.multiarray.{name}" for package in ("core", "_core") for name in ("_reconstruct", "scalar")
 )
 _PYTHON = (
     *("types.SimpleNamespace", "pathlib.PosixPath", "pathlib.Path", "_io.BytesIO", "io.BytesIO"),
@@ -65,10 +63,7 @@ _MEGATRON = (
     *(f"transformer_engine.common.recipe.{name}" for name in (*_RECIPES, "Format", "MMParams", "QParams")),
 )
 
-ALLOWED: list[Any] = [
-    argparse.Namespace,
-    *((Inert, name) for name in (*_NUMPY, *_PYTHON, *_MEGATRON)),
-]
+ALLOWED: list[Any] = [argparse.Namespace, *((Inert, name) for name in (*_NUMPY, *_PYTHON, *_MEGATRON))]
 """For `torch.serialization.safe_globals`, beside what torch allows by itself (tensors, dtypes, OrderedDict).
 
 Only `argparse.Namespace` is real, a bag of attributes. The others (random states, enumerations, the loss scaler of an
@@ -241,9 +236,7 @@ class TorchFile:
                 entries, place = archive.infolist(), archive.start_dir
                 for entry in entries:
                     if entry.compress_type != zipfile.ZIP_STORED:
-                        raise ConversionError(
-                            f"{self.name} is a compressed archive, which torch.save never writes"
-                        )
+                        raise ConversionError(f"{self.name} is a compressed archive, which torch.save never writes")
                     if "/data/" not in entry.filename:
                         if entry.file_size > LARGEST_ENTRY:
                             raise ConversionError(
@@ -269,9 +262,7 @@ class TorchFile:
             _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
             start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             if start + entry.file_size > size:
-                raise ConversionError(
-                    f"{self.name} is cut off: it has {size} bytes of {start + entry.file_size}"
-                )
+                raise ConversionError(f"{self.name} is cut off: it has {size} bytes of {start + entry.file_size}")
             records[start] = Record(start, entry.file_size, entry.CRC, place)
             place += _DIRECTORY_ENTRY + len(entry.filename.encode()) + len(entry.extra) + len(entry.comment)
         return records
@@ -303,9 +294,7 @@ def refusal(name: str, fault: str) -> str:
             "it was run. Save the checkpoint again without it (weights as plain tensors, args as an argparse.Namespace)"
         )
     lines = [line for line in fault.splitlines() if line.strip()]
-    reason = next(
-        (line.split("message:", 1)[1] for line in lines if "message:" in line), lines[0] if lines else ""
-    )
+    reason = next((line.split("message:", 1)[1] for line in lines if "message:" in line), lines[0] if lines else "")
     return f"{name} cannot be read as a file of tensors and settings: {reason.strip()}"
 
 
@@ -347,9 +336,7 @@ class TorchFileWriter:
         """What a reader will find; `fill` takes its tensors."""
         self._checksums: list[tuple[Record, int]] = []
 
-    def fill(
-        self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]
-    ) -> None:
+    def fill(self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]) -> None:
         """Write the elements of a tensor in `content`, converted to its type block by block; if it has more, zeros.
 
         Args:

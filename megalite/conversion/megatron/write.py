@@ -117,9 +117,7 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "rotary_base": int(model.rotary_base),
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": int(model.rope_scaling_factor)
-        if scaling == "linear"
-        else None,
+        "rotary_seq_len_interpolation_factor": int(model.rope_scaling_factor) if scaling == "linear" else None,
         "use_rope_scaling": scaling == "llama3",
         "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
         "window_size": None if window is None else (window - 1, 0),
@@ -261,9 +259,7 @@ class _Export:
 
     def files(self, stage: int) -> list[str]:
         """Of each tensor-parallel rank."""
-        return [
-            f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)
-        ]
+        return [f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)]
 
     def pieces(self, stage: int, rank: int) -> list[Piece]:
         """What goes into a file."""
@@ -301,9 +297,7 @@ class _Export:
 
         return TorchFileWriter(path, content)
 
-    def _fill(
-        self, writers: list[TorchFileWriter], stage: int, ranks: list[list[Piece]], advance: Advance
-    ) -> None:
+    def _fill(self, writers: list[TorchFileWriter], stage: int, ranks: list[list[Piece]], advance: Advance) -> None:
         name, ours = "", torch.empty(0)
         for slices in zip(*ranks, strict=True):
             if slices[0].ours != name:

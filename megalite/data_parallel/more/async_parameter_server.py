@@ -46,12 +46,7 @@ class AsyncParameterServer(DataParallelStrategy):
     replicas_agree = False
 
     def __init__(
-        self,
-        stages: Mapping[int, torch.nn.Module],
-        *,
-        scope: Group,
-        servers: ServerGroups | None,
-        **common: Any,
+        self, stages: Mapping[int, torch.nn.Module], *, scope: Group, servers: ServerGroups | None, **common: Any
     ) -> None:
         """
         Args:

@@ -89,12 +89,8 @@ class Costs:
                 f"{name} will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole "
                 "gradients"
             )
-        assumption = (
-            "; no step had whole gradients, which are taken to hide behind the backward" * self.assumed
-        )
-        step, codec, latency, own = (
-            1e3 * each for each in (self.step, self.codec, self.latency, self.optimizer)
-        )
+        assumption = "; no step had whole gradients, which are taken to hide behind the backward" * self.assumed
+        step, codec, latency, own = (1e3 * each for each in (self.step, self.codec, self.latency, self.optimizer))
         return (
             f"break-even: {verdict}; it pays where ranks send at less than {self.break_even * 8e-6:.0f} Mbit/s (step "
             f"{step:.1f} ms, compute c {self.compute:.3f}, overhead o {self.overhead:.3f}: codec {codec:.1f} ms, latency "

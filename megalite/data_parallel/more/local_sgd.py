@@ -134,9 +134,7 @@ class DiLoCo(LocalWeights):
         if self._delay:
             names = {"send": self._sent_in(local), "use": self._sent_in(local - self._delay)}
         words = [
-            name if self._count == 1 else f"{name} {fragment}"
-            for name, which in names.items()
-            for fragment in which
+            name if self._count == 1 else f"{name} {fragment}" for name, which in names.items() for fragment in which
         ]
         return ", ".join(words) or "local"
 

@@ -42,9 +42,7 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
     return (total / rows.shape[0]).to(rows.dtype)
 
 
-def swap(
-    channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
-) -> list[Work]:
+def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
     """Send a tensor to each of some ranks and receive one from each of them; what is sent must stay as it is meanwhile.
 
     Messages have a separate order, so collectives over the same ranks may run at the same time. Each rank takes its
@@ -79,9 +77,7 @@ class MeanUnderWay:
         self._received[channel.rank] = self._sent[channel.rank]
         others = [peer for peer in range(channel.size) if peer != channel.rank]
         self._posted = swap(
-            channel,
-            {peer: self._sent[peer] for peer in others},
-            {peer: self._received[peer] for peer in others},
+            channel, {peer: self._sent[peer] for peer in others}, {peer: self._received[peer] for peer in others}
         )
         self._whole: torch.Tensor | None = None
         self._part = tensor

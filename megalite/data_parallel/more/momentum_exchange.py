@@ -52,8 +52,7 @@ class MomentumExchange(AllReduce):
     ) -> None:
         super().__init__(stages, **common)
         self._codecs = {
-            shard.main_param: OneBit(shard.bucket, self.channel(shard.bucket), scale=scale)
-            for shard in self.shards
+            shard.main_param: OneBit(shard.bucket, self.channel(shard.bucket), scale=scale) for shard in self.shards
         }
         make = functools.partial(OneBit, scale=scale)
         self._break_even = BreakEven(self, self.all_buckets(), make, warmup=warmup)

@@ -201,9 +201,7 @@ class OneBit(Codec):
         self._chunks = [Chunk.of(ends, rank * chunk, (rank + 1) * chunk, like.device) for rank in range(n)]
         most = max(len(each.lengths) for each in self._chunks)
         self._row = chunk // 8 + most * like.element_size()
-        widest = max(
-            (window.stop - window.start for each in self._chunks for window in each.windows), default=0
-        )
+        widest = max((window.stop - window.start for each in self._chunks for window in each.windows), default=0)
         self._signs = Signs(widest, like.dtype, like.device)
         self._unpacked = torch.empty(widest, dtype=like.dtype, device=like.device)
         # Bytes that no rank reads (of padding, and sizes that a chunk does not have) are sent all the same.

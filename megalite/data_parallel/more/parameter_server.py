@@ -41,9 +41,7 @@ class ParameterServer(DataParallelStrategy):
         self._sending: list[Work] = []
         """What the server has in flight to its workers."""
         shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
-        self._arrivals = Arrivals(
-            stages, self.all_buckets(), overlap=self.options.overlap_param_gather and shared
-        )
+        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=self.options.overlap_param_gather and shared)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         size = bucket.data.numel()

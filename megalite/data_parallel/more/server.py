@@ -88,9 +88,7 @@ class Server:
         self._device = shards[0].main_param.device
 
         def inbox(device: torch.device) -> list[torch.Tensor]:
-            return [
-                torch.zeros_like(shard.main_param.data, dtype=wire_dtype, device=device) for shard in shards
-            ]
+            return [torch.zeros_like(shard.main_param.data, dtype=wire_dtype, device=device) for shard in shards]
 
         self._workers = [_Worker(inbox(self._device), None)]
         self._workers += [_Worker(inbox(torch.device("cpu")), link) for link in links]
@@ -105,9 +103,7 @@ class Server:
         # Daemons: where the run ends by an error they may be waiting for a rank that is gone.
         self._threads = [threading.Thread(target=self._serve, name="megalite-server", daemon=True)]
         self._threads += [
-            threading.Thread(
-                target=self._listen, args=(worker,), name=f"megalite-worker-{worker}", daemon=True
-            )
+            threading.Thread(target=self._listen, args=(worker,), name=f"megalite-worker-{worker}", daemon=True)
             for worker in range(1, len(self._workers))
         ]
         for thread in self._threads:
@@ -253,9 +249,7 @@ class Server:
         self._servers.broadcast(decided, source=LEADER)
         kind, worker = decided.tolist()
         if kind == _FAILED:
-            raise RuntimeError(
-                f"{CLOSED}: the first parameter server of the model has lost a rank, or failed"
-            )
+            raise RuntimeError(f"{CLOSED}: the first parameter server of the model has lost a rank, or failed")
         event = Event(Kind(kind), worker)
         with self._changed:
             while self._paused or not all(self._asks(index, event.kind) for index in self._concerned(event)):

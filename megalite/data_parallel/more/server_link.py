@@ -205,9 +205,7 @@ class _Link:
 class WorkerEnd(_Link):
     """A worker's end."""
 
-    def push(
-        self, request: Request, gradients: Sequence[torch.Tensor], wire_dtype: torch.dtype | None
-    ) -> None:
+    def push(self, request: Request, gradients: Sequence[torch.Tensor], wire_dtype: torch.dtype | None) -> None:
         """Start to send; the gradients must not change before `ask` returns."""
         self._ask(request)
         self._send(gradients, wire_dtype)

@@ -35,12 +35,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        zero_centered: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
     ) -> torch.Tensor:
         check_elements("rmsnorm" if bias is None else "layernorm", x)
         ctx.eps, ctx.zero_centered = eps, zero_centered
@@ -70,9 +65,7 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias[0].to(bias.dtype) if grad_bias else None, None, None
 
 
-def _parameters(
-    weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: bool
-) -> tuple[torch.Tensor, ...]:
+def _parameters(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: bool) -> tuple[torch.Tensor, ...]:
     """Factors and bias as the kernel takes them: 1 + weight is never rounded to a half type."""
     factors = weight.contiguous()
     if zero_centered:
@@ -85,9 +78,7 @@ def _operand(x: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return x.float() if zero_centered and x.dtype in _HALVES else x
 
 
-def rmsnorm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
     """See `layer_ops.rms_norm`. Half types with `zero_centered` are copied to fp32.
 
     Raises:
@@ -160,9 +151,7 @@ def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
     reason = softmax_limit(length)
     together = 8 if length <= 128 else 4  # that a block of the kernel takes at once
     if reason is None and matrices % together:
-        reason = (
-            f"it takes {together} matrices of {length} x {length} scores at a time, and there are {matrices}"
-        )
+        reason = f"it takes {together} matrices of {length} x {length} scores at a time, and there are {matrices}"
     if reason is not None:
         raise ConfigError(f"kernels: softmax=apex cannot be used: {reason}; use softmax=torch")
     if torch.tensor(scale, dtype=scores.dtype).item() != scale:
@@ -202,11 +191,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    first: int,
-    logsumexp: torch.Tensor | None,
-    grad: torch.Tensor,
+    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor:
     """See `cross_entropy.cross_entropy_backward`; the result is new memory."""
     logits, log_sum = saved

@@ -162,8 +162,7 @@ class _BiasGelu(torch.autograd.Function):
         if y.numel():
             tile = cut(n, x.element_size())
             bias_gelu_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](
-                *(flat, bias, y, rows, flat.stride(0)),
-                **_constants(kind, n, tile, x.dtype),
+                *(flat, bias, y, rows, flat.stride(0)), **_constants(kind, n, tile, x.dtype)
             )
         ctx.save_for_backward(flat, bias)
         ctx.kind = kind
@@ -209,8 +208,7 @@ def _gated(x: torch.Tensor, dy: torch.Tensor | None, kind: int) -> torch.Tensor:
     if out.numel():
         tile = cut(n, x.element_size())
         gated_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](
-            *(x, dy, out, rows, x.stride(0), 0 if dy is None else dy.stride(0)),
-            **_constants(kind, n, tile, x.dtype),
+            *(x, dy, out, rows, x.stride(0), 0 if dy is None else dy.stride(0)), **_constants(kind, n, tile, x.dtype)
         )
     return out
 

@@ -7,13 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megalite.kernels.triton.launch import (
-    accumulator,
-    accumulator_dtype,
-    multiprocessors,
-    next_power_of_2,
-    warps,
-)
+from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
 
 WIDEST = 4096
 """Columns that a program holds at a time. Whole rows of 64k and more would leave the registers."""
@@ -98,12 +92,7 @@ def _forward(
 
 @triton.jit
 def _merge(
-    partial: tl.tensor,
-    stats: tl.tensor,
-    n: tl.tensor,
-    parts: tl.tensor,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    partial: tl.tensor, stats: tl.tensor, n: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr, ROWS: tl.constexpr
 ) -> None:
     """stats [3, n] of the parts' [parts, 3, n], as ranks of tensor parallelism are merged."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -186,11 +175,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    first: int,
-    logsumexp: torch.Tensor | None,
-    grad: torch.Tensor,
+    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 

@@ -90,9 +90,7 @@ def _of_input(
 
 
 @triton.jit
-def _inside(
-    row: tl.tensor, column: tl.tensor, rows: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
+def _inside(row: tl.tensor, column: tl.tensor, rows: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Where the tensors are; a single row is always one of theirs."""
     inside = (column < N)[None, :]
     if ROWS > 1:

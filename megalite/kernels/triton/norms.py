@@ -217,18 +217,14 @@ class _Norm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
-    def backward(
-        ctx: Any, dy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
         rows, weight, bias, statistics = ctx.saved_tensors
         dx, _, sums = gradients(rows_of(dy), None, rows, weight, None, 1.0, statistics, ctx.offset)
         sums = sums.to(weight.dtype)
         return dx.view(dy.shape), sums[0], None if bias is None else sums[1], None, None
 
 
-def rmsnorm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
     """See `layer_ops.rms_norm`: computed in fp32, in fp64 for fp64, in one pass.
 
     The gradients are the same to the bit in every run on a device.

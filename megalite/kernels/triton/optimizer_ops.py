@@ -241,9 +241,9 @@ def lamb_step(
 
 def _check(*tensors: torch.Tensor) -> None:
     first = tensors[0]
-    assert all(
-        x.dtype == torch.float32 and x.is_contiguous() and x.numel() == first.numel() for x in tensors
-    ), "flat fp32 buffers of one length"
+    assert all(x.dtype == torch.float32 and x.is_contiguous() and x.numel() == first.numel() for x in tensors), (
+        "flat fp32 buffers of one length"
+    )
 
 
 NORM_BLOCK = 4096
@@ -262,9 +262,7 @@ def _square(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize_on_alignment=["partial"])
-def _sum_of_squares(
-    x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def _sum_of_squares(x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Of every `stride`-th block of x, in fp64: there no square of an fp32 number is lost or too large."""
     program = tl.program_id(0)
     start = program.to(tl.int64) * BLOCK
@@ -292,12 +290,7 @@ def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for x, count in zip(tensors, counts, strict=True):
         if count:
             _sum_of_squares[(count,)](
-                x,
-                partial[done:],
-                x.numel(),
-                count * NORM_BLOCK,
-                BLOCK=NORM_BLOCK,
-                num_warps=warps(NORM_BLOCK),
+                x, partial[done:], x.numel(), count * NORM_BLOCK, BLOCK=NORM_BLOCK, num_warps=warps(NORM_BLOCK)
             )
             done += count
     return partial.sum().sqrt()

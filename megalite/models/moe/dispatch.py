@@ -80,9 +80,7 @@ def send_to_experts(x: torch.Tensor, route: Route, *, topk: int, ep: Group, expe
     if expert_tp.size > 1:  # gradients of one row are summed over ranks
         parts = route.gathered
         rows = conjugate(
-            rows,
-            lambda x: _gathered(x, parts, expert_tp),
-            lambda grad: _reduce_scattered(grad, parts, expert_tp),
+            rows, lambda x: _gathered(x, parts, expert_tp), lambda grad: _reduce_scattered(grad, parts, expert_tp)
         )
     return rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, False)
 
@@ -102,9 +100,7 @@ def return_to_tokens(
     if expert_tp.size > 1:
         parts = route.gathered
         rows = conjugate(
-            rows,
-            lambda x: _reduce_scattered(x, parts, expert_tp),
-            lambda grad: _gathered(grad, parts, expert_tp),
+            rows, lambda x: _reduce_scattered(x, parts, expert_tp), lambda grad: _gathered(grad, parts, expert_tp)
         )
     if ep.size > 1:
         rows = _all_to_all(rows, route.sent, route.received, ep)
@@ -179,9 +175,7 @@ def _reordered(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Ten
 def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
     """Rows to the ranks of a group; the gradient takes the same way back."""
     return conjugate(
-        rows,
-        lambda x: _exchanged(x, received, sent, group),
-        lambda grad: _exchanged(grad, sent, received, group),
+        rows, lambda x: _exchanged(x, received, sent, group), lambda grad: _exchanged(grad, sent, received, group)
     )
 
 

@@ -45,11 +45,7 @@ class Experts(torch.nn.Module):
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = factory.parameter(
-            f"{name}.up.weight",
-            (*stacked, h),
-            shard_dim=len(stacked) - 1,
-            std=config.init_method_std,
-            expert=True,
+            f"{name}.up.weight", (*stacked, h), shard_dim=len(stacked) - 1, std=config.init_method_std, expert=True
         )
         self.down = factory.parameter(
             f"{name}.down.weight",
@@ -140,9 +136,7 @@ class MoELayer(torch.nn.Module):
     The shared expert is an ordinary MLP that every token goes through.
     """
 
-    def __init__(
-        self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute
-    ) -> None:
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk

@@ -55,9 +55,7 @@ def within_capacity(
     by_position = everything[:, -1].argsort()
     ordered = everything[by_position]
     # One column for each sequence: its s·k pairs, tokens in true order.
-    weight, expert = (
-        part.view(-1, b, k).transpose(1, 2).flatten(0, 1) for part in ordered[:, :-1].split(b * k, dim=1)
-    )
+    weight, expert = (part.view(-1, b, k).transpose(1, 2).flatten(0, 1) for part in ordered[:, :-1].split(b * k, dim=1))
     pairs = torch.arange(weight.shape[0], device=weight.device)[:, None].expand_as(weight)
     if not drop_last:
         steps = (weight * WEIGHT_STEPS[weight.dtype]).round_()
@@ -113,9 +111,7 @@ class Router(torch.nn.Module):
         self.drop_last = config.moe_token_drop_policy == "position"
         self.sequence = factory.tp_cp
         shape = (config.num_experts, config.hidden_size)
-        self.weight = factory.parameter(
-            f"{name}.weight", shape, std=config.init_method_std, always_partial=True
-        )
+        self.weight = factory.parameter(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> Routing:
         """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
@@ -125,9 +121,7 @@ class Router(torch.nn.Module):
         """
         logits = _RouterLinear.apply(x, self.weight)
         # A stable sort puts the lower index first among equals; topk would not say which.
-        chosen = (
-            logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk].contiguous()
-        )
+        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk].contiguous()
         probabilities = logits.softmax(dim=-1) if self.pre_softmax or self.aux_coeff else None
         weights = self._weights(logits, probabilities, chosen)
         weights = self._attach_losses(weights, logits, probabilities, chosen, context)
@@ -143,9 +137,7 @@ class Router(torch.nn.Module):
             )
         return Routing(weights=weights, chosen=chosen, kept=kept)
 
-    def _weights(
-        self, logits: torch.Tensor, probabilities: torch.Tensor | None, chosen: torch.Tensor
-    ) -> torch.Tensor:
+    def _weights(self, logits: torch.Tensor, probabilities: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
         if self.pre_softmax:
             assert probabilities is not None
             weights = probabilities.gather(-1, chosen)
@@ -196,9 +188,7 @@ class _RouterLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        return grad_x, compute_or_defer(
-            _RouterGradient(weight, x.detach(), grad.flatten(0, -2)), weight.deferred
-        )
+        return grad_x, compute_or_defer(_RouterGradient(weight, x.detach(), grad.flatten(0, -2)), weight.deferred)
 
 
 @dataclass

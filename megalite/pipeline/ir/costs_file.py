@@ -82,9 +82,7 @@ class CostTable:
                 exist, a weight gradient costs more than the backward of which it is a part, or all costs are 0.
         """
         forward = self._spread("forward", self.forward, placement)
-        weight = (
-            None if self.weight_grad is None else self._spread("weight_grad", self.weight_grad, placement)
-        )
+        weight = None if self.weight_grad is None else self._spread("weight_grad", self.weight_grad, placement)
         if self.backward is not None:
             backward = self._spread("backward", self.backward, placement)
         else:
@@ -109,12 +107,7 @@ class CostTable:
                     f'links has "{source}->{destination}", but there are {num_ranks} ranks; use 0 to {num_ranks - 1}'
                 )
         return Costs(
-            forward=forward,
-            backward=backward,
-            weight_grad=weight,
-            recompute=recompute,
-            p2p=self.p2p,
-            links=self.links,
+            forward=forward, backward=backward, weight_grad=weight, recompute=recompute, p2p=self.p2p, links=self.links
         )
 
     def sizes(self, placement: tuple[int, ...]) -> Sizes | None:
@@ -251,9 +244,7 @@ def _links(data: object, source: str) -> dict[tuple[int, int], Link]:
     for name, values in data.items():
         ends = [end.strip() for end in name.split("->")]
         if len(ends) != 2 or not all(end.isascii() and end.isdigit() and len(end) < 9 for end in ends):
-            raise ConfigError(
-                f'{source}: links has {_show(name)}; a link is named by two ranks, such as "0->1"'
-            )
+            raise ConfigError(f'{source}: links has {_show(name)}; a link is named by two ranks, such as "0->1"')
         pair = (int(ends[0]), int(ends[1]))
         if pair[0] == pair[1] or pair in links:
             wrong = "leads from a rank to itself" if pair[0] == pair[1] else "is given twice"

@@ -188,11 +188,7 @@ def _circle_through(
 
 
 def _traced(
-    wiring: Wiring,
-    reach: dict[tuple[int, int], IntArray],
-    levels: list[dict[int, IntArray]],
-    start: int,
-    position: int,
+    wiring: Wiring, reach: dict[tuple[int, int], IntArray], levels: list[dict[int, IntArray]], start: int, position: int
 ) -> tuple[Wait, ...]:
     """The circle's waits, found backwards from where it closes."""
     rows = wiring.table.rows

@@ -22,10 +22,7 @@ def unit_slots(schedule: Schedule, *, backward: int = 1) -> dict[Action, int]:
     table = Table.of(schedule.actions, schedule)
     starts = iter(unit_starts(table, backward=backward))
     return {
-        action: start
-        for row in schedule.actions
-        for action, start in zip(row, starts, strict=False)
-        if start != NEVER
+        action: start for row in schedule.actions for action, start in zip(row, starts, strict=False) if start != NEVER
     }
 
 
@@ -100,9 +97,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
         ScheduleError: an action names a stage, microbatch or rank that does not exist, or most actions are missing.
     """
     if recv_prefetch < 0:
-        raise ConfigError(
-            f"recv_prefetch is {recv_prefetch}; it counts actions: 0 or more (1 is the default)"
-        )
+        raise ConfigError(f"recv_prefetch is {recv_prefetch}; it counts actions: 0 or more (1 is the default)")
     if send_window < 1:
         raise ConfigError(f"send_window is {send_window}; at least one send must be pending: 1 or more")
     table = Table.of(schedule.actions, schedule)
@@ -186,15 +181,8 @@ def _assembled(table: Table, messages: _Messages, before: IntArray) -> ActionLis
     reduced, reductions = _reductions(table)
     num_actions = len(table.kind)
     # What goes before an action, it, what goes after it: a stable sort by these keys keeps each channel's order.
-    keys = np.concatenate(
-        (4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * reduced + 3)
-    )
-    actions = [
-        *_actions(messages.receive),
-        *chain.from_iterable(table.rows),
-        *_actions(messages.send),
-        *reductions,
-    ]
+    keys = np.concatenate((4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * reduced + 3))
+    actions = [*_actions(messages.receive), *chain.from_iterable(table.rows), *_actions(messages.send), *reductions]
     order = np.argsort(keys, kind="stable")
     sorted_actions = [actions[index] for index in order.tolist()]
     bounds = np.searchsorted(keys[order], 4 * np.array(table.first)).tolist()

@@ -101,9 +101,7 @@ def activation_peaks(table: Table, send_window: int) -> tuple[int, ...]:
     return tuple(int(peak.size) for peak in table_peaks(table, units, send_window))
 
 
-def _changes(
-    table: Table, sizes: Sizes, send_window: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _changes(table: Table, sizes: Sizes, send_window: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """By index, what each action takes when it starts, and what it frees (negative) when it ends."""
     begin, end = np.zeros((2, len(table.kind)))
     activation, deferred, kept = (

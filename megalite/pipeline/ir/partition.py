@@ -89,11 +89,7 @@ def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) ->
 
 
 def _fill(
-    num_layers: int,
-    extra: list[Fraction],
-    placement: Sequence[int],
-    rank_left: list[int],
-    least: list[int],
+    num_layers: int, extra: list[Fraction], placement: Sequence[int], rank_left: list[int], least: list[int]
 ) -> tuple[int, ...]:
     """The least each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
     layers = list(least)
@@ -158,10 +154,7 @@ def _even_cut(sums: list[int], extra: list[int], least: Sequence[int]) -> tuple[
                 cost = sums[end] - sums[start] + extra[stage]
                 if cost > bound:
                     break
-                found = (
-                    squares + cost * cost,
-                    (start - end, *counts),
-                )  # negative: more layers early sort first
+                found = (squares + cost * cost, (start - end, *counts))  # negative: more layers early sort first
                 if start not in before or found < before[start]:
                     before[start] = found
         best = before

@@ -62,9 +62,7 @@ def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
             begin = producer.end - _INSIDE * (producer.end - producer.start)
             arrive = consumer.start + _INSIDE * (consumer.end - consumer.start)
             events.append({**shared, "ph": "s", "tid": producer.rank, "ts": _nanoseconds(begin) / 1e3})
-            events.append(
-                {**shared, "ph": "f", "bp": "e", "tid": consumer.rank, "ts": _nanoseconds(arrive) / 1e3}
-            )
+            events.append({**shared, "ph": "f", "bp": "e", "tid": consumer.rank, "ts": _nanoseconds(arrive) / 1e3})
             flow += 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -92,9 +92,7 @@ def render_grid(
                 lines.append(_CUT)
                 continue
             row = grid.rows[rank]
-            drawn = "".join(
-                _drawn(_Slot(_CUT) if slot is None else row[slot], cell, colour) for slot in panel
-            )
+            drawn = "".join(_drawn(_Slot(_CUT) if slot is None else row[slot], cell, colour) for slot in panel)
             lines.append(f"{f'rank {rank}':<{label}}{drawn}{ends[rank] if last else ''}".rstrip())
     lines.append(_legend(schedule))
     for what, cut in (("slots", cut_slots), ("ranks", cut_ranks)):
@@ -118,9 +116,7 @@ def render_lists(
     label = len(f"rank {len(actions) - 1}: ")
     lines = []
     for rank in sorted(ranks):
-        cells = [
-            f">{action}<" if marks.get(rank) == i else str(action) for i, action in enumerate(actions[rank])
-        ]
+        cells = [f">{action}<" if marks.get(rank) == i else str(action) for i, action in enumerate(actions[rank])]
         lines.append(f"rank {rank}: ".ljust(label) + _window(cells, marks.get(rank, around), width - label))
     if len(ranks) < len(actions):
         lines.append(f"{_CUT} {len(actions) - len(ranks)} ranks are left out")
@@ -205,16 +201,12 @@ def _of_schedule(schedule: Schedule) -> _Grid:
                     row[slot] = _Slot("-" * len(text), action.kind, goes_on=True)
         remarks.append("" if stuck is None else f"  stuck at {stuck}")
     bubbles = [row.count(_EMPTY) / max(num_slots, 1) for row in rows]
-    return _Grid(
-        rows, bubbles, remarks, "any one action" + (" (a whole backward: two)" if backward == 2 else "")
-    )
+    return _Grid(rows, bubbles, remarks, "any one action" + (" (a whole backward: two)" if backward == 2 else ""))
 
 
 def _of_timeline(timeline: Timeline) -> _Grid:
     schedule = timeline.schedule
-    shortest = min(
-        (event.end - event.start for event in timeline.events if event.end > event.start), default=1.0
-    )
+    shortest = min((event.end - event.start for event in timeline.events if event.end > event.start), default=1.0)
     unit = max(shortest, timeline.makespan / _MOST_SLOTS)
 
     def slot(time: float) -> int:

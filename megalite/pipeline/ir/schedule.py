@@ -94,9 +94,7 @@ class Schedule:
         lists = tuple(tuple(_parse_cells(line, name=name, number=number)) for number, line in lines)
         actions = [(rank, action) for rank, row in enumerate(lists) for action in row]
         if not actions:
-            raise ScheduleError(
-                f"schedule {name}: there is no action in it; expected one line a rank such as 0F0,0B0"
-            )
+            raise ScheduleError(f"schedule {name}: there is no action in it; expected one line a rank such as 0F0,0B0")
         for (number, _), row in zip(lines, lists, strict=True):
             if not row:
                 raise ScheduleError(

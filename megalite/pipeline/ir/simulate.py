@@ -142,9 +142,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     wiring = wire(program)
     table = wiring.table
     durations = _durations(table, costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())))
-    execution = execute(
-        wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels]
-    )
+    execution = execute(wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels])
     if not execution.finished:
         raise deadlock(wiring)
     events = _events(table, np.array(execution.starts), durations)
@@ -165,9 +163,7 @@ def _durations(table: Table, seconds: Mapping[Kind, tuple[float, ...]]) -> npt.N
     return by_kind[table.kind, table.stage]
 
 
-def _events(
-    table: Table, starts: npt.NDArray[np.float64], durations: npt.NDArray[np.float64]
-) -> tuple[Event, ...]:
+def _events(table: Table, starts: npt.NDArray[np.float64], durations: npt.NDArray[np.float64]) -> tuple[Event, ...]:
     computes = np.flatnonzero(table.computes)
     ends = (starts + durations)[computes].tolist()
     actions = compress(chain.from_iterable(table.rows), table.computes.tolist())

@@ -71,9 +71,7 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
     assert panels
     longest = max(panel.timeline.makespan for panel in panels)
     scale = _scale(panels, longest)
-    left = _MARGIN + _LETTER * max(
-        len(f"rank {panel.timeline.schedule.num_ranks - 1}") + 1 for panel in panels
-    )
+    left = _MARGIN + _LETTER * max(len(f"rank {panel.timeline.schedule.num_ranks - 1}") + 1 for panel in panels)
     columns = _Columns(left + longest * scale, max(len(text) for panel in panels for text in panel.peaks))
     body: list[str] = []
     y = _MARGIN
@@ -89,9 +87,7 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
     body.extend(legend)
     names = ", ".join(panel.timeline.schedule.name for panel in panels)
     fills = "".join(
-        f"  .{kind}{chunk} {{ fill: {_fill(kind, chunk, chunks)}; }}\n"
-        for kind in kinds
-        for chunk in range(chunks)
+        f"  .{kind}{chunk} {{ fill: {_fill(kind, chunk, chunks)}; }}\n" for kind in kinds for chunk in range(chunks)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(columns.right)}" height="{_n(y)}" '
@@ -113,10 +109,7 @@ class _Columns:
 def _scale(panels: Sequence[Panel], longest: float) -> float:
     """Pixels in a unit of time: wide enough for most numbers, within limits."""
     lengths = sorted(
-        event.end - event.start
-        for panel in panels
-        for event in panel.timeline.events
-        if event.end > event.start
+        event.end - event.start for panel in panels for event in panel.timeline.events if event.end > event.start
     )
     if not lengths:
         return 1.0
@@ -142,9 +135,7 @@ def _panel(panel: Panel, left: float, y: float, scale: float, columns: _Columns)
         yield _text(columns.idle, row + 17, f"{share:.1%}", "end")
         yield _text(columns.peak, row + 17, panel.peaks[rank], "end")
     chunks = {
-        stage: chunk
-        for rank in range(schedule.num_ranks)
-        for chunk, stage in enumerate(schedule.stages_of(rank))
+        stage: chunk for rank in range(schedule.num_ranks) for chunk, stage in enumerate(schedule.stages_of(rank))
     }
     for event in timeline.events:
         yield from _action(event, chunks[event.action.stage], left, top + event.rank * _ROW, scale)
@@ -207,8 +198,7 @@ def _fill(kind: Kind, chunk: int, chunks: int) -> str:
     light, strong = _COLOURS[kind]
     share = chunk / (chunks - 1) if chunks > 1 else 0.5
     mixed = (
-        round(int(light[at : at + 2], 16) * (1 - share) + int(strong[at : at + 2], 16) * share)
-        for at in (1, 3, 5)
+        round(int(light[at : at + 2], 16) * (1 - share) + int(strong[at : at + 2], 16) * share) for at in (1, 3, 5)
     )
     return "#" + "".join(f"{part:02x}" for part in mixed)
 

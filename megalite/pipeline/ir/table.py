@@ -19,9 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 CODES = {kind: code for code, kind in enumerate(Kind)}
 """Kind -> the number that stands for it in a table."""
 _IS_COMPUTE = np.array([kind in COMPUTE for kind in Kind])
-_BACKWARD_KINDS = np.array(
-    [kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F) for kind in Kind],
-)
+_BACKWARD_KINDS = np.array([kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F) for kind in Kind])
 _HUGE = 2**62
 NOWHERE = -1
 """Instead of an index: there is no such action."""
@@ -167,9 +165,7 @@ class Table:
                 neighbour = stages + need.offset
                 exists = (consumers != NOWHERE) & ((neighbour >= 0) & (neighbour < len(stages)))[:, None]
                 needed = self.needed(need)[exists]
-                found[int(need.offset != 0), consumers[exists]] = np.where(
-                    needed == NOWHERE, num_actions, needed
-                )
+                found[int(need.offset != 0), consumers[exists]] = np.where(needed == NOWHERE, num_actions, needed)
         return found[0].tolist(), found[1].tolist()
 
     def is_kind(self, *kinds: Kind) -> BoolArray:
@@ -211,9 +207,7 @@ class Table:
             index = int(np.argmin(legal))
             rank, _ = self.where(index)
             objection = schedule.objection(rank, self.action(index))
-            self.fail(
-                index, objection or "the schedule is forward-only: F and its messages are all there may be"
-            )
+            self.fail(index, objection or "the schedule is forward-only: F and its messages are all there may be")
 
     def refuse_doubled(self) -> None:
         """Checks that no action occurs twice.

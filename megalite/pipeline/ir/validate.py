@@ -63,9 +63,7 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
     posted = table.is_kind(*RECVS).astype(np.int64) - table.receives
     return ValidationReport(
         peak_activations=activation_peaks(table, program.send_window),
-        peak_receives=tuple(
-            int(np.cumsum(part).max(initial=0)) for part in np.split(posted, table.first[1:-1])
-        ),
+        peak_receives=tuple(int(np.cumsum(part).max(initial=0)) for part in np.split(posted, table.first[1:-1])),
         sends=tuple(np.bincount(table.rank[table.is_kind(*SENDS)], minlength=len(table.rows)).tolist()),
         peak_bytes=peaks,
     )

@@ -89,11 +89,7 @@ def _check_sizes(program: Program) -> None:
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, program.send_window)
     wrong = None
     if min(sizes) < 1:
-        wrong = (
-            "ranks, stages, microbatches and send window are {}, {}, {}, {}; each must be 1 or more".format(
-                *sizes
-            )
-        )
+        wrong = "ranks, stages, microbatches and send window are {}, {}, {}, {}; each must be 1 or more".format(*sizes)
     elif len(schedule.placement) != schedule.num_stages:
         wrong = f"placement lists {len(schedule.placement)} stages but there are {schedule.num_stages}"
     elif not set(schedule.placement) <= set(range(schedule.num_ranks)):
@@ -136,9 +132,7 @@ def _check_complete(table: Table) -> None:
         _, stage, microbatch = table.action(index)
         both = Action(Kind.B, stage, microbatch)
         at = table.at(int(table.place[CODES[Kind.B], stage, microbatch]))
-        table.fail(
-            index, f"its microbatch has a whole backward too, {both} {at}; a backward is either B or I and W"
-        )
+        table.fail(index, f"its microbatch has a whole backward too, {both} {at}; a backward is either B or I and W")
     _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", beside=Kind.F)
     _fail_first_missing(table, Kind.I, weight & ~inner, " (its W is there)", beside=Kind.W)
     _fail_first_missing(table, Kind.W, inner & ~weight, " (its I is there)", beside=Kind.I)
@@ -193,10 +187,7 @@ def _check_order(table: Table) -> None:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
         receives = table.place[CODES[crossing.receive]][crossing.stages]
         sends = table.place[CODES[crossing.send]][crossing.stages + crossing.need.offset]
-        for kind, ends, offset in (
-            (crossing.receive, receives, 0),
-            (crossing.send, sends, crossing.need.offset),
-        ):
+        for kind, ends, offset in ((crossing.receive, receives, 0), (crossing.send, sends, crossing.need.offset)):
             lacking = (readers != NOWHERE) & (ends == NOWHERE)
             if lacking.any():
                 reader = int(readers[lacking].min())
@@ -245,9 +236,7 @@ def _in_channel_order(program: Program, table: Table) -> Wiring:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
         receives = table.place[CODES[crossing.receive]][crossing.stages]
         sends = table.place[CODES[crossing.send]][sources]
-        keys = np.broadcast_to(
-            (placement[sources] * num_ranks + placement[crossing.stages])[:, None], readers.shape
-        )
+        keys = np.broadcast_to((placement[sources] * num_ranks + placement[crossing.stages])[:, None], readers.shape)
         parts.append(np.stack((keys, sends, receives, readers))[:, readers != NOWHERE])
     key, send, receive, reader = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0), dtype=np.int64)
     order = np.lexsort((send, key))

@@ -50,9 +50,7 @@ def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
 class _Solver:
     """One level of the dynamic program, all intervals of layers at once."""
 
-    def __init__(
-        self, profile: ChainProfile, own: Array, components: int, reduce: float, message: float
-    ) -> None:
+    def __init__(self, profile: ChainProfile, own: Array, components: int, reduce: float, message: float) -> None:
         layers = len(profile.layers)
         weights = profile.parameters[None, :] - profile.parameters[:, None]
         m = np.arange(1, components + 1)
@@ -104,9 +102,7 @@ def straight(profile: ChainProfile, cluster: ChainCluster) -> Stages:
     return even_stages(profile, cluster, min(cluster.num_gpus, len(profile.layers)), each=1)
 
 
-def even_stages(
-    profile: ChainProfile, cluster: ChainCluster, count: int, *, each: int | None = None
-) -> Stages:
+def even_stages(profile: ChainProfile, cluster: ChainCluster, count: int, *, each: int | None = None) -> Stages:
     """`count` stages on `each` devices (default: all devices, shared out as evenly as they go, early stages more).
 
     Machines are filled one after another. The cut makes the slowest as fast as it can be, stage or message.

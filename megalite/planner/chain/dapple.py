@@ -155,9 +155,7 @@ class Search:
         bound[~self._fits(node.begin, ends, options)] = np.inf
         grown = _Grown(node, options, ends, entry + forward, ending + backward, pivot)
         rows, columns = np.nonzero(bound < self._best)
-        for bounded, row, column in zip(
-            bound[rows, columns].tolist(), rows.tolist(), columns.tolist(), strict=True
-        ):
+        for bounded, row, column in zip(bound[rows, columns].tolist(), rows.tolist(), columns.tolist(), strict=True):
             self._number += 1
             heappush(self._queue, (bounded, self._number, grown, row, column))
 

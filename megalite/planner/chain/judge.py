@@ -93,11 +93,7 @@ class _Clock:
     """The loop: computations that end and messages that arrive, in order of time."""
 
     def __init__(
-        self,
-        plan: ChainPlan,
-        costs: PlanCosts,
-        cluster: ChainCluster,
-        lists: tuple[tuple[Action, ...], ...],
+        self, plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster, lists: tuple[tuple[Action, ...], ...]
     ) -> None:
         count, microbatches = len(plan.stages), plan.microbatches
         self._costs = costs
@@ -290,9 +286,7 @@ class Judge:
         bounds = (self.bound(plan) for plan in self._variants(stages) if self.fits(plan))
         return min(bounds, default=float("inf"))
 
-    def best(
-        self, stages: Stages, *, below: float = float("inf"), within_memory: bool = True
-    ) -> Judged | None:
+    def best(self, stages: Stages, *, below: float = float("inf"), within_memory: bool = True) -> Judged | None:
         """The fastest step of these stages; None if none fits the memory or is faster than `below`."""
         variants = [plan for plan in self._variants(stages) if not within_memory or self.fits(plan)]
         found: Judged | None = None

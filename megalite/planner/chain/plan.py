@@ -29,9 +29,7 @@ def scatter_first(free: Counts, wanted: int, *, whole: int) -> Counts:
     """As even over the machines as what is free allows: for stages with few weights and large activations."""
     taken = [0] * len(free)
     for _ in range(wanted):
-        machine = min(
-            (m for m in range(len(free)) if taken[m] < free[m]), key=lambda m: (taken[m], -free[m], m)
-        )
+        machine = min((m for m in range(len(free)) if taken[m] < free[m]), key=lambda m: (taken[m], -free[m], m))
         taken[machine] += 1
     return tuple(taken)
 
@@ -180,9 +178,7 @@ def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) ->
         forward=tuple(forward),
         backward=tuple(backward),
         reduce=tuple(reduce),
-        hops=tuple(
-            hop_seconds(part, size, cluster) + latency for part, size in zip(parts, messages, strict=True)
-        ),
+        hops=tuple(hop_seconds(part, size, cluster) + latency for part, size in zip(parts, messages, strict=True)),
         parts=parts,
         messages=messages,
     )
@@ -192,9 +188,7 @@ def memory_bytes(plan: ChainPlan, profile: ChainProfile) -> tuple[float, ...]:
     """Per stage, what one of its devices holds: state of the parameters, and activations of what is in flight."""
     return tuple(
         profile.state_factor * _between(profile.parameters, stage)
-        + plan.in_flight(number)
-        * -(-plan.microbatch_size // stage.replicas)
-        * _between(profile.activations, stage)
+        + plan.in_flight(number) * -(-plan.microbatch_size // stage.replicas) * _between(profile.activations, stage)
         for number, stage in enumerate(plan.stages)
     )
 

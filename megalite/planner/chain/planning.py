@@ -167,9 +167,7 @@ def plan_chain(
     """
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:
-        raise ConfigError(
-            f"global_batch_size is {global_batch}; it must be 1 or more, such as {profile.batch_size}"
-        )
+        raise ConfigError(f"global_batch_size is {global_batch}; it must be 1 or more, such as {profile.batch_size}")
     problem = Problem(profile, cluster, global_batch, limit)
     counts = problem.microbatch_counts()
     if len(counts) > _MOST_COUNTS:
@@ -215,9 +213,7 @@ def _baselines(judge: Judge) -> dict[str, Judged]:
     return found
 
 
-def _judge(
-    judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Judged]
-) -> dict[Stages, Judged]:
+def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Judged]) -> dict[Stages, Judged]:
     """With the candidates that may come within reach of the fastest."""
     judged = dict(judged)
     fastest = min((plan.seconds for plan in judged.values()), default=float("inf"))
@@ -246,11 +242,7 @@ def _unlike(judged: dict[Stages, Judged]) -> list[Judged]:
 
 def _nothing_fits(problem: Problem, judge: Judge, candidates: dict[Stages, None]) -> ConfigError:
     counts = problem.microbatch_counts()
-    needs = [
-        (max(judge.memory(problem.plan(stages, count))), len(stages))
-        for stages in candidates
-        for count in counts
-    ]
+    needs = [(max(judge.memory(problem.plan(stages, count))), len(stages)) for stages in candidates for count in counts]
     least, stages = min(needs)
     return ConfigError(
         f"no plan for {problem.profile.name} on {problem.cluster.name} fits {format_bytes(problem.memory)} a device: the "

@@ -86,9 +86,7 @@ def _amoebanet() -> list[_Shape]:
     shapes = []
     for number in range(36):
         third = number // 12
-        shapes.append(
-            _Shape(f"cell.{number}", 1.0 + 0.4 * number / 35, 4.0**third, 9.6 / 2.0**third, 0.5**third)
-        )
+        shapes.append(_Shape(f"cell.{number}", 1.0 + 0.4 * number / 35, 4.0**third, 9.6 / 2.0**third, 0.5**third))
     return shapes
 
 

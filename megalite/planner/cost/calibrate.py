@@ -260,9 +260,7 @@ def _value(name: str, cluster: Cluster, stack: SoftwareStack) -> float:
     return _efficiencies(cluster)[name] if name in _efficiencies(cluster) else getattr(stack, name)
 
 
-def _with(
-    names: Sequence[str], values: Array, cluster: Cluster, stack: SoftwareStack
-) -> tuple[Cluster, SoftwareStack]:
+def _with(names: Sequence[str], values: Array, cluster: Cluster, stack: SoftwareStack) -> tuple[Cluster, SoftwareStack]:
     pairs = dict(zip(names, map(float, values)))
     known = _efficiencies(cluster)
     shares = {name: min(1.0, value) for name, value in pairs.items() if name in known}

@@ -51,9 +51,7 @@ class Pricing:
     def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
         """One operation that multiplies `batch` pairs."""
         peak = self.peak * self.stack.product_rate
-        seconds = gemm_seconds(
-            m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster
-        )
+        seconds = gemm_seconds(m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster)
         return Parts(gemm=seconds, operations=1.0)
 
     def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Piece:
@@ -116,9 +114,7 @@ def residual(price: Pricing) -> Piece:
     work, apart = price.work, 0.0 if price.stack.fused_elementwise else 1.0
     elements = work.tokens * work.hidden / work.split
     mask = work.hidden_dropout / work.element
-    return price.passes(
-        3.0 + apart * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * apart
-    )
+    return price.passes(3.0 + apart * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * apart)
 
 
 def activation(price: Pricing, rows: Number, width: Number) -> Piece:
@@ -165,8 +161,7 @@ def _fused_core(price: Pricing) -> Piece:
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     io = price.passes(1.0, 2.0, work.tokens * width, 0.0)
     bounds = [
-        np.maximum(flops * times / rate, moved.memory)
-        for times, moved in ((1.0, io.forward), (2.5, io.input_gradient))
+        np.maximum(flops * times / rate, moved.memory) for times, moved in ((1.0, io.forward), (2.5, io.input_gradient))
     ]
     forward, backward = (Parts(gemm=seconds, operations=1.0 + late) for late, seconds in enumerate(bounds))
     return Piece(forward, backward, Parts())
@@ -187,9 +182,7 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
     there_and_back = exchanged(queries + keys_and_values) + exchanged(queries)
     exact = max(4.0, work.element) / work.element
     forward = np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0)
-    backward = np.maximum(
-        sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0
-    )
+    backward = np.maximum(sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0)
     return core + Piece(
         Parts(context=work.ring * forward + (1.0 - work.ring) * there_and_back),
         Parts(context=work.ring * backward + (1.0 - work.ring) * there_and_back),
@@ -232,9 +225,7 @@ def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
     products = products + price.passes(4.0, 4.0, rows * work.hidden, 6.0)
     size = rows * work.hidden * work.element
     dispatch = collective_seconds("all-to-all", size, work.ep, work.tp, price.cluster)
-    dispatch = dispatch + collective_seconds(
-        "all-to-all", size * work.expert_tp, work.expert_tp, 1.0, price.cluster
-    )
+    dispatch = dispatch + collective_seconds("all-to-all", size * work.expert_tp, work.expert_tp, 1.0, price.cluster)
     way = Parts(expert=2.0 * dispatch, collectives=np.where(work.ep * work.expert_tp > 1, 4.0, 0.0))
     way = way + price.tensor("all-gather", work.activation_bytes) * (1.0 - work.sequence_parallel)
     return products, activation(price, rows * work.expert_tp, width), Piece(way, way, Parts())

@@ -71,9 +71,7 @@ def link_rate(members: Number, cluster: Cluster) -> Number:
     return rate * cluster.efficiency.small_groups**left
 
 
-def collective_seconds(
-    operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster
-) -> Number:
+def collective_seconds(operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster) -> Number:
     """One collective of `volume` bytes (as planner.communication counts them); 0 in a group of one.
 
     Args:

@@ -21,13 +21,7 @@ from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes
-from megalite.planner.cost.rates import (
-    collective_seconds,
-    data_stride,
-    links_of,
-    pipeline_stride,
-    sharing_ranks,
-)
+from megalite.planner.cost.rates import collective_seconds, data_stride, links_of, pipeline_stride, sharing_ranks
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
 from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -129,11 +123,7 @@ def exposed_exchange(
 
 
 def _last_arrival(
-    exchanges: Sequence[Exchange],
-    plans: Sequence[StagePlan],
-    events: Sequence[Event],
-    shift: float,
-    parts: int,
+    exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event], shift: float, parts: int
 ) -> float:
     """When the gradients are there that are sent under each stage's last backward: one of so many parts of all."""
     last = {}
@@ -190,9 +180,7 @@ class Prediction:
     """Of the step, or of one with fewer microbatches if it was extended."""
 
 
-def predict(
-    config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True
-) -> Prediction:
+def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True) -> Prediction:
     """What a step of the largest batch takes.
 
     Args:
@@ -236,11 +224,7 @@ def predict(
     norm = float(collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
     gradients = max(ends) - run.seconds
     after = {"optimizer": max(optimizers), "step": stack.step_seconds + norm}
-    exposed = {
-        "pipeline": run.seconds - free.seconds,
-        "gradients": gradients,
-        "parameters": max(gathers),
-    }
+    exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": max(gathers)}
     inside, inner_exposed = _busiest(run, stages, costs, count, cluster, stack)
     parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
     taken = run.seconds
@@ -278,18 +262,12 @@ def _idle(run: Run, taken: float) -> float:
 def _memory(config: RunConfig, stages: tuple[StagePlan, ...], count: int) -> tuple[RankMemory, ...]:
     peaks = activation_peaks(config, stages, schedule_of(config, count))
     return tuple(
-        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
-        for rank, peak in enumerate(peaks)
+        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak) for rank, peak in enumerate(peaks)
     )
 
 
 def _busiest(
-    run: Run,
-    stages: tuple[StagePlan, ...],
-    costs: list[StageCost],
-    count: int,
-    cluster: Cluster,
-    stack: SoftwareStack,
+    run: Run, stages: tuple[StagePlan, ...], costs: list[StageCost], count: int, cluster: Cluster, stack: SoftwareStack
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What the busiest pipeline rank does in the step, by kind, and the communication in it."""
     busy = run.timeline.busy

@@ -51,9 +51,7 @@ def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
     return pipeline
 
 
-def in_flight(
-    pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None
-) -> InFlight:
+def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None) -> InFlight:
     """The moments at which one of `ranks` may hold most.
 
     Args:
@@ -259,9 +257,7 @@ class Cutter:
         costs: float | Sequence[float] = self._costs
         if vpp > 1 and len(set(self._costs)) > 1:
             costs = sum(self._costs) / len(self._costs)
-        counts = self._given or partition_layers(
-            len(self._is_moe), placement, layer_cost=costs, last_cost=self._head
-        )
+        counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=self._head)
         ends = np.concatenate(([0], np.cumsum(counts)))
         experts = np.concatenate(([0], np.cumsum(self._is_moe)))[ends]
         by_stage = np.stack((np.diff(ends) - np.diff(experts), np.diff(experts)))

@@ -138,8 +138,7 @@ class Sizer:
         active, deferred, workspace = zip(*kinds, strict=True)
         ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
         return np.array(
-            [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)],
-            dtype=np.float64,
+            [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)], dtype=np.float64
         )
 
     def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
@@ -147,9 +146,7 @@ class Sizer:
         sharded = shares.strategy >= STRATEGIES.index("zero-2")
         experts = self._expert_replicas(shares) > 1
         dense = shares.dp * shares.cp > 1
-        keys = np.stack(
-            (shares.tp, shares.ep, dense, experts, shares.strategy, shares.sequence_parallel), axis=1
-        )
+        keys = np.stack((shares.tp, shares.ep, dense, experts, shares.strategy, shares.sequence_parallel), axis=1)
         places = np.flatnonzero(sharded & (dense | experts))
         if not len(places):
             return
@@ -230,16 +227,9 @@ def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np
     return index, of_kind
 
 
-def _plan(
-    first: int, *, layers: int = 1, embedding: bool = False, head: bool = False, rank: int = 0
-) -> StagePlan:
+def _plan(first: int, *, layers: int = 1, embedding: bool = False, head: bool = False, rank: int = 0) -> StagePlan:
     return StagePlan(
-        stage=0,
-        rank=rank,
-        first_layer=first,
-        last_layer=first + layers,
-        has_embedding=embedding,
-        has_head=head,
+        stage=0, rank=rank, first_layer=first, last_layer=first + layers, has_embedding=embedding, has_head=head
     )
 
 

@@ -22,10 +22,7 @@ from megalite.planner.search.request import SEARCHED, Request, fixed_settings, n
 from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import enumerate_space
 
-LAYOUT = (
-    *(*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout"),
-    *("cp_comm_type", "recompute_modules"),
-)
+LAYOUT = (*(*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout"), *("cp_comm_type", "recompute_modules"))
 """Settings that a layout consists of."""
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 """Who gives one of them gives a layout; a micro batch size alone is none."""
@@ -138,9 +135,7 @@ def _planned(
     memory_limit: float,
 ) -> Relayout:
     """The planner's fastest, or one that keeps more of what was and is almost as fast."""
-    cut = {
-        name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed
-    }
+    cut = {name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed}
     request = request_for(
         with_settings(config, **cut),
         world_size=world_size,
@@ -156,9 +151,7 @@ def _planned(
         if not more:
             continue
         try:
-            found = find(replace(request, fixed={**request.fixed, **more}), cluster, stack, top=1).candidates[
-                0
-            ]
+            found = find(replace(request, fixed={**request.fixed, **more}), cluster, stack, top=1).candidates[0]
         except ConfigError:  # these ranks cannot have it
             continue
         seconds = found.prediction.step_seconds
@@ -176,9 +169,7 @@ def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
     if "pipeline_schedule" in wished:
         schedule = wished["pipeline_schedule"]
-        found["pipeline_schedule"] = (
-            ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)
-        )
+        found["pipeline_schedule"] = ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)
     if "recompute_granularity" in wished:
         found["recompute_granularity"] = (wished["recompute_granularity"],)
     return found
@@ -208,10 +199,7 @@ def _not_legal(request: Request) -> ConfigError:
     sizes = [request.fixed[name][0] for name in ("tp", "pp", "cp") if len(request.fixed.get(name, ())) == 1]
     unit, world = math.prod(sizes), request.world_size
     under, over = (world - 1) // unit * unit, world // unit * unit + unit
-    ways = (
-        range(under, max(under - _COUNTS * unit, 0), -unit),
-        range(over, over + _COUNTS * unit, unit),
-    )
+    ways = (range(under, max(under - _COUNTS * unit, 0), -unit), range(over, over + _COUNTS * unit, unit))
     nearest = (next((n for n in way if len(enumerate_space(_on(request, n)))), None) for way in ways)
     batch = request.config.training.global_batch_size
     return ConfigError(

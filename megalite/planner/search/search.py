@@ -125,18 +125,12 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
             first = mine.stop
             held = fullest([counter(each) for each in block.pipelines], coefficients[:, mine])
             memory.append(held)
-            seconds.append(
-                _times(clock, counter, block.pipelines, prices.take(mine), held <= request.memory_limit)
-            )
+            seconds.append(_times(clock, counter, block.pipelines, prices.take(mine), held <= request.memory_limit))
     return Survey(request, space, tuple(memory), tuple(seconds))
 
 
 def _times(
-    clock: Clock,
-    counter: Counter,
-    pipelines: tuple[Pipeline, ...],
-    prices: Prices,
-    fits: npt.NDArray[np.bool_],
+    clock: Clock, counter: Counter, pipelines: tuple[Pipeline, ...], prices: Prices, fits: npt.NDArray[np.bool_]
 ) -> Floats:
     """Seconds of what fits."""
     found = np.full(fits.shape, np.inf)
@@ -237,9 +231,7 @@ def _values(space: Space, name: str) -> list[Any]:
     """What a setting is somewhere in the space."""
     of_pipeline = {"pp": "pp", "vpp": "vpp", "pipeline_schedule": "schedule"}
     if name in of_pipeline:
-        return sorted(
-            {getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines}
-        )
+        return sorted({getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines})
     of_share = {"recompute_granularity": "recompute", "dp_strategy": "strategy"}
     found = np.unique(getattr(space.shares, of_share.get(name, name))).tolist()
     return [CHOICES[name][value] for value in found] if name in CHOICES else found
@@ -330,12 +322,7 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
 
 
 def _predicted(
-    request: Request,
-    layout: Layout,
-    chosen: Mapping[str, Any],
-    seconds: float,
-    cluster: Cluster,
-    stack: SoftwareStack,
+    request: Request, layout: Layout, chosen: Mapping[str, Any], seconds: float, cluster: Cluster, stack: SoftwareStack
 ) -> Candidate | None:
     """The layout refined; None if a rule about another setting or its exact memory refuses it."""
     try:
@@ -343,9 +330,7 @@ def _predicted(
         prediction = predict(config, cluster, stack)
     except ConfigError:
         return None
-    candidate = Candidate(
-        layout=layout, settings=chosen, config=config, estimate=seconds, prediction=prediction
-    )
+    candidate = Candidate(layout=layout, settings=chosen, config=config, estimate=seconds, prediction=prediction)
     return candidate if candidate.fullest[1].total_bytes <= request.memory_limit else None
 
 
@@ -360,8 +345,7 @@ def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: Soft
     each = {moe: float(layer_seconds(work, cluster, stack, moe=moe).total) for moe in set(kinds)}
     constant = 2.0 * stack.microbatch_seconds
     first, last = (
-        max(float(stage_cost(price, **{end: 1.0}).total) - constant, 0.0)
-        for end in ("has_embedding", "has_head")
+        max(float(stage_cost(price, **{end: 1.0}).total) - constant, 0.0) for end in ("has_embedding", "has_head")
     )
     cut = partition_layers(
         model.num_layers,

@@ -70,9 +70,7 @@ class Shares:
     @classmethod
     def joined(cls, parts: list["Shares"]) -> "Shares":
         """One after the other."""
-        return cls(
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
-        )
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,7 @@ import numpy.typing as npt
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import (
-    collective_seconds,
-    data_stride,
-    message_seconds,
-    pipeline_stride,
-    sharing_ranks,
-)
+from megalite.planner.cost.rates import collective_seconds, data_stride, message_seconds, pipeline_stride, sharing_ranks
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.cost.workload import Workload, with_layouts, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -77,10 +71,7 @@ class Clock:
             kinds[moe][:] = _parts(layer, 0.0, len(shares))
         price = Pricing.of(work, self.cluster, self.stack)
         constant = self.stack.microbatch_seconds
-        ends = [
-            _parts(stage_cost(price, **{end: 1.0}), constant, len(shares))
-            for end in ("has_embedding", "has_head")
-        ]
+        ends = [_parts(stage_cost(price, **{end: 1.0}), constant, len(shares)) for end in ("has_embedding", "has_head")]
         layers = np.array([[part[kind] for part in (*kinds, *ends)] for kind in range(4)])
         reduce, gather, pieces, each = self._exchanges(work, shares, pp)
         return Prices(
@@ -121,9 +112,7 @@ class Clock:
                 step = np.where(prices.sharing > 1.0, shared, step)
         return step + self._after(prices, forward / p, busiest, m, shape.chunks)
 
-    def _after(
-        self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats
-    ) -> Floats:
+    def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats) -> Floats:
         """Exchanges that no computation hides, optimizer, constants."""
         p, stack = self.config.parallel, self.stack
         reduce, gather = prices.after
@@ -133,9 +122,7 @@ class Clock:
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
-        return (
-            np.maximum(end, each) + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
-        )
+        return np.maximum(end, each) + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
 
     def _workload(self, shares: Shares, pp: int) -> Workload:
         p = self.config.parallel
@@ -263,12 +250,7 @@ class _Shapes:
 
 
 def _parts(cost: StageCost, constant: float, count: int) -> list[Floats]:
-    parts = (
-        cost.forward - constant,
-        cost.input_gradient - constant,
-        cost.weight_gradient,
-        cost.recompute,
-    )
+    parts = (cost.forward - constant, cost.input_gradient - constant, cost.weight_gradient, cost.recompute)
     return [np.broadcast_to(np.asarray(part, dtype=np.float64), (count,)) for part in parts]
 
 
@@ -311,12 +293,7 @@ def _all_rows(cut: Cut) -> Floats:
 def _rows(cut: Cut, ranks: npt.NDArray[np.int64] | None = None) -> Floats:
     """[ranks that differ, 4]: layers of both kinds, embedding, head."""
     ranks = cut.ranks if ranks is None else ranks
-    columns = (
-        cut.dense[ranks].sum(1),
-        cut.experts[ranks].sum(1),
-        ranks == cut.first[0],
-        ranks == cut.last[0],
-    )
+    columns = (cut.dense[ranks].sum(1), cut.experts[ranks].sum(1), ranks == cut.first[0], ranks == cut.last[0])
     return np.stack(columns, axis=1).astype(np.float64)
 
 

@@ -19,13 +19,9 @@ from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rop
 
 LLAMA = FAMILIES["llama3"].theirs
 CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
-    "gpt2-untied": Family(
-        "", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}
-    ),
+    "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
     "llama-tied": Family("", {}, "Llama", {**LLAMA, "tie_word_embeddings": True}),
-    "llama-biases": Family(
-        "", {}, "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}
-    ),
+    "llama-biases": Family("", {}, "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}),
     "llama-linear": Family("", {}, "Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
     "llama-geglu": Family("", {}, "Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
     "mistral-no-window": Family(
@@ -123,9 +119,7 @@ class InMemory:
     tokenizer_hints = DataConfig()
     generation: Mapping[str, Any] = {}
 
-    def __init__(
-        self, path: Path, model: ModelConfig, seq_length: int, tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, path: Path, model: ModelConfig, seq_length: int, tensors: dict[str, torch.Tensor]) -> None:
         self.path, self.model, self.seq_length, self.tensors = path, model, seq_length, tensors
         self.tokenizer_files: list[Path] = []
 

@@ -16,11 +16,7 @@ from tests.models.test_families import all_float64
 from tests.support.tiny import LLAMA
 
 GPT2 = {"activation": "gelu_tanh"}
-CASES: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "mixtral": {**LLAMA, "num_experts": 4, "ep": 2},
-}
+CASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "llama": LLAMA, "mixtral": {**LLAMA, "num_experts": 4, "ep": 2}}
 PROMPT = [5, 17, 60, 3, 81]
 
 
@@ -31,12 +27,7 @@ def test_the_ranks_together(name: str, tmp_path: Path) -> None:
     held = train(tmp_path / "run", 4, {**CASES[name], **layout})["weight"]
     weights = NativeWeights(tmp_path / "run")
     folder = write_huggingface(
-        weights,
-        tmp_path / "theirs",
-        dtype=None,
-        family=None,
-        max_file_bytes=30_000,
-        advance=lambda count: None,
+        weights, tmp_path / "theirs", dtype=None, family=None, max_file_bytes=30_000, advance=lambda count: None
     )
     again, vocab = HuggingFaceWeights(folder), weights.model.vocab_size
     assert again.family.name == name

@@ -159,29 +159,17 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "not UTF-8": (text("config.json", b'{"a": "\xff"}'), r"config\.json: not JSON"),
     "not an object": (text("config.json", "[]"), r"config\.json: not a JSON object"),
     "deep": (text("config.json", '{"a":' * 100_000), r"config\.json: not JSON"),
-    "huge number": (
-        text("config.json", '{"a": ' + "9" * 5000 + "}"),
-        r"config\.json: not JSON: Exceeds the limit",
-    ),
-    "key twice": (
-        text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
-        "'model_type' is there twice",
-    ),
+    "huge number": (text("config.json", '{"a": ' + "9" * 5000 + "}"), r"config\.json: not JSON: Exceeds the limit"),
+    "key twice": (text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' is there twice"),
     "endless": (large, "more than 268435456 are not read"),
     "a folder": (both(remove("config.json"), lambda f: (f / "config.json").mkdir()), "not a plain file"),
     "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "not a plain file"),
-    "unknown family": (
-        config(model_type="falcon"),
-        "model_type is 'falcon'; what can be read is gpt2, llama",
-    ),
+    "unknown family": (config(model_type="falcon"), "model_type is 'falcon'; what can be read is gpt2, llama"),
     "no family": (config(model_type=...), "model_type is 'None'"),
     "family of another type": (config(model_type=["llama"]), "model_type is "),
     "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
     "trust_remote_code": (config(trust_remote_code=True), "trust_remote_code names code"),
-    "quantized": (
-        config(quantization_config={"quant_method": "fp8"}),
-        "quantization_config: the weights are",
-    ),
+    "quantized": (config(quantization_config={"quant_method": "fp8"}), "quantization_config: the weights are"),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
     "null size": (config(vocab_size=None), "vocab_size is null"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
@@ -190,30 +178,18 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "fractional size": (config(num_attention_heads=2.0), "num_attention_heads is '2.0'"),
     "absurd layers": (config(num_hidden_layers=10**9), "num_hidden_layers is '1000000000'; .* to 65536"),
     "too many layers": (config(num_hidden_layers=6_000), "says 6000 layers, the files hold 21 tensors"),
-    "absurd width": (
-        config(hidden_size=2**24 - 8),
-        r"embed_tokens\.weight has the shape \[11, 8\]; by config",
-    ),
+    "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight has the shape \[11, 8\]; by config"),
     "epsilon of text": (config(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'; it must be a number"),
     "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps is 'nan'; it must be a number"),
     "epsilon infinite": (config(rms_norm_eps=float("inf")), "rms_norm_eps is 'inf'; it must be a number"),
-    "flag of text": (
-        config(tie_word_embeddings="no"),
-        "tie_word_embeddings is 'no'; it must be true or false",
-    ),
+    "flag of text": (config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; it must be true or false"),
     "heads that do not divide": (config(num_key_value_heads=3), "num_attention_heads 2 is not divisible"),
     "token of text": (config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     # The index.
     "index leads out": (place(NORM, "../x.safetensors"), r"'\.\./x\.safetensors' is not the name of a file"),
-    "index is absolute": (
-        place(NORM, "/etc/x.safetensors"),
-        "'/etc/x.safetensors' is not the name of a file",
-    ),
+    "index is absolute": (place(NORM, "/etc/x.safetensors"), "'/etc/x.safetensors' is not the name of a file"),
     "index names a folder's file": (place(NORM, "a/b.safetensors"), "'a/b.safetensors' is not the name"),
-    "index names a pickle": (
-        place(NORM, "pytorch_model.bin"),
-        "'pytorch_model.bin', which is no safetensors",
-    ),
+    "index names a pickle": (place(NORM, "pytorch_model.bin"), "'pytorch_model.bin', which is no safetensors"),
     "index with a number": (place(NORM, 1), "weight_map must say for each tensor the name"),
     "index with a null byte": (place(NORM, "a\0.safetensors"), "is not the name of a file"),
     "index without a map": (text(INDEX, "{}"), "weight_map must say"),
@@ -245,18 +221,12 @@ HOSTILE: dict[str, tuple[Break, str]] = {
         ),
         "q_proj.bias: llama as config.json describes it has no such tensor",
     ),
-    "shape": (
-        tensor(ONE, NORM, torch.ones(9)),
-        r"model\.norm\.weight has the shape \[9\]; by config.json it is \[8\]",
-    ),
+    "shape": (tensor(ONE, NORM, torch.ones(9)), r"model\.norm\.weight has the shape \[9\]; by config.json it is \[8\]"),
     "transposed": (
         tensor(ONE, "model.layers.0.mlp.down_proj.weight", torch.ones(6, 8)),
         r"has the shape \[6, 8\]; by config.json it is \[8, 6\]",
     ),
-    "whole numbers": (
-        tensor(ONE, NORM, torch.ones(8, dtype=torch.int64)),
-        "is I64; weights must be BF16, F16",
-    ),
+    "whole numbers": (tensor(ONE, NORM, torch.ones(8, dtype=torch.int64)), "is I64; weights must be BF16, F16"),
     "eight bits": (
         tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)),
         r"is F8_E4M3; .*\(quantized ones are not read\)",
@@ -267,15 +237,9 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "empty file": (text(ONE, ""), f"{ONE}: 0 bytes are too few"),
     # Links.
     "weights elsewhere": (link(ONE, "../elsewhere/one.safetensors"), f"{ONE} is a link to .*elsewhere"),
-    "config elsewhere": (
-        link("config.json", "../elsewhere/c.json"),
-        r"config\.json is a link to .*elsewhere",
-    ),
+    "config elsewhere": (link("config.json", "../elsewhere/c.json"), r"config\.json is a link to .*elsewhere"),
     "no blobs outside a cache": (link(ONE, "../../blobs/one"), "is a link to .*outside of the folder"),
-    "link to nowhere": (
-        both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")),
-        "a link that leads nowhere",
-    ),
+    "link to nowhere": (both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")), "a link that leads nowhere"),
     "link to itself": (loop, "a link that leads nowhere"),
 }
 
@@ -342,12 +306,7 @@ def test_tokenizer_files_that_are_refused(name: str, content: str, message: str,
     weights = HuggingFaceWeights(folder)
     with pytest.raises(ConversionError, match=message):
         write_huggingface(
-            weights,
-            tmp_path / "to",
-            dtype=None,
-            family=None,
-            max_file_bytes=1 << 30,
-            advance=lambda count: None,
+            weights, tmp_path / "to", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
         )
     assert not (tmp_path / "to").exists()
 

@@ -89,8 +89,7 @@ def merged(name_of_experts: str) -> Any:
             there = f"model.layers.{i}.block_sparse_moe"
             here = f"model.layers.{i}.{name_of_experts}"
             w1, w2, w3 = (
-                torch.stack([tensors[f"{there}.experts.{e}.{w}.weight"] for e in range(5)])
-                for w in ("w1", "w2", "w3")
+                torch.stack([tensors[f"{there}.experts.{e}.{w}.weight"] for e in range(5)]) for w in ("w1", "w2", "w3")
             )
             found[f"{here}.gate.weight"] = tensors[f"{there}.gate.weight"]
             found[f"{here}.experts.gate_up_proj"] = torch.cat((w1, w3), dim=1)

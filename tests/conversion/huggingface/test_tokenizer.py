@@ -12,11 +12,7 @@ import pytest
 import sentencepiece
 import torch
 
-from megalite.conversion.huggingface.tokenizer import (
-    export_tokenizer,
-    parse_sentencepiece,
-    sentencepiece_json,
-)
+from megalite.conversion.huggingface.tokenizer import export_tokenizer, parse_sentencepiece, sentencepiece_json
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.weights import ConversionError, parameter_shapes
 from megalite.preprocess.train_tokenizer import train_sentencepiece
@@ -79,9 +75,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sentencepiece_of(path: Path, **how: Any) -> Path:
     model = io.BytesIO()
     settings = {"vocab_size": 600, "minloglevel": 2, "num_threads": 2, "max_sentence_length": 1 << 20, **how}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[:40]), model_writer=model, **settings
-    )
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS[:40]), model_writer=model, **settings)
     path.write_bytes(model.getvalue())
     return path
 
@@ -222,9 +216,7 @@ def test_files_of_hugging_face_stay_as_they_are(trained: Path, tmp_path: Path) -
         "eos_token_id": before.eos_token_id,
         "pad_token_id": 5,
     }
-    assert exported.files == {
-        path.name: path.read_bytes() for path in paths if path.name != "generation_config.json"
-    }
+    assert exported.files == {path.name: path.read_bytes() for path in paths if path.name != "generation_config.json"}
     after = loaded(exported.files, tmp_path / "after")
     text = READ[0]
     assert after(text, verbose=False)["input_ids"] == before(text, verbose=False)["input_ids"]
@@ -280,25 +272,15 @@ def test_the_same_text_is_generated(trained: Path, tmp_path: Path) -> None:
     weights = InMemory(tmp_path / "ours", model, 64, tensors)
     weights.tokenizer_files = [trained / "ours.model"]
     folder = write_huggingface(
-        weights,
-        tmp_path / "theirs",
-        dtype=None,
-        family=None,
-        max_file_bytes=1 << 30,
-        advance=lambda count: None,
+        weights, tmp_path / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
     )
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
-    assert json.loads((folder / "generation_config.json").read_text()) == {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
     prompt = "The import statement"
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with all_float64(), torch.no_grad():
-        them = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, attn_implementation="eager"
-        )
+        them = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
         inputs = tokenizer(prompt, return_tensors="pt")
         theirs = tokenizer.decode(them.generate(**inputs, max_new_tokens=20, do_sample=False)[0])
     ours = SentencePieceTokenizer(trained / "ours.model")

@@ -52,8 +52,7 @@ def random_weights(name: str, folder: Path) -> InMemory:
     model = varied(GPT if gpt else LLAMA, **PRESETS[name])
     generator = torch.Generator().manual_seed(7)
     tensors = {
-        key: torch.randn(shape.shape, dtype=torch.float64, generator=generator)
-        * (0.3 if len(shape.shape) > 1 else 0.2)
+        key: torch.randn(shape.shape, dtype=torch.float64, generator=generator) * (0.3 if len(shape.shape) > 1 else 0.2)
         + (shape.init == "ones")
         for key, shape in parameter_shapes(model).items()
     }
@@ -62,12 +61,7 @@ def random_weights(name: str, folder: Path) -> InMemory:
 
 
 def write(weights: Any, folder: Path, **changes: Any) -> Path:
-    how: dict[str, Any] = {
-        "dtype": None,
-        "family": None,
-        "max_file_bytes": GIB,
-        "advance": lambda count: None,
-    }
+    how: dict[str, Any] = {"dtype": None, "family": None, "max_file_bytes": GIB, "advance": lambda count: None}
     return write_huggingface(weights, folder, **how | changes)
 
 
@@ -79,12 +73,7 @@ def stock(folder: Path, **how: Any) -> Any:
     kernels = {"experts_implementation": "eager"} if is_mixtral else {}
     with all_float64():
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            attn_implementation="eager",
-            output_loading_info=True,
-            local_files_only=True,
-            **kernels,
-            **how,
+            folder, attn_implementation="eager", output_loading_info=True, local_files_only=True, **kernels, **how
         )
     assert not any(report.values()), report
     return model
@@ -191,9 +180,7 @@ def test_another_type(tmp_path: Path) -> None:
 def test_token_ids_of_the_source_stay(tmp_path: Path) -> None:
     saved("llama3", tmp_path / "before")
     edit_config(tmp_path / "before", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=0)
-    (tmp_path / "before" / "generation_config.json").write_text(
-        '{"eos_token_id": [2, 7, 9], "temperature": 0.6}'
-    )
+    (tmp_path / "before" / "generation_config.json").write_text('{"eos_token_id": [2, 7, 9], "temperature": 0.6}')
     folder = write(HuggingFaceWeights(tmp_path / "before"), tmp_path / "after")
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 7], 0)
@@ -248,11 +235,7 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [
     (None, varied(LLAMA, normalization="LayerNorm"), "normalization is LayerNorm, llama has RMSNorm"),
     (None, varied(LLAMA, qk_norm=True, add_qkv_bias=True), "nearest, qwen2, differs: qk_norm is True"),
     (None, varied(LLAMA, num_experts=4, moe_layer_freq=2), "moe_layer_freq is 2, mixtral has 1"),
-    (
-        None,
-        varied(LLAMA, num_experts=4, moe_first_dense_layers=1),
-        "moe_first_dense_layers is 1, mixtral has 0",
-    ),
+    (None, varied(LLAMA, num_experts=4, moe_first_dense_layers=1), "moe_first_dense_layers is 1, mixtral has 0"),
     (
         None,
         varied(LLAMA, num_experts=4, moe_shared_expert_intermediate_size=8),
@@ -274,9 +257,7 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [
 
 
 @pytest.mark.parametrize("family, model, message", REFUSED)
-def test_what_no_family_expresses(
-    family: str | None, model: ModelConfig, message: str, tmp_path: Path
-) -> None:
+def test_what_no_family_expresses(family: str | None, model: ModelConfig, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=message):
         write(InMemory(tmp_path, model, 12, {}), tmp_path / "theirs", family=family)
     assert list(tmp_path.iterdir()) == []
@@ -301,7 +282,5 @@ def test_gemma_is_only_read_by_transformers(tmp_path: Path) -> None:
     """The family that the messages above are about has no mapping here: its folder is refused by name."""
     assert "gemma" in FAMILIES and "gemma" not in CASES
     (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
-    with pytest.raises(
-        ConversionError, match="model_type is 'gemma'; what can be read is gpt2, llama, mistral"
-    ):
+    with pytest.raises(ConversionError, match="model_type is 'gemma'; what can be read is gpt2, llama, mistral"):
         HuggingFaceWeights(tmp_path)

@@ -104,9 +104,7 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
     else:
         for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
             up = read(f"mlp.up.{kind}")
-            made[f"{there}.mlp.linear_fc1.{kind}"] = (
-                gate_and_up(up, tp, rank) if model.is_gated else up.chunk(tp)[rank]
-            )
+            made[f"{there}.mlp.linear_fc1.{kind}"] = gate_and_up(up, tp, rank) if model.is_gated else up.chunk(tp)[rank]
         made[f"{there}.mlp.linear_fc2.weight"] = read("mlp.down.weight").chunk(tp, 1)[rank]
         if model.add_bias_linear:
             made[f"{there}.mlp.linear_fc2.bias"] = read("mlp.down.bias")

@@ -25,9 +25,7 @@ Block = tuple[tuple[int, ...], torch.Tensor]
 """Where it starts, and its elements."""
 
 
-def model_blocks(
-    weights: MadeUp, tp: int, *, stacked: bool
-) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
+def model_blocks(weights: MadeUp, tp: int, *, stacked: bool) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
     """Name -> global shape and blocks of each rank.
 
     Args:
@@ -36,8 +34,7 @@ def model_blocks(
     model = weights.model
     found: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
     ranks = [
-        builder.fuse(builder.stage(weights, range(model.num_layers), tp, r, first=True, last=True))
-        for r in range(tp)
+        builder.fuse(builder.stage(weights, range(model.num_layers), tp, r, first=True, last=True)) for r in range(tp)
     ]
     for name, first in ranks[0].items():
         parts = [rank[name] for rank in ranks]
@@ -49,9 +46,7 @@ def model_blocks(
             pieces = [half for part in parts for half in _halves(name, part, model.is_gated)]
             if len(pieces) > len(parts):  # all gates, then all ups
                 pieces = pieces[::2] + pieces[1::2]
-            shape = torch.Size(
-                [*first.shape[:dim], sum(p.shape[dim] for p in pieces), *first.shape[dim + 1 :]]
-            )
+            shape = torch.Size([*first.shape[:dim], sum(p.shape[dim] for p in pieces), *first.shape[dim + 1 :]])
             blocks, done = [], 0
             for piece in pieces:
                 blocks.append((tuple(done if axis == dim else 0 for axis in range(first.dim())), piece))

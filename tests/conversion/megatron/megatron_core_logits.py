@@ -64,9 +64,7 @@ def build(args: argparse.Namespace) -> GPTModel:
         }
     config = TransformerConfig(**settings)
     if args.num_experts:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=args.normalization
-        )
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     else:
         spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
     return GPTModel(

@@ -46,9 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 )
 def test_logits_and_back(tmp_path: Path, kind: str, tp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
-    folder = write_megatron(
-        weights, tmp_path / "out", dtype=None, tp=tp, pp=1, advance=ignore, implementation="local"
-    )
+    folder = write_megatron(weights, tmp_path / "out", dtype=None, tp=tp, pp=1, advance=ignore, implementation="local")
     tokens = torch.randint(weights.model.vocab_size or 0, (2, 24), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, folder / "tokens.pt")
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder)]
@@ -66,9 +64,7 @@ def test_logits_and_back(tmp_path: Path, kind: str, tp: int) -> None:
     printed = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * tp, "\n".join(printed)
 
-    theirs = torch.cat(
-        [torch.load(folder / f"logits-{rank}.pt", weights_only=True) for rank in range(tp)], -1
-    )
+    theirs = torch.cat([torch.load(folder / f"logits-{rank}.pt", weights_only=True) for rank in range(tp)], -1)
     ours = our_logits(weights, tokens, torch.float32)
     size = weights.model.vocab_size
     worst = (ours[..., :size] - theirs[..., :size]).abs().max().item()

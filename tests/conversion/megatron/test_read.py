@@ -60,13 +60,7 @@ def older(content: Content) -> Content:
     if not parts["embedding"]:
         del parts["embedding"]
     args = Namespace(**vars(content["args"]))
-    for name in (
-        "norm_epsilon",
-        "kv_channels",
-        "position_embedding_type",
-        "padded_vocab_size",
-        "qk_layernorm",
-    ):
+    for name in ("norm_epsilon", "kv_channels", "position_embedding_type", "padded_vocab_size", "qk_layernorm"):
         delattr(args, name)
     args.layernorm_epsilon = 1e-5
     args.use_rotary_position_embeddings = args.normalization == "RMSNorm"
@@ -112,9 +106,7 @@ def in_a_buffer(content: Content) -> Content:
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_other_names(tmp_path: Path, kind: str, change: Callable[[Content], Content]) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
-    assert_same(
-        open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights
-    )
+    assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights)
 
 
 def grouped(content: Content) -> Content:
@@ -148,9 +140,7 @@ def two_matrices(content: Content) -> Content:
 @pytest.mark.parametrize("change", [grouped, two_matrices], ids=lambda change: change.__name__)
 def test_grouped_experts(tmp_path: Path, change: Callable[[Content], Content]) -> None:
     weights = MadeUp(tmp_path, MODELS["experts"])
-    assert_same(
-        open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights
-    )
+    assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -273,9 +263,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         return content | {"model": content["model"] | {name: tensor}}
 
     folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA), change=change)
-    with pytest.raises(
-        ConversionError, match=rf"{name} is of the type torch.float8_e4m3fn: quantized, not read"
-    ):
+    with pytest.raises(ConversionError, match=rf"{name} is of the type torch.float8_e4m3fn: quantized, not read"):
         open_megatron(folder)
 
 
@@ -342,9 +330,7 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     model = builder.stage(weights, range(1, 2), 2, 1, first=False, last=True)
     args = builder.arguments(weights, 2, 2, norm_epsilon=1e-6, rotary_base=500)
     torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, path)
-    with pytest.raises(
-        ConversionError, match=r"mp_rank_01_001.*rotary_base 10000 and 500; norm_epsilon 1e-05"
-    ):
+    with pytest.raises(ConversionError, match=r"mp_rank_01_001.*rotary_base 10000 and 500; norm_epsilon 1e-05"):
         open_megatron(folder)
     args = builder.arguments(weights, 2, 2)
     half = {name: tensor.half() for name, tensor in model.items()}
@@ -355,7 +341,5 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing"):
         open_megatron(folder)
     path.parent.rmdir()
-    with pytest.raises(
-        ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing; .*tensor 2 x pipeline 2"
-    ):
+    with pytest.raises(ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing; .*tensor 2 x pipeline 2"):
         open_megatron(folder)

@@ -86,9 +86,7 @@ def test_nothing_runs(tmp_path: Path, kind: str) -> None:
     for place, content in places(content_of(weights), bad).items():
         folder = tmp_path / place
         builder.write(folder, "mp_rank_00", content)
-        with pytest.raises(
-            ConversionError, match=rf"model_optim_rng.pt contains [\w.]*{name}, which is none"
-        ):
+        with pytest.raises(ConversionError, match=rf"model_optim_rng.pt contains [\w.]*{name}, which is none"):
             open_megatron(folder)
     assert not mark.exists()
 
@@ -138,9 +136,7 @@ def test_old_and_other_files(tmp_path: Path) -> None:
     """torch before 1.6, TorchScript, a plain pickle, a compressed archive, no file at all."""
     path = tmp_path / "f.pt"
     torch.save({"a": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        ConversionError, match=r"not a whole file of torch.save .* saved again by a newer torch"
-    ):
+    with pytest.raises(ConversionError, match=r"not a whole file of torch.save .* saved again by a newer torch"):
         TorchFile(path)
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(ConversionError, match=r"not a whole file of torch.save"):
@@ -169,9 +165,7 @@ def test_large_entries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch_file, "LARGEST_ENTRY", 1000)
     TorchFile(path)  # tensors may be of any size
     torch.save({"a": "x" * 1000}, path)
-    with pytest.raises(
-        ConversionError, match=r"data.pkl has \d+ bytes; settings and names have at most 1000"
-    ):
+    with pytest.raises(ConversionError, match=r"data.pkl has \d+ bytes; settings and names have at most 1000"):
         TorchFile(path)
 
 

@@ -141,9 +141,7 @@ class TooLarge(MadeUp):
 
 
 def test_nothing_becomes_infinite(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConversionError, match=r"layers.0.attention.out.weight holds 1e\+06, too large for float16"
-    ):
+    with pytest.raises(ConversionError, match=r"layers.0.attention.out.weight holds 1e\+06, too large for float16"):
         write(TooLarge(tmp_path, LLAMA), dtype=torch.float16)
     assert not (tmp_path / "out").exists()
 
@@ -194,11 +192,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({"activation": "geglu", "add_bias_linear": False}, {}, "activation geglu"),
         ({"activation": "gelu_tanh", "add_bias_linear": False}, {}, "gelu_tanh without add_bias_linear"),
         ({"scale_embeddings": True}, {}, "scale_embeddings"),
-        (
-            {"rope_scaling": "llama3", "rope_low_freq_factor": 2.0},
-            {},
-            "rope_low_freq_factor 2.0 .built in: 1.0",
-        ),
+        ({"rope_scaling": "llama3", "rope_low_freq_factor": 2.0}, {}, "rope_low_freq_factor 2.0 .built in: 1.0"),
         ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
         ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
         ({}, {"tp": 4}, "tp 4 does not divide num_query_groups 2; take one of 1, 2"),

@@ -84,9 +84,7 @@ class LowRank:
         out, start = torch.zeros_like(self.errors[0]), 0
         for name, shape in self.shapes.items():
             stop = start + int(np.prod(shape))
-            parts = [
-                error[start:stop] + own[start:stop] for error, own in zip(self.errors, values, strict=True)
-            ]
+            parts = [error[start:stop] + own[start:stop] for error, own in zip(self.errors, values, strict=True)]
             if not self.is_low(shape):
                 out[start:stop] = sum(parts[1:], start=parts[0]) / self.ranks
             else:
@@ -105,10 +103,7 @@ class LowRank:
         lefts = [torch.bmm(q, part.mT) for part in parts]
         basis = torch.linalg.qr(sum(lefts[1:], start=lefts[0]).mT).Q.mT.contiguous()
         rights = [torch.bmm(basis, part) for part in parts]
-        rest = [
-            torch.baddbmm(part, basis.mT, right, alpha=-1.0)
-            for part, right in zip(parts, rights, strict=True)
-        ]
+        rest = [torch.baddbmm(part, basis.mT, right, alpha=-1.0) for part, right in zip(parts, rights, strict=True)]
         q = sum(rights[1:], start=rights[0]) / self.ranks
         self.q[name] = q / q.abs().amax(dim=(1, 2), keepdim=True)
         return torch.bmm(basis.mT, q), rest

@@ -15,14 +15,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext
 
-SHAPES = {
-    "one": (1,),
-    "tall": (130, 40),
-    "few": (5, 3),
-    "experts": (2, 24, 70),
-    "vector": (77,),
-    "wide": (20, 90),
-}
+SHAPES = {"one": (1,), "tall": (130, 40), "few": (5, 3), "experts": (2, 24, 70), "vector": (77,), "wide": (20, 90)}
 """Their elements are no multiple of anything, and some matrices are too small for low rank."""
 
 USED = 10453

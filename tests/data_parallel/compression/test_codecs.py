@@ -54,9 +54,7 @@ def run(request: pytest.FixtureRequest) -> tuple[str, list[Found]]:
     return name, run_ranks(ranks, means, ranks, name, random_values, 4)
 
 
-def test_ranks_find_what_one_process_finds_that_plays_them_all(
-    run: tuple[str, list[Found]], one_thread: None
-) -> None:
+def test_ranks_find_what_one_process_finds_that_plays_them_all(run: tuple[str, list[Found]], one_thread: None) -> None:
     name, ranks = run
     played = oracle(name, len(ranks), ranks[0].size)
     for step in range(1, 5):
@@ -71,9 +69,7 @@ def test_what_has_not_come_out_is_still_owed(run: tuple[str, list[Found]]) -> No
     """Σ out + mean of the errors = Σ means, up to rounding in fp32."""
     _, ranks = run
     size = ranks[0].size
-    wanted = sum(
-        (true_mean(random_values, step, len(ranks), size) for step in range(1, 5)), torch.zeros(size)
-    )
+    wanted = sum((true_mean(random_values, step, len(ranks), size) for step in range(1, 5)), torch.zeros(size))
     came = sum((out.double() for out in ranks[0].outs), owed(ranks))
     assert owed(ranks).norm() > 0.01 * wanted.norm() or run[0] == "uint8"
     assert (came - wanted).norm() <= 1e-6 * wanted.norm()
@@ -129,14 +125,7 @@ def test_constant_inputs_come_out_in_the_long_run_and_not_without_errors(name: s
 
 
 def rows(kind: str) -> Values:
-    return {
-        "zeros": zeros,
-        "equal": equal,
-        "huge": huge,
-        "small": small,
-        "denormal": denormal,
-        "mixed": mixed,
-    }[kind]
+    return {"zeros": zeros, "equal": equal, "huge": huge, "small": small, "denormal": denormal, "mixed": mixed}[kind]
 
 
 def zeros(step: int, rank: int, size: int) -> torch.Tensor:

@@ -21,17 +21,13 @@ Rows = list[torch.Tensor]
 def codec_of(context: RankContext, ranks: int, scale: str, dtype: torch.dtype) -> tuple[OneBit, WireCounter]:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=5, dtype=dtype, device=torch.device("cpu"))
     parameters = [factory.parameter(name, shape, std=1.0) for name, shape in SHAPES.items()]
-    bucket = Bucket(
-        BucketKind(True, False, False, False, False), parameters, replicas=ranks, grad_dtype=dtype
-    )
+    bucket = Bucket(BucketKind(True, False, False, False, False), parameters, replicas=ranks, grad_dtype=dtype)
     group = Group.solo("dp") if ranks == 1 else context.topology(dp=ranks).dp
     counter = WireCounter()
     return OneBit(bucket, Channel(group, counter, Background(torch.device("cpu"))), scale=scale), counter
 
 
-def means(
-    context: RankContext, ranks: int, scale: str, rows: list[Rows], dtype: torch.dtype
-) -> dict[str, Any]:
+def means(context: RankContext, ranks: int, scale: str, rows: list[Rows], dtype: torch.dtype) -> dict[str, Any]:
     """The means of values of each rank, call by call, and what is owed in the end."""
     torch.set_num_threads(1)
     codec, counter = codec_of(context, ranks, scale, dtype)
@@ -76,10 +72,7 @@ def played(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, M
     oracle = Means([Layout(size, places)], ranks, scale)
     out = []
     for call in rows:
-        split = [
-            {name: row[start:stop].view(SHAPES[name]) for name, (start, stop) in places.items()}
-            for row in call
-        ]
+        split = [{name: row[start:stop].view(SHAPES[name]) for name, (start, stop) in places.items()} for row in call]
         found = oracle.mean(split)
         out.append(torch.cat([found[name].flatten() for name in SHAPES]))
     return out, oracle
@@ -101,10 +94,7 @@ def test_several_processes_do_what_one_does(ranks: int, scale: str) -> None:
         chunk = size // ranks
         part = slice(rank * chunk, (rank + 1) * chunk)
         assert torch.equal(run["server"], oracle.server[0][part])
-        assert run["states"] == [
-            ("onebit_error", 0, size),
-            ("onebit_server_error", part.start, part.stop),
-        ]
+        assert run["states"] == [("onebit_error", 0, size), ("onebit_server_error", part.start, part.stop)]
 
 
 @pytest.mark.parametrize("tails", [False, True])
@@ -148,9 +138,7 @@ def test_a_large_neighbour_does_not_set_a_tensors_size() -> None:
     table = torch.Size(SHAPES["table"]).numel()
     for row in rows[0]:
         row[:table] *= 1e4
-    ours, whole = (
-        run_ranks(2, means, 2, scale, rows, torch.float32)[0]["means"][0] for scale in ("tensor", "bucket")
-    )
+    ours, whole = (run_ranks(2, means, 2, scale, rows, torch.float32)[0]["means"][0] for scale in ("tensor", "bucket"))
     assert float(ours[table:USED].abs().max()) < 2.0
     assert float(whole[table : table + 100].abs().min()) > 100.0
 

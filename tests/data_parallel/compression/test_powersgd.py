@@ -46,9 +46,7 @@ def test_a_mean_of_low_rank_comes_out_at_once() -> None:
     """However replicas differ; and what they owe is what the mean has outside the factors: together nothing."""
     (out, first), (_, second) = run_ranks(2, first_mean)
     bucket = odd_bucket(1)
-    wanted = sum(
-        (low_rank_values(rank, bucket)[: len(out)] / 2 for rank in (0, 1)), torch.zeros(len(bucket.grad))
-    )
+    wanted = sum((low_rank_values(rank, bucket)[: len(out)] / 2 for rank in (0, 1)), torch.zeros(len(bucket.grad)))
     used = bucket.placed[-1].stop
     assert (out[:used] - wanted[:used]).norm() < 2e-6 * wanted.norm()
     assert first.norm() > 1.0
@@ -70,10 +68,7 @@ def unlike_replicas(context: RankContext) -> list[float]:
     """Constant inputs that differ between replicas, with a mean of full rank; the size of the error now and then."""
     torch.set_num_threads(1)
     bucket, codec = codec_of(context, 2, 4)
-    mine, found = (
-        random_values(1, context.topology(dp=2).dp.rank, len(bucket.grad)).clamp_(-1, 1),
-        list[float](),
-    )
+    mine, found = (random_values(1, context.topology(dp=2).dp.rank, len(bucket.grad)).clamp_(-1, 1), list[float]())
     for step in range(240):
         values = mine.clone()
         codec.mean(values)

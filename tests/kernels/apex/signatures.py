@@ -38,8 +38,7 @@ def _fits(value: Any, kind: str) -> bool:
         case "s":
             return isinstance(value, tuple | list) and all(isinstance(size, int) for size in value)
     return isinstance(value, list) and all(
-        isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        for tensors in value
+        isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors) for tensors in value
     )
 
 
@@ -52,9 +51,7 @@ def require(true: bool, what: str) -> None:
 def contiguous(*tensors: torch.Tensor) -> None:
     """They lie densely in memory."""
     for tensor in tensors:
-        require(
-            tensor.is_contiguous(), f"must be contiguous: {tuple(tensor.shape)}, strides {tensor.stride()}"
-        )
+        require(tensor.is_contiguous(), f"must be contiguous: {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 def of_type(tensor: torch.Tensor, *dtypes: torch.dtype) -> None:

@@ -145,11 +145,7 @@ def without_norm(real: Any) -> Any:
 @pytest.mark.parametrize(
     "name, spoil, reason",
     [
-        (
-            "multi_tensor_adam",
-            averaged,
-            "apex's gave other numbers than torch when it was tried here: exp_avg_sq",
-        ),
+        ("multi_tensor_adam", averaged, "apex's gave other numbers than torch when it was tried here: exp_avg_sq"),
         ("multi_tensor_lamb_stage1_cuda", shorter, "apex's gave other numbers than torch"),
         ("multi_tensor_lamb_stage1_cuda", without_norm, "apex's failed when it was tried here (incompatible"),
     ],

@@ -10,11 +10,7 @@ from megalite.kernels import probes
 from megalite.kernels.cross_entropy import cross_entropy_forward
 from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
 from megalite.kernels.registry import IMPLEMENTATIONS, Use
-from megalite.kernels.unfused_attention import (
-    causal_softmax_backward,
-    causal_softmax_forward,
-    unfused_attention,
-)
+from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward, unfused_attention
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.topology.group import Group
 from tests.kernels.apex.conftest import Adapter
@@ -48,12 +44,7 @@ def through(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -
 @pytest.mark.parametrize("size", [17, 1000])  # in no list of sizes that were compiled
 @pytest.mark.parametrize("name, torchs", [("rmsnorm", rms_norm), ("layernorm", layer_norm)])
 def test_norms(
-    adapter: Adapter,
-    name: str,
-    torchs: Callable[..., torch.Tensor],
-    size: int,
-    dtype: torch.dtype,
-    zero_centered: bool,
+    adapter: Adapter, name: str, torchs: Callable[..., torch.Tensor], size: int, dtype: torch.dtype, zero_centered: bool
 ) -> None:
     x = drawn(size, 3, 5, dtype=dtype).permute(2, 1, 0)
     inputs = [x, 0.1 * drawn(size, dtype=dtype, seed=1) + (not zero_centered)]
@@ -125,10 +116,7 @@ def test_positions_of_each_sequence_are_refused(adapter: Adapter) -> None:
 @pytest.mark.parametrize("head_size", [16, 24])  # a scale that a half type holds, and one that it does not
 @pytest.mark.parametrize("drops", [False, True])
 def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: bool) -> None:
-    q, k, v = (
-        drawn(20, 2, n, head_size, dtype=dtype, seed=n + i).permute(1, 2, 0, 3)
-        for i, n in enumerate((4, 2, 2))
-    )
+    q, k, v = (drawn(20, 2, n, head_size, dtype=dtype, seed=n + i).permute(1, 2, 0, 3) for i, n in enumerate((4, 2, 2)))
     keep = drawn(2, 4, 20, 20) >= -0.5 if drops else None
     layers, visible = adapter("layers"), torch.ones(20, 20, dtype=torch.bool).tril()
     causal = layers.causal_softmax_forward, layers.causal_softmax_backward

@@ -31,9 +31,7 @@ def test_three_updates(adapter: Adapter, grad: torch.dtype, copy: torch.dtype | 
             (wanted, halves[1], torch_ops.adam),
         ):
             factor = torch.full((), 0.5)
-            gradient = (
-                tensors[1].clone() if kernel is adapter("multi_tensor").adam else tensors[1].float().clone()
-            )
+            gradient = tensors[1].clone() if kernel is adapter("multi_tensor").adam else tensors[1].float().clone()
             kernel(tensors[0], gradient, *tensors[2:], **SETTINGS, step=step, factor=factor, copy=half)
     # The betas are fp32 in apex: 1 - 0.999 is 1.3e-5 of itself off.
     for ours, right, limit in zip(found, wanted, (1e-6, 0, 1e-6, 2e-5), strict=True):

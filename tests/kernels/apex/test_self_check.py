@@ -58,9 +58,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("operation", OF_APEX)
-def test_a_wrong_kernel_is_refused(
-    installed: Adapter, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_is_refused(installed: Adapter, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extension, name, spoil = WRONG[operation]
     module = __import__(extension)
     monkeypatch.setattr(module, name, spoil(getattr(module, name)))

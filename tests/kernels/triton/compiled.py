@@ -67,9 +67,7 @@ def entry_kernels() -> Iterator[str]:
     kernels: dict[str, Any] = {}
     for module in pkgutil.iter_modules(megalite.kernels.triton.__path__):
         loaded = importlib.import_module(f"megalite.kernels.triton.{module.name}")
-        kernels |= {
-            f"{k.__module__}.{k.__name__}": k for k in vars(loaded).values() if isinstance(k, JITFunction)
-        }
+        kernels |= {f"{k.__module__}.{k.__name__}": k for k in vars(loaded).values() if isinstance(k, JITFunction)}
     called = {
         f"{callee.__module__}.{callee.__name__}"
         for kernel in kernels.values()

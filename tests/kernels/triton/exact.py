@@ -64,9 +64,7 @@ def compare(
         made = exact(*wide)
     shapes = [output.shape for output in (made if isinstance(made, tuple) else (made,))]
     like = next(value for value in inputs if value is not None)
-    grads = [
-        numbers(*shape, dtype=like.dtype, device=like.device, seed=90 + i) for i, shape in enumerate(shapes)
-    ]
+    grads = [numbers(*shape, dtype=like.dtype, device=like.device, seed=90 + i) for i, shape in enumerate(shapes)]
     found = run(ours, inputs, grads)
     expected = run(exact, wide, [grad.double() for grad in grads])
     for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
@@ -74,9 +72,7 @@ def compare(
     assert all(output.dtype == like.dtype for output in found[0])
 
 
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
-) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
     """LayerNorm by its definition, RMSNorm without `bias`; `offset` is added to the weight."""
     centred = x if bias is None else x - x.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)

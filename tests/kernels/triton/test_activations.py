@@ -58,10 +58,7 @@ def test_bias_gelu(
 ) -> None:
     if function is layer_ops.bias_gelu and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("torch rounds the sum with the bias")
-    inputs = [
-        numbers(*shape, dtype=dtype, device=device),
-        numbers(shape[-1], dtype=dtype, device=device, seed=1),
-    ]
+    inputs = [numbers(*shape, dtype=dtype, device=device), numbers(shape[-1], dtype=dtype, device=device, seed=1)]
     compare(partial(function, tanh=tanh), partial(exact_bias_gelu, tanh=tanh), inputs)
 
 
@@ -102,10 +99,7 @@ def test_any_strides(view: Callable[[torch.Tensor], torch.Tensor], device: torch
 def test_an_expanded_gradient(name: str, device: torch.device) -> None:
     """That of a sum has strides of 0."""
     x = numbers(3, 12, device=device)
-    grads = [
-        run(lambda v, f=f: f(v).sum(), [x], [torch.ones((), device=device).double()])[1][0]
-        for f in GATED[name]
-    ]
+    grads = [run(lambda v, f=f: f(v).sum(), [x], [torch.ones((), device=device).double()])[1][0] for f in GATED[name]]
     assert distance(*grads) < 1e-13
 
 
@@ -119,9 +113,7 @@ def test_no_rows(device: torch.device) -> None:
     assert dx.shape == x.shape
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in exp:RuntimeWarning"
-)  # numpy's, where infinity is meant
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, where infinity is meant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_gelu_tanh", "swiglu", "geglu", "geglu_tanh"])
 def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:

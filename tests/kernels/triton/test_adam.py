@@ -31,9 +31,7 @@ def by_torch(state: list[torch.Tensor], grad: torch.Tensor, step: int, **setting
     )
 
 
-def in_float64(
-    state: list[torch.Tensor], grad: torch.Tensor, step: int, **settings: float
-) -> list[torch.Tensor]:
+def in_float64(state: list[torch.Tensor], grad: torch.Tensor, step: int, **settings: float) -> list[torch.Tensor]:
     param, exp_avg, exp_avg_sq = state
     beta1, beta2 = settings["beta1"], settings["beta2"]
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
@@ -93,9 +91,7 @@ def test_factor_and_copy(grad_dtype: torch.dtype, factor_dtype: torch.dtype, dev
         adam(ours[0], grad, *ours[1:], **SETTINGS, step=1, factor=factor, copy=copy)
         adam(plain[0], grad.float() * 0.25, *plain[1:], **SETTINGS, step=1, factor=None, copy=None)
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-        if (
-            dtype == torch.bfloat16 and device.type == "cpu"
-        ):  # the interpreter cuts bf16 off, and does not round
+        if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter cuts bf16 off, and does not round
             torch.testing.assert_close(copy.float(), ours[0], rtol=2**-7, atol=0.0)
         else:
             assert torch.equal(copy, ours[0].to(dtype))
@@ -103,11 +99,7 @@ def test_factor_and_copy(grad_dtype: torch.dtype, factor_dtype: torch.dtype, dev
 
 def test_nothing_beyond_the_shard_is_touched(device: torch.device) -> None:
     """A shard is a piece of a longer buffer."""
-    buffers = [
-        *start(200, device),
-        random(200, device, 1),
-        torch.zeros(200, dtype=torch.bfloat16, device=device),
-    ]
+    buffers = [*start(200, device), random(200, device, 1), torch.zeros(200, dtype=torch.bfloat16, device=device)]
     before = [x.clone() for x in buffers]
     param, exp_avg, exp_avg_sq, grad, copy = (x[13:150] for x in buffers)
     adam(param, grad, exp_avg, exp_avg_sq, **SETTINGS, step=1, factor=None, copy=copy)

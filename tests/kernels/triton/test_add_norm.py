@@ -17,10 +17,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def ours(zero_centered: bool = False, kernel: Callable[..., Pair] = add_norm) -> Callable[..., Pair]:
     def function(
-        branch: torch.Tensor,
-        bias: torch.Tensor | None,
-        keep: torch.Tensor | None,
-        *rest: torch.Tensor | None,
+        branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, *rest: torch.Tensor | None
     ) -> Pair:
         return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
 
@@ -68,9 +65,7 @@ def arguments(
 @pytest.mark.parametrize("keep", [True, False], ids=["dropout", ""])
 @pytest.mark.parametrize("norm_bias", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize("kernel", [add_norm, layer_ops.add_norm], ids=["triton", "torch"])
-def test_every_form(
-    bias: bool, keep: bool, norm_bias: bool, kernel: Callable[..., Pair], device: torch.device
-) -> None:
+def test_every_form(bias: bool, keep: bool, norm_bias: bool, kernel: Callable[..., Pair], device: torch.device) -> None:
     inputs = arguments((3, 2, 7), device, bias=bias, keep=keep, norm_bias=norm_bias)
     compare(ours(kernel=kernel), exact, inputs)
     compare(ours(zero_centered=True, kernel=kernel), partial(exact, offset=1.0), inputs)
@@ -87,9 +82,7 @@ def test_every_form(
     ],
     ids=str,
 )
-def test_types_and_sizes(
-    norm_bias: bool, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
+def test_types_and_sizes(norm_bias: bool, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     compare(ours(), exact, arguments(shape, device, dtype, norm_bias=norm_bias))
 
 

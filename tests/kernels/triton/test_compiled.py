@@ -75,6 +75,8 @@ def test_every_kernel_is_compiled(lines: list[Any]) -> None:
 
 
 def test_widths_are_read() -> None:
-    ptx = "@%p1 ld.global.v4.b32 { %r1 };\n ld.global.L1::evict_first.v2.b64 {};\nld.global.b16 a;\nst.global.v4.b32 [x];"
+    ptx = (
+        "@%p1 ld.global.v4.b32 { %r1 };\n ld.global.L1::evict_first.v2.b64 {};\nld.global.b16 a;\nst.global.v4.b32 [x];"
+    )
     assert widths("ld.global", ptx) == {128: 2, 16: 1}
     assert widths("st.global", ptx) == {128: 1}

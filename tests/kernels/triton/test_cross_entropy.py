@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from megalite.kernels.triton.cross_entropy import (
-    WIDEST,
-    cross_entropy_backward,
-    cross_entropy_forward,
-    cut,
-)
+from megalite.kernels.triton.cross_entropy import WIDEST, cross_entropy_backward, cross_entropy_forward, cut
 from megalite.tensor_parallel.cross_entropy import merge_ranks
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -16,27 +11,21 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.
 
 
 def random_logits(n: int, v: int, device: torch.device, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(n, v, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(
-        device
-    )
+    return scale * torch.randn(n, v, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device)
 
 
 def random_labels(n: int, v: int, device: torch.device) -> torch.Tensor:
     return torch.randint(v, (n,), generator=torch.Generator().manual_seed(v)).to(device)
 
 
-def expected(
-    logits: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(logits: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and gradients, in float64."""
     exact = logits.double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     return loss.detach(), torch.autograd.grad(loss, exact, grad.double())[0]
 
 
-def ours(
-    shards: list[torch.Tensor], labels: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(shards: list[torch.Tensor], labels: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the kernels, the columns of `shards` merged as ranks merge them."""
     firsts = [sum(shard.shape[1] for shard in shards[:i]) for i in range(len(shards))]
     parts = [cross_entropy_forward(shard, labels, first) for shard, first in zip(shards, firsts, strict=True)]
@@ -87,9 +76,7 @@ def test_many_rows_take_a_program_each(device: torch.device) -> None:
     check(logits, [logits.clone()], random_labels(8, WIDEST + 17, device))
 
 
-@pytest.mark.parametrize(
-    ("n", "v"), [(1, 1), (1, 131072), (7, 50304), (528, 131072), (16384, 50257), (40, 6288)]
-)
+@pytest.mark.parametrize(("n", "v"), [(1, 1), (1, 131072), (7, 50304), (528, 131072), (16384, 50257), (40, 6288)])
 def test_every_column_has_one_program(n: int, v: int) -> None:
     parts, span, block, warps = cut(n, v, 528)
     assert span % block == 0

@@ -27,9 +27,7 @@ SMALL = {
 }
 
 
-def run(
-    settings: dict[str, Any], kernels: list[str]
-) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
+def run(settings: dict[str, Any], kernels: list[str]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
     """Losses and norms of three steps, the weights after them, and what served."""
     config = tiny_config(**{**settings, **SMALL}, kernels=kernels)
     topology = Topology.create(ParallelLayout(), rank=0, device=torch.device("cpu"))

@@ -30,15 +30,7 @@ def expected(*tensors: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        [1],
-        [BLOCK],
-        [BLOCK + 1],
-        [10 * BLOCK - 3],
-        [7, 0, 2 * BLOCK, 5000],
-        [0, 0],
-        [PIECE - 1, PIECE, 3 * PIECE + 7],
-    ],
+    [[1], [BLOCK], [BLOCK + 1], [10 * BLOCK - 3], [7, 0, 2 * BLOCK, 5000], [0, 0], [PIECE - 1, PIECE, 3 * PIECE + 7]],
     ids=str,
 )
 def test_sizes(sizes: list[int], l2norm: Norm, device: torch.device) -> None:
@@ -102,7 +94,5 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.zeros(2**31 + 9, dtype=torch.bfloat16, device="cuda")
     x[-3:] = 2.0
     x[:1] = 2.0
-    torch.full(
-        (4096,), float("nan"), dtype=torch.float64, device="cuda"
-    )  # freed: what partial sums are written over
+    torch.full((4096,), float("nan"), dtype=torch.float64, device="cuda")  # freed: what partial sums are written over
     assert float(by_triton.l2norm([x])) == 4.0

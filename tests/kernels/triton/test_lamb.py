@@ -10,9 +10,7 @@ from megalite.kernels.triton.optimizer_ops import BLOCK, lamb_moments, lamb_step
 from tests.kernels.lamb_formula import TERMS, exact, off, piece, run
 
 KERNEL = lamb_moments, lamb_step
-BOTH = pytest.mark.parametrize(
-    "kernel", [KERNEL, (by_torch.lamb_moments, by_torch.lamb_step)], ids=["triton", "torch"]
-)
+BOTH = pytest.mark.parametrize("kernel", [KERNEL, (by_torch.lamb_moments, by_torch.lamb_step)], ids=["triton", "torch"])
 
 
 @pytest.mark.parametrize("n", [1, 1000, 2 * BLOCK, 5 * BLOCK + 3])
@@ -45,9 +43,7 @@ def test_ten_steps(device: torch.device) -> None:
     right = [tensor.double() for tensor in ours]
     terms = {**TERMS, "rate": 0.01}
     for step in range(1, 11):
-        right[1] = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(
-            device
-        )
+        right[1] = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(device)
         ours[1] = right[1].float()
         wanted = exact(right, **terms, step=step)
         found = off(run(KERNEL, ours, **terms, step=step), wanted)

@@ -51,9 +51,7 @@ def parameters(kind: str, n: int, dtype: torch.dtype, device: torch.device) -> l
     ],
     ids=str,
 )
-def test_values_and_gradients(
-    kind: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
+def test_values_and_gradients(kind: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     x = numbers(*shape, dtype=dtype, device=device)
     inputs = [x, *parameters(kind, shape[-1], dtype, device)]
     compare(ours(kind), exact(kind), inputs, limit_of(kind, dtype))
@@ -196,10 +194,7 @@ def test_keeps_its_input_and_a_number_or_two_a_row(kind: str, device: torch.devi
 @OURS
 def test_more_elements_than_32_bits_count(kind: str, device: torch.device) -> None:
     n, rows = 4096, 2**31 // 4096 + 5
-    inputs = [
-        torch.randn(rows, n, dtype=torch.bfloat16, device=device),
-        *parameters(kind, n, torch.bfloat16, device),
-    ]
+    inputs = [torch.randn(rows, n, dtype=torch.bfloat16, device=device), *parameters(kind, n, torch.bfloat16, device)]
     grad = torch.zeros_like(inputs[0])
     grad[-3:] = numbers(3, n, dtype=torch.bfloat16, device=device)
     (y,), (dx, *others) = run(ours(kind), inputs, [grad])

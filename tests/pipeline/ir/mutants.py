@@ -58,10 +58,7 @@ def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
         elif name == "duplicate":
             row.insert(j, row[i])
         elif name == "insert":
-            stages, microbatches = (
-                range(program.schedule.num_stages),
-                range(program.schedule.num_microbatches),
-            )
+            stages, microbatches = (range(program.schedule.num_stages), range(program.schedule.num_microbatches))
             row.insert(i, Action(rng.choice(list(Kind)), rng.choice(stages), rng.choice(microbatches)))
         elif name == "retarget":
             kind, stage, microbatch = row[i]

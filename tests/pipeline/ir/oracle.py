@@ -54,9 +54,7 @@ def has_right_actions(program: Program) -> bool:
             wanted.append((rank, Action(Kind.REDUCE_GRAD, stage, -1)))
         for index in range(schedule.num_microbatches):
             kinds = {
-                kind
-                for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
-                if (rank, Action(kind, stage, index)) in have
+                kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if (rank, Action(kind, stage, index)) in have
             }
             if schedule.forward_only:
                 if kinds != {Kind.F}:
@@ -68,15 +66,9 @@ def has_right_actions(program: Program) -> bool:
             if following == schedule.num_stages or schedule.placement[following] == rank:
                 continue
             there = schedule.placement[following]
-            wanted += [
-                (rank, Action(Kind.SEND_F, stage, index)),
-                (there, Action(Kind.RECV_F, following, index)),
-            ]
+            wanted += [(rank, Action(Kind.SEND_F, stage, index)), (there, Action(Kind.RECV_F, following, index))]
             if not schedule.forward_only:
-                wanted += [
-                    (there, Action(Kind.SEND_B, following, index)),
-                    (rank, Action(Kind.RECV_B, stage, index)),
-                ]
+                wanted += [(there, Action(Kind.SEND_B, following, index)), (rank, Action(Kind.RECV_B, stage, index))]
     return have == Counter(wanted)
 
 
@@ -89,9 +81,7 @@ class _Machine:
         self.placement = program.schedule.placement
         self.last = program.schedule.num_stages - 1
         self.lengths = tuple(len(row) for row in program.actions)
-        self.place = {
-            action: (rank, at) for rank, row in enumerate(program.actions) for at, action in enumerate(row)
-        }
+        self.place = {action: (rank, at) for rank, row in enumerate(program.actions) for at, action in enumerate(row)}
         self.sends: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank, row in enumerate(program.actions):
@@ -218,9 +208,7 @@ def _reader(program: Program, rank: int, posted: int) -> int:
     kind, stage, index = program.actions[rank][posted]
     kinds = (Kind.F,) if kind is Kind.RECV_F else (Kind.B, Kind.I)
     return next(
-        at
-        for at, action in enumerate(program.actions[rank])
-        if action[1:] == (stage, index) and action.kind in kinds
+        at for at, action in enumerate(program.actions[rank]) if action[1:] == (stage, index) and action.kind in kinds
     )
 
 
@@ -267,9 +255,7 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
         left: dict[tuple[str, int, int], float] = {}
         if kind is Kind.F:
             ledger.pop(("received output", stage, index), None)
-            name, size = (
-                ("input", sizes.kept_input) if (stage, index) in again else ("graph", sizes.activation)
-            )
+            name, size = ("input", sizes.kept_input) if (stage, index) in again else ("graph", sizes.activation)
             ledger[name, stage, index] = size[stage]
             gone = (name,) if program.schedule.forward_only else ()
             if handed(stage + 1):
@@ -288,9 +274,7 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
         elif kind is Kind.W:
             gone = ("deferred",)
         elif kind in (Kind.RECV_F, Kind.RECV_B):
-            ledger[f"received {'output' if kind is Kind.RECV_F else 'gradient'}", stage, index] = (
-                sizes.message
-            )
+            ledger[f"received {'output' if kind is Kind.RECV_F else 'gradient'}", stage, index] = sizes.message
         elif kind in (Kind.SEND_F, Kind.SEND_B):
             step = 1 if kind is Kind.SEND_F else -1
             pending = outbox[rank, program.schedule.placement[stage + step]]

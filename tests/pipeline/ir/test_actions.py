@@ -26,8 +26,7 @@ def test_text_form_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "F0", "2F", "2f0", "2G0", "-1F0", "2F-1", "2F0x", "2REDUCE_GRAD3", "2IW3", "2R", "2SEND_F", "²F0"],
+    "text", ["", "F0", "2F", "2f0", "2G0", "-1F0", "2F-1", "2F0x", "2REDUCE_GRAD3", "2IW3", "2R", "2SEND_F", "²F0"]
 )
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ScheduleError, match="2F0"):

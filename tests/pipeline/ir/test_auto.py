@@ -12,14 +12,7 @@ from megalite.pipeline.ir.generators.auto import build_auto
 from megalite.pipeline.ir.generators.auto_search import Objective
 from megalite.pipeline.ir.generators.list_scheduler import Problem, Rules, list_schedule
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import (
-    gpipe,
-    loop_placement,
-    one_f_one_b,
-    v_placement,
-    zb_h1,
-    zb_h2,
-)
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, v_placement, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
@@ -117,10 +110,7 @@ def _random_case(seed: int) -> Case:
         links={(0, 1): Link(0.2, 0.4), (1, 0): Link(0.0, 0.7)} if p > 1 and rnd.random() < 0.3 else {},
     )
     sizes = Sizes(
-        activation=each(1.0),
-        deferred=each(0.0, 0.5),
-        kept_input=each(0.0, 0.2),
-        message=rnd.choice((0.0, 0.1)),
+        activation=each(1.0), deferred=each(0.0, 0.5), kept_input=each(0.0, 0.2), message=rnd.choice((0.0, 0.1))
     )
     one = max(sum(sizes.activation[s] for s in range(count) if placement[s] == rank) for rank in range(p))
     limit = rnd.choice((None, one * rnd.uniform(0.9, 2.0), one * rnd.uniform(1.5, m + 1)))
@@ -129,9 +119,7 @@ def _random_case(seed: int) -> Case:
         microbatches=m,
         costs=costs,
         sizes=sizes,
-        limit=tuple(limit * rnd.uniform(0.9, 1.5) for _ in range(p))
-        if limit and rnd.random() < 0.3
-        else limit,
+        limit=tuple(limit * rnd.uniform(0.9, 1.5) for _ in range(p)) if limit and rnd.random() < 0.3 else limit,
         objective=rnd.choice(("makespan", "span")),
         prefetch=rnd.choice((0, 1, 3)),
         window=rnd.choice((1, 2)),
@@ -163,9 +151,7 @@ def test_random_cases_are_of_every_sort() -> None:
 
 
 def test_same_arguments_same_schedule() -> None:
-    case = Case(
-        placement=v_placement(3), microbatches=7, costs=Costs.uniform(6, forward=1.1, p2p=0.2), limit=7.0
-    )
+    case = Case(placement=v_placement(3), microbatches=7, costs=Costs.uniform(6, forward=1.1, p2p=0.2), limit=7.0)
     assert case.build() == case.build()
 
 
@@ -186,11 +172,7 @@ def _published(p: int, f: float, i: float, w: float, c: float) -> Costs:
 def test_bubble_rates_of_zb_2p(model: str) -> None:
     p, m, f, i, w, c, published, most = PUBLISHED[model]
     case = Case(
-        placement=loop_placement(p, 1),
-        microbatches=m,
-        costs=_published(p, f, i, w, c),
-        limit=2.0 * p,
-        objective="span",
+        placement=loop_placement(p, 1), microbatches=m, costs=_published(p, f, i, w, c), limit=2.0 * p, objective="span"
     )
     schedule = case.build()
     assert case.fits(schedule)
@@ -202,11 +184,7 @@ def test_bubble_rates_of_zb_2p(model: str) -> None:
 def test_in_the_memory_of_1f1b_faster_than_zb_h1() -> None:
     p, m, *costs = PUBLISHED["1.5B"][:6]
     case = Case(
-        placement=loop_placement(p, 1),
-        microbatches=m,
-        costs=_published(p, *costs),
-        limit=float(p),
-        objective="span",
+        placement=loop_placement(p, 1), microbatches=m, costs=_published(p, *costs), limit=float(p), objective="span"
     )
     rates = [1 - m * sum(costs[:3]) / case.time(schedule) for schedule in (case.build(), zb_h1(p, m))]
     assert rates[0] <= 0.111

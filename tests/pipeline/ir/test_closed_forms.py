@@ -104,12 +104,7 @@ def test_makespans(name: str) -> None:
         for f, i, w in ((1, 1, 1), others[index % len(others)]):
             wanted = bubble(size, f, i, w)
             if wanted is not None:
-                assert run(schedule, f, i, w).makespan == size.m * size.v * (f + i + w) + wanted, (
-                    size,
-                    f,
-                    i,
-                    w,
-                )
+                assert run(schedule, f, i, w).makespan == size.m * size.v * (f + i + w) + wanted, (size, f, i, w)
                 compared += 1
     assert compared >= len(list(sizes(name)))
 
@@ -232,9 +227,7 @@ def test_what_latency_costs_1f1b() -> None:
         ("zb-v", 2, None, 1.427),
     ],
 )
-def test_interleaving_deeper_is_no_gain_once_messages_cost(
-    name: str, v: int, group: int | None, ratio: float
-) -> None:
+def test_interleaving_deeper_is_no_gain_once_messages_cost(name: str, v: int, group: int | None, ratio: float) -> None:
     """Makespan / ideal for p = 8, m = 16, messages of half a rank's forward, from an independent simulator."""
     schedule = Size(name, 8, v, 16, group).schedule()
     assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=0.5).makespan / 48 == pytest.approx(ratio, abs=1e-3)

@@ -7,13 +7,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.many_chunks import (
-    dualpipe_v,
-    interleaved,
-    looped_bfs,
-    smallest_group,
-    zb_v,
-)
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, smallest_group, zb_v
 from megalite.pipeline.ir.generators.one_chunk import (
     gpipe,
     loop_placement,
@@ -48,10 +42,7 @@ def test_orders_written_out() -> None:
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     ]
     # 2(p-r)-1 = 3 and 1 forwards ahead.
-    assert rows(one_f_one_b(2, 4, "pb")) == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
-    ]
+    assert rows(one_f_one_b(2, 4, "pb")) == ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
     # Warm-up 2(p-r-1) + (v-1)N = 4 and 2, then one forward and one backward in turn.
     assert rows(interleaved(2, 2, 4)) == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
@@ -66,20 +57,14 @@ def test_zero_bubble_orders_written_out() -> None:
         "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
         "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
     ]
-    assert rows(zb_h2(2, 4)) == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
-    ]
+    assert rows(zb_h2(2, 4)) == ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"]
     # Stages 0 and 3 on rank 0; 1 and 2, the turn, on rank 1, where 2's gradient stays on the rank.
     assert rows(zb_v(2, 3)) == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2",
         "1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2",
     ]
     # Two microbatches: the same without the third.
-    assert rows(zb_v(2, 2)) == [
-        "0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0B0 0B1",
-        "1F0 2F0 1F1 2F1 2B0 1I0 1W0 2B1 1I1 1W1",
-    ]
+    assert rows(zb_v(2, 2)) == ["0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1I0 1W0 2B1 1I1 1W1"]
     assert rows(dualpipe_v(2, 4)) == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
         "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
@@ -158,9 +143,9 @@ def test_build_schedule_by_name() -> None:
     assert built("zb-v", 2) == zb_v(2, 5)
     assert built("dualpipe-v", 2) == dualpipe_v(2, 5)
     assert built("zb-h1", 1, recompute_ahead=True) == with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
-    assert {
-        built(name, 1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2).name for name in SCHEDULES
-    } == set(SCHEDULES)
+    assert {built(name, 1 if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2).name for name in SCHEDULES} == set(
+        SCHEDULES
+    )
     assert [default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
 
 
@@ -168,44 +153,22 @@ def test_build_schedule_by_name() -> None:
     ("name", "chunks", "options", "message"),
     [
         ("zigzag", 1, {}, "'zigzag'.*gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, dualpipe-v"),
-        (
-            "gpipe",
-            2,
-            {},
-            r"gpipe takes one stage a rank but vpp is 2: use vpp 1, or schedule looped-bfs \(vpp 2",
-        ),
+        ("gpipe", 2, {}, r"gpipe takes one stage a rank but vpp is 2: use vpp 1, or schedule looped-bfs \(vpp 2"),
         ("1f1b", 2, {}, "1f1b takes one stage a rank but vpp is 2: use vpp 1, or schedule interleaved"),
         ("zb-h1", 3, {}, "zb-h1 takes one stage a rank but vpp is 3: use vpp 1, or schedule zb-v"),
         ("zb-h2", 2, {}, "zb-h2 takes one stage a rank but vpp is 2: use vpp 1, or schedule zb-v"),
         ("zb-v", 1, {}, "zb-v takes two stages a rank but vpp is 1: use vpp 2, or schedule 1f1b"),
         ("zb-v", 3, {}, "zb-v takes two stages a rank but vpp is 3: use vpp 2, or schedule interleaved"),
         ("dualpipe-v", 3, {}, "dualpipe-v takes two stages a rank but vpp is 3: use vpp 2"),
-        (
-            "interleaved",
-            1,
-            {},
-            "interleaved needs several chunks a rank but vpp is 1: set vpp to 2, or use 1f1b",
-        ),
-        (
-            "looped-bfs",
-            1,
-            {},
-            "looped-bfs needs several chunks a rank but vpp is 1: set vpp to 2, or use gpipe",
-        ),
+        ("interleaved", 1, {}, "interleaved needs several chunks a rank but vpp is 1: set vpp to 2, or use 1f1b"),
+        ("looped-bfs", 1, {}, "looped-bfs needs several chunks a rank but vpp is 1: set vpp to 2, or use gpipe"),
         ("1f1b", 1, {"group": 4}, "is 4, but schedule 1f1b has no groups"),
         ("zb-v", 2, {"group": 4}, "is 4, but schedule zb-v has no groups"),
-        (
-            "gpipe",
-            1,
-            {"warm_up": "pb"},
-            "the warm-up is 'pb', but schedule gpipe has no choice.*use schedule 1f1b",
-        ),
+        ("gpipe", 1, {"warm_up": "pb"}, "the warm-up is 'pb', but schedule gpipe has no choice.*use schedule 1f1b"),
         ("1f1b", 1, {"warm_up": "pc"}, "the warm-up of schedule 1f1b is 'pc'; it must be one of pa, pb"),
     ],
 )
-def test_names_sizes_and_options_that_clash(
-    name: str, chunks: int, options: dict[str, object], message: str
-) -> None:
+def test_names_sizes_and_options_that_clash(name: str, chunks: int, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8, **options)  # type: ignore[arg-type]
 
@@ -249,9 +212,7 @@ def test_sizes_below_one(
 def test_the_default_group_is_the_smallest_legal_one() -> None:
     for ranks in range(1, 7):
         for microbatches in range(1, 30):
-            legal = [
-                group for group in range(ranks, microbatches + 1) if not 0 < microbatches % group < ranks
-            ]
+            legal = [group for group in range(ranks, microbatches + 1) if not 0 < microbatches % group < ranks]
             wanted = legal[0] if legal else microbatches
             assert smallest_group(ranks, microbatches) == wanted
             assert interleaved(ranks, 3, microbatches) == interleaved(ranks, 3, microbatches, wanted)
@@ -274,9 +235,7 @@ def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
                 head = f"schedule interleaved with pp {ranks}, vpp 2 and group {group} cannot take {microbatches}"
                 assert message.startswith(head)
                 remedies = message.split("Works: ")[1]
-                for counts, with_group in re.findall(
-                    r"([\d or]+) microbatches .*?with group (\d+)", remedies
-                ):
+                for counts, with_group in re.findall(r"([\d or]+) microbatches .*?with group (\d+)", remedies):
                     for count in re.findall(r"\d+", counts):
                         interleaved(ranks, 2, int(count), int(with_group))
                 (size,) = re.findall(rf"stage (\d+), the default, with {microbatches} microbatches", remedies)

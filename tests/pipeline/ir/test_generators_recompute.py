@@ -49,15 +49,7 @@ def test_orders_written_out() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        gpipe(3, 4),
-        one_f_one_b(3, 6),
-        interleaved(2, 2, 4),
-        zb_h1(3, 5),
-        zb_h2(3, 5),
-        zb_v(3, 6),
-        dualpipe_v(3, 7),
-    ],
+    [gpipe(3, 4), one_f_one_b(3, 6), interleaved(2, 2, 4), zb_h1(3, 5), zb_h2(3, 5), zb_v(3, 6), dualpipe_v(3, 7)],
     ids=lambda schedule: schedule.name,
 )
 def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> None:
@@ -73,9 +65,7 @@ def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> No
     assert makespan(ahead) <= makespan(schedule)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "saved"), [(8, 16, 0.076), (16, 64, 0.047), (64, 512, 0.027)]
-)
+@pytest.mark.parametrize(("ranks", "microbatches", "saved"), [(8, 16, 0.076), (16, 64, 0.047), (64, 512, 0.027)])
 def test_known_savings(ranks: int, microbatches: int, saved: float) -> None:
     """1F1B with F = R and B = 2F: the bubble is (p-1)(F+B) instead of (p-1)(F+R+B); ours is shorter by 2F."""
     inside = (microbatches + ranks - 1) * 4

@@ -109,12 +109,7 @@ def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
         wanted = microbatches * chunks + ranks - 1
         for backward in (0.5, 1.0, 2.0):
             costs = Costs.uniform(ranks * chunks, backward=backward)
-            assert simulate(program, costs).makespan == wanted * (1 + backward), (
-                schedule.name,
-                ranks,
-                chunks,
-                group,
-            )
+            assert simulate(program, costs).makespan == wanted * (1 + backward), (schedule.name, ranks, chunks, group)
 
 
 def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_program() -> None:
@@ -123,13 +118,7 @@ def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_pro
     ran = 0
     for _ in range(600):
         base = rng.choice(
-            [
-                one_f_one_b(3, 3),
-                looped_bfs(2, 2, 4),
-                interleaved(2, 2, 4, 4),
-                interleaved(3, 2, 3),
-                gpipe(3, 3),
-            ]
+            [one_f_one_b(3, 3), looped_bfs(2, 2, 4), interleaved(2, 2, 4, 4), interleaved(3, 2, 3), gpipe(3, 3)]
         )
         lists = [list(row) for row in base.actions]
         for _ in range(rng.randint(1, 6)):

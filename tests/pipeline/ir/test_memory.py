@@ -72,7 +72,5 @@ def test_a_rank_without_work_holds_nothing() -> None:
 
 
 def test_wrong_number_of_stages() -> None:
-    with pytest.raises(
-        ConfigError, match="activation sizes are given for 3 stages, but schedule gpipe has 2"
-    ):
+    with pytest.raises(ConfigError, match="activation sizes are given for 3 stages, but schedule gpipe has 2"):
         memory_peaks(lower(gpipe(2, 2)), Sizes.uniform(3))

@@ -32,12 +32,7 @@ def score(
     ranks = [Fraction(0)] * (max(placement) + 1)
     for rank, cost in zip(placement, stages, strict=True):
         ranks[rank] += cost
-    return (
-        max(ranks),
-        max(stages),
-        sum((cost * cost for cost in stages), Fraction(0)),
-        tuple(-count for count in cut),
-    )
+    return (max(ranks), max(stages), sum((cost * cost for cost in stages), Fraction(0)), tuple(-count for count in cut))
 
 
 def test_equals_exhaustive_search() -> None:
@@ -52,11 +47,7 @@ def test_equals_exhaustive_search() -> None:
         num_layers = rng.randint(num_stages, num_stages + 6)
         layer, first, last = rng.choice(["0.1", "1", "1.7"]), rng.choice(costs), rng.choice(costs)
         found = partition_layers(
-            num_layers,
-            placement,
-            layer_cost=float(layer),
-            first_cost=float(first),
-            last_cost=float(last),
+            num_layers, placement, layer_cost=float(layer), first_cost=float(first), last_cost=float(last)
         )
         assert sum(found) == num_layers and min(found[:-1], default=1) >= 1 and len(found) == num_stages
         exact = (placement, Fraction(layer), Fraction(first), Fraction(last))
@@ -92,11 +83,7 @@ def test_large_is_quick() -> None:
 @pytest.mark.parametrize(
     ("layers", "costs", "message"),
     [
-        (
-            3,
-            {},
-            r"num_layers is 3, fewer than the 4 pipeline stages \(on 2 ranks\).*4 layers or more.*most 3",
-        ),
+        (3, {}, r"num_layers is 3, fewer than the 4 pipeline stages \(on 2 ranks\).*4 layers or more.*most 3"),
         (8, {"layer_cost": 0.0}, "layer 0.0"),
         (8, {"last_cost": -1.0}, "last -1.0"),
     ],
@@ -104,8 +91,5 @@ def test_large_is_quick() -> None:
 def test_what_cannot_be_cut(layers: int, costs: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         partition_layers(
-            layers,
-            loop_placement(2, 2),
-            layer_cost=costs.get("layer_cost", 1.0),
-            last_cost=costs.get("last_cost", 0.0),
+            layers, loop_placement(2, 2), layer_cost=costs.get("layer_cost", 1.0), last_cost=costs.get("last_cost", 0.0)
         )

@@ -31,8 +31,7 @@ def slice_around(trace: Trace, end: Trace) -> Trace:
     (found,) = [
         each
         for each in of_phase(trace, "X")
-        if (each["pid"], each["tid"]) == (end["pid"], end["tid"])
-        and each["ts"] < end["ts"] < each["ts"] + each["dur"]
+        if (each["pid"], each["tid"]) == (end["pid"], end["tid"]) and each["ts"] < end["ts"] < each["ts"] + each["dur"]
     ]
     return found
 
@@ -50,12 +49,7 @@ def test_slices_are_the_events(name: str, chunks: int) -> None:
         assert each["ts"] + each["dur"] == pytest.approx(event.end * 1e6, abs=2e-3)
         assert each["args"] == {"stage": event.action.stage, "microbatch": event.action.microbatch}
     kinds = {each["name"].strip("0123456789"): each["cat"] for each in slices}
-    meanings = {
-        "F": "forward",
-        "B": "backward",
-        "I": "input gradient",
-        "W": "weight gradient",
-    }
+    meanings = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     assert {Kind.F, Kind.W} <= set(kinds) or name in ("interleaved", "1f1b")
     assert kinds == {kind: meanings[kind] for kind in kinds}
 
@@ -97,9 +91,7 @@ def test_an_arrow_for_each_message(name: str, chunks: int) -> None:
     }
     assert drawn == wanted
     program = lower(schedule)
-    assert len(starts) == sum(
-        action.kind in ("SEND_F", "SEND_B") for row in program.actions for action in row
-    )
+    assert len(starts) == sum(action.kind in ("SEND_F", "SEND_B") for row in program.actions for action in row)
 
 
 def test_names_of_processes_and_tracks() -> None:

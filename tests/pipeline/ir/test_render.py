@@ -66,9 +66,7 @@ def test_wide_and_tall_grids_say_what_is_left_out() -> None:
 
 def test_forward_only_and_stuck_schedules() -> None:
     grid = render_grid(forward_only(loop_placement(2, 1), 2))
-    assert "backward" not in grid and grid.split("\n")[2] == "rank 0 F0 F1 .   33.3%     1".replace(
-        "F1 .", "F1  ."
-    )
+    assert "backward" not in grid and grid.split("\n")[2] == "rank 0 F0 F1 .   33.3%     1".replace("F1 .", "F1  .")
     stuck = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n")
     lines = render_grid(stuck).split("\n")
     assert lines[2].startswith("rank 0 F0 F1  .") and lines[2].endswith("stuck at 0B0")

@@ -8,12 +8,7 @@ from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, shared_makespan, simulate
 
-SCHEDULES = {
-    "1f1b": one_f_one_b(4, 8),
-    "gpipe": gpipe(4, 8),
-    "interleaved": interleaved(4, 8, 2),
-    "zb-h1": zb_h1(4, 8),
-}
+SCHEDULES = {"1f1b": one_f_one_b(4, 8), "gpipe": gpipe(4, 8), "interleaved": interleaved(4, 8, 2), "zb-h1": zb_h1(4, 8)}
 
 
 def uneven(schedule: Schedule) -> Costs:
@@ -33,12 +28,8 @@ def test_a_heavy_rank_has_no_more_than_a_core() -> None:
     """Four ranks on two cores, 1, 1, 1 and 3 s forward; one microbatch after the other is 3 s alone at the end at twice the
     speed. In each round of a long step three light ranks end after 1 s, the heavy one 1 s later."""
     costs = Costs(forward=(1.0, 1.0, 1.0, 3.0), backward=(2.0, 2.0, 2.0, 6.0))
-    rounds = (
-        shared_makespan(one_f_one_b(4, 41), costs, 2.0) - shared_makespan(one_f_one_b(4, 1), costs, 2.0)
-    ) / 40
-    assert (
-        4.5 < rounds < 6.01
-    )  # the work of all in two cores; what the heavy one has is 9 s at half the speed at best
+    rounds = (shared_makespan(one_f_one_b(4, 41), costs, 2.0) - shared_makespan(one_f_one_b(4, 1), costs, 2.0)) / 40
+    assert 4.5 < rounds < 6.01  # the work of all in two cores; what the heavy one has is 9 s at half the speed at best
 
 
 def test_messages_are_work_of_both_ends() -> None:

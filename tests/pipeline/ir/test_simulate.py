@@ -52,22 +52,13 @@ def test_a_full_send_window_holds_the_sender() -> None:
     # Receive k is posted when 1F(k-1) ends, at 1 + 10 k: send k+1 waits for it, and forward k+2 for that send.
     assert forwards == [0.0, 1.0, 2.0, 11.0]
     wide = Program(program.schedule, naive.actions, 2)
-    assert [event.start for event in simulate(wide, costs).events if event.rank == 0][:4] == [
-        0.0,
-        1.0,
-        2.0,
-        3.0,
-    ]
+    assert [event.start for event in simulate(wide, costs).events if event.rank == 0][:4] == [0.0, 1.0, 2.0, 3.0]
 
 
 def _receives_right_before_readers(program: Program) -> tuple[tuple[Action, ...], ...]:
     kept = [[a for a in row if a.kind not in (Kind.RECV_F, Kind.RECV_B)] for row in program.actions]
-    kept[1] = [
-        b for a in kept[1] for b in ((Action(Kind.RECV_F, 1, a.microbatch), a) if a.kind is Kind.F else (a,))
-    ]
-    kept[0] = [
-        b for a in kept[0] for b in ((Action(Kind.RECV_B, 0, a.microbatch), a) if a.kind is Kind.B else (a,))
-    ]
+    kept[1] = [b for a in kept[1] for b in ((Action(Kind.RECV_F, 1, a.microbatch), a) if a.kind is Kind.F else (a,))]
+    kept[0] = [b for a in kept[0] for b in ((Action(Kind.RECV_B, 0, a.microbatch), a) if a.kind is Kind.B else (a,))]
     return tuple(map(tuple, kept))
 
 
@@ -123,11 +114,7 @@ def bubble_rate(program: Program, milliseconds: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize(("ranks", "microbatches", "milliseconds", "chunks", "rates"), PUBLISHED)
 def test_published_bubble_rates(
-    ranks: int,
-    microbatches: int,
-    milliseconds: tuple[float, ...],
-    chunks: int,
-    rates: tuple[float, ...],
+    ranks: int, microbatches: int, milliseconds: tuple[float, ...], chunks: int, rates: tuple[float, ...]
 ) -> None:
     """To every digit that the inputs decide. They are printed to 0.01 ms, so that the rates are known only up to what
     half a unit more or less makes of them: what was printed lies between, and no more than 2e-4 from the middle."""
@@ -148,9 +135,7 @@ def test_published_bubble_rates(
 def test_links_by_hand() -> None:
     """A message takes its link for three seconds and is there two seconds later; the next leaves after it."""
     program = lower(forward_only((0, 1), 3), recv_prefetch=9, send_window=3)
-    costs = Costs(
-        forward=(1.0, 1.0), backward=(0.0, 0.0), p2p=50.0, links={(0, 1): Link(2.0, seconds_per_message=3.0)}
-    )
+    costs = Costs(forward=(1.0, 1.0), backward=(0.0, 0.0), p2p=50.0, links={(0, 1): Link(2.0, seconds_per_message=3.0)})
 
     def starts(program: Program) -> list[list[float]]:
         events = simulate(program, costs).events
@@ -190,9 +175,7 @@ def test_what_halves_and_recomputation_cost() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "gain"), [(8, 16, 0.076), (16, 64, 0.047)])
-def test_recomputing_ahead_takes_recomputation_out_of_the_bubble(
-    ranks: int, microbatches: int, gain: float
-) -> None:
+def test_recomputing_ahead_takes_recomputation_out_of_the_bubble(ranks: int, microbatches: int, gain: float) -> None:
     """1F1B that recomputes everything: the bubble of (p-1)(F+R+B) becomes (p-1)(F+B)."""
     fused = one_f_one_b(ranks, microbatches)
     rows = [

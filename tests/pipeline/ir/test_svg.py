@@ -22,9 +22,7 @@ def timeline(name: str, ranks: int, chunks: int, count: int, scale: float = 1.0)
 
 
 def on_clock(schedule: Schedule, scale: float = 1.0) -> Timeline:
-    costs = Costs.uniform(
-        schedule.num_stages, forward=scale, backward=2 * scale, recompute=scale, p2p=0.1 * scale
-    )
+    costs = Costs.uniform(schedule.num_stages, forward=scale, backward=2 * scale, recompute=scale, p2p=0.1 * scale)
     return simulate(lower(schedule), costs)
 
 
@@ -75,9 +73,7 @@ def test_boxes_are_the_events_to_scale(name: str, chunks: int) -> None:
         assert number(box, "width") == pytest.approx((event.end - event.start) * scale - 1, abs=0.02)
     # A shade for each of the rank's stages.
     stages = {
-        (event.action.stage, drawn[event.action].attrib["class"][1:])
-        for event in found.events
-        if event.rank == 1
+        (event.action.stage, drawn[event.action].attrib["class"][1:]) for event in found.events if event.rank == 1
     }
     assert [shade for _, shade in sorted(stages)] == [str(chunk) for chunk in range(chunks)]
 
@@ -102,9 +98,7 @@ def test_words() -> None:
     words = texts(ET.fromstring(picture([panel(found)], unit="ms")))
     assert "zb-h1: 3 ranks, 5 microbatches" in words
     assert "a summary" in words
-    assert [text for text in words if text.endswith("GiB")] == [
-        f"{peak} GiB" for peak in found.peak_activations
-    ]
+    assert [text for text in words if text.endswith("GiB")] == [f"{peak} GiB" for peak in found.peak_activations]
     shares = [f"{idle / found.makespan:.1%}" for idle in found.idle]
     assert [text for text in words if text.endswith("%")] == shares
     assert {"time, ms", "F forward", "W weight gradient", "idle", "rank 2"} <= set(words)
@@ -126,11 +120,7 @@ def test_numbers_only_where_they_fit() -> None:
 def test_axis_has_round_numbers_in_any_unit(scale: float) -> None:
     found = timeline("1f1b", 4, 1, 8, scale)
     root = ET.fromstring(picture([panel(found)]))
-    ticks = [
-        float(text.text or "")
-        for text in root.iter(f"{SVG}text")
-        if text.attrib.get("text-anchor") == "middle"
-    ]
+    ticks = [float(text.text or "") for text in root.iter(f"{SVG}text") if text.attrib.get("text-anchor") == "middle"]
     assert 4 <= len(ticks) <= 10
     assert ticks[0] == 0 and ticks[-1] <= found.makespan * (1 + 1e-9)
     steps = {f"{after - before:.3g}" for before, after in pairwise(ticks)}

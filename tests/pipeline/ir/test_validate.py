@@ -9,14 +9,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind, ScheduleError
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import (
-    gpipe,
-    loop_placement,
-    one_f_one_b,
-    v_placement,
-    zb_h1,
-    zb_h2,
-)
+from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, v_placement, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
@@ -27,12 +20,9 @@ from tests.pipeline.ir.oracle import exhaustible, is_valid, peaks, shortest_circ
 from tests.pipeline.ir.random_schedules import random_schedule
 
 VEE = Schedule.from_csv(
-    "0F0,0F1,3F0,3B0,0F2,3F1,3B1,0B0,3F2,3B2,0B1,0B2\n1F0,2F0,1F1,2F1,1F2,2B0,1B0,2F2,2B1,1B1,2B2,1B2\n",
-    name="vee",
+    "0F0,0F1,3F0,3B0,0F2,3F1,3B1,0B0,3F2,3B2,0B1,0B2\n1F0,2F0,1F1,2F1,1F2,2B0,1B0,2F2,2B1,1B1,2B2,1B2\n", name="vee"
 )
-MIXED = Schedule.from_csv(
-    "0F0,0F1,0R0,0I0,0F2,0R1,0W0,0B1,0B2\n1F0,1B0,1F1,1I1,1F2,1W1,1R2,1I2,1W2\n", name="mixed"
-)
+MIXED = Schedule.from_csv("0F0,0F1,0R0,0I0,0F2,0R1,0W0,0B1,0B2\n1F0,1B0,1F1,1I1,1F2,1W1,1R2,1I2,1W2\n", name="mixed")
 SMALL = [
     one_f_one_b(1, 2),
     one_f_one_b(2, 2),
@@ -101,9 +91,7 @@ def test_mutants_against_the_oracle() -> None:
     """No false accept, no false reject; and each kind of fault does occur among the mutants."""
     rng = random.Random(20240229)
     schedules = SMALL + [random_schedule(rng) for _ in range(len(SMALL))]
-    originals = [
-        lower(schedule, recv_prefetch=prefetch) for schedule in schedules for prefetch in (0, 0, 1, 2)
-    ]
+    originals = [lower(schedule, recv_prefetch=prefetch) for schedule in schedules for prefetch in (0, 0, 1, 2)]
     seen: Counter[str] = Counter(dict.fromkeys((*FAULTS, "accepted"), 0))
     for _ in range(MUTANTS):
         if rng.random() < 0.67:
@@ -118,9 +106,7 @@ def test_mutants_against_the_oracle() -> None:
         if not message:
             sizes = random_sizes(rng, program.schedule.num_stages)
             report = validate(program, sizes=sizes)
-            assert report.peak_bytes == tuple((size, -at) for size, at in peaks(program, sizes)), listed(
-                program
-            )
+            assert report.peak_bytes == tuple((size, -at) for size, at in peaks(program, sizes)), listed(program)
             units = peak_activations(program.actions, forward_only=program.schedule.forward_only)
             assert report.peak_activations == units, listed(program)
     assert min(seen.values()) >= 3, seen
@@ -137,9 +123,7 @@ def random_sizes(rng: random.Random, num_stages: int) -> Sizes:
     def column() -> tuple[float, ...]:
         return tuple(float(rng.randint(0, 9)) for _ in range(num_stages))
 
-    return Sizes(
-        activation=column(), deferred=column(), kept_input=column(), message=float(rng.randint(0, 3))
-    )
+    return Sizes(activation=column(), deferred=column(), kept_input=column(), message=float(rng.randint(0, 3)))
 
 
 @pytest.mark.parametrize("schedule", SMALL, ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}")
@@ -169,16 +153,8 @@ def edited(schedule: Schedule, rank: int, text: str, *, window: int = 1) -> Prog
             "1RECV_F0 1B0 1F0 1RECV_F1 1F1 1B1 1SEND_B0 1SEND_B1 1REDUCE_GRAD",
             "1B0 .* needs 1F0, which comes only later",
         ),
-        (
-            1,
-            "1F0 1RECV_F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1SEND_B1 1REDUCE_GRAD",
-            "1F0 .* needs 1RECV_F0, .* position 1",
-        ),
-        (
-            1,
-            "1RECV_F0 1F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1REDUCE_GRAD",
-            "0B1 .* needs 1SEND_B1, which no rank has",
-        ),
+        (1, "1F0 1RECV_F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1SEND_B1 1REDUCE_GRAD", "1F0 .* needs 1RECV_F0, .* position 1"),
+        (1, "1RECV_F0 1F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1REDUCE_GRAD", "0B1 .* needs 1SEND_B1, which no rank has"),
         (
             1,
             "1RECV_F0 1F0 1SEND_B0 1B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
@@ -205,10 +181,7 @@ def test_each_fault_is_named(rank: int, text: str, message: str) -> None:
         ("0F0 0I0", r"0W0 is missing on rank 0 \(its I is there\)\nrank 0: .*>0I0<"),
         ("0F0 0W0", r"0I0 is missing on rank 0 \(its W is there\)\nrank 0: .*>0W0<"),
         ("0F0 0F1 0B0", r"0B1 is missing on rank 0 \(or its halves, I and W\)\nrank 0: .*>0F1<"),
-        (
-            "0F0 0B0 0W0",
-            r"0W0 \(rank 0, position .* whole backward too, 0B0 at position .* either B or I and W",
-        ),
+        ("0F0 0B0 0W0", r"0W0 \(rank 0, position .* whole backward too, 0B0 at position .* either B or I and W"),
         ("0F0 0I0 0W0 0B0", r"0I0 \(rank 0, position .* whole backward too, 0B0 at position"),
         ("0F0 0W0 0I0", r"0W0 \(rank 0, position .* needs 0I0, which comes only later"),
         ("0R0 0F0 0B0", r"0R0 \(rank 0, position .* needs 0F0, which comes only later"),
@@ -311,18 +284,10 @@ def test_deadlock_of_the_send_window_alone() -> None:
 def test_program_must_agree_with_its_schedule_and_sizes() -> None:
     program = lower(one_f_one_b(2, 2))
     with pytest.raises(ScheduleError, match=r"rank 1 .* lower the schedule again"):
-        validate(
-            replace(program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], ())))
-        )
+        validate(replace(program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], ()))))
     swapped = tuple(reversed(program.schedule.actions[1]))
-    with pytest.raises(
-        ScheduleError, match=r"see 1F0 at position 1; lower the schedule again\n(.*\n)*.*>1F0<"
-    ):
-        validate(
-            replace(
-                program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], swapped))
-            )
-        )
+    with pytest.raises(ScheduleError, match=r"see 1F0 at position 1; lower the schedule again\n(.*\n)*.*>1F0<"):
+        validate(replace(program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], swapped))))
     for change, message in (
         ({"placement": (0,)}, "placement lists 1 stages but there are 2"),
         ({"placement": (0, 2)}, "names a rank beyond 0 to 1"),
@@ -368,9 +333,7 @@ def test_memory_limit() -> None:
         f"2.50 GiB (2684354560); 2 of 3 ranks need more than the limit; a limit of 4831838208B would do"
     )
     assert len(lists) == 3 and ">0F2<" in lists[0]
-    with pytest.raises(
-        ScheduleError, match=r"the rank holds 3, above the limit of 2\.5; 1 of|; a limit of 3 would do"
-    ):
+    with pytest.raises(ScheduleError, match=r"the rank holds 3, above the limit of 2\.5; 1 of|; a limit of 3 would do"):
         validate(program, sizes=Sizes.uniform(3), limit=2.5)
 
 
@@ -404,10 +367,7 @@ def test_forward_only_has_no_backward() -> None:
     ("text", "says"),
     [
         ("0F0,0F1,0B0,0B1,0B1\n1F0,1B0,1F1,1B1\n", "0B1 (rank 0, position 4): it occurs a second time"),
-        (
-            "0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1\n",
-            "1B1 (rank 1, position 2): it needs 1F1, which comes only later",
-        ),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1\n", "1B1 (rank 1, position 2): it needs 1F1, which comes only later"),
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "0B1 is missing on rank 0"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F2,1B1\n",

@@ -60,9 +60,7 @@ def random_chain(seed: int, count: int) -> ChainProfile:
             for _ in range(count)
         ]
     )
-    layers = [
-        replace(layer, backward_ms=layer.forward_ms * draw.uniform(1.0, 4.0)) for layer in profile.layers
-    ]
+    layers = [replace(layer, backward_ms=layer.forward_ms * draw.uniform(1.0, 4.0)) for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
 
 
@@ -81,9 +79,7 @@ def all_stages(layers: int, machines: int, gpus: int) -> Iterator[Stages]:
 def brute_force(judge: Judge) -> Judged:
     """The fastest of all plans by the judge; only those are simulated whose latency bound is below the fastest."""
     problem = judge.problem
-    every = all_stages(
-        len(problem.profile.layers), problem.cluster.machines, problem.cluster.gpus_per_machine
-    )
+    every = all_stages(len(problem.profile.layers), problem.cluster.machines, problem.cluster.gpus_per_machine)
     best: Judged | None = None
     for stages in every:
         # Machines are alike: one order of them is enough.

@@ -10,9 +10,7 @@ from megalite.planner.chain.plan import Stages
 from tests.planner.chain.chains import chain, cluster, random_chain
 
 
-def slowest(
-    ends: tuple[int, ...], replicas: tuple[int, ...], profile: ChainProfile, machines: ChainCluster
-) -> float:
+def slowest(ends: tuple[int, ...], replicas: tuple[int, ...], profile: ChainProfile, machines: ChainCluster) -> float:
     """The objective on single-device machines, written down once more."""
     found = 0.0
     for number, (first, last, count) in enumerate(zip(ends, ends[1:], replicas, strict=False)):

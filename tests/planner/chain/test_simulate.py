@@ -25,9 +25,7 @@ from tests.planner.chain.chains import all_stages, chain, cluster, random_chain
 def by_the_schedule_simulator(plan: ChainPlan, costs: PlanCosts) -> float:
     """The last backward of all, when nothing is shared and nothing holds a message back."""
     count = len(plan.stages)
-    program = lower(
-        one_f_one_b(count, plan.microbatches, plan.warm_up), recv_prefetch=10_000, send_window=10_000
-    )
+    program = lower(one_f_one_b(count, plan.microbatches, plan.warm_up), recv_prefetch=10_000, send_window=10_000)
     links = {}
     for hop, seconds in enumerate(costs.hops):
         links[hop, hop + 1] = links[hop + 1, hop] = Link(0.0, seconds)
@@ -191,9 +189,7 @@ def test_the_headline_of_the_paper() -> None:
     # Two microbatches are GPipe's limit in the paper, where both are held to the end; 1F1B at 2 takes as long.
     assert samples_per_second(16) == pytest.approx(8.18, abs=0.01)
     assert samples_per_second(16) / 5.10 == pytest.approx(1.604, abs=2e-3), "beside GPipe's measured 5.10"
-    assert samples_per_second(16) / samples_per_second(2) == pytest.approx(1.530, abs=1e-3), (
-        "beside the formula"
-    )
+    assert samples_per_second(16) / samples_per_second(2) == pytest.approx(1.530, abs=1e-3), "beside the formula"
     held = memory_bytes(ChainPlan(stages, 16, 1), profile)
     assert sum(held) / 2e9 == pytest.approx(10.6)
     assert sum(held) / 2 / (6.1e9 + 2 * 3.0e9) - 1 == pytest.approx(-0.124, abs=5e-4)

@@ -29,9 +29,7 @@ def _configs() -> list[RunConfig]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Measured]:
-    return [
-        Measured(config, predict(config, TRUE, HOST, with_memory=False).step_seconds) for config in _configs()
-    ]
+    return [Measured(config, predict(config, TRUE, HOST, with_memory=False).step_seconds) for config in _configs()]
 
 
 def test_constants_are_found_again(rows: list[Measured]) -> None:
@@ -49,9 +47,7 @@ def test_constants_are_found_again(rows: list[Measured]) -> None:
 
 
 def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
-    spoilt = [
-        Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)
-    ]
+    spoilt = [Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)]
     found = fit(spoilt, BASE, UNFUSED)
     good = [abs(error) for at, error in enumerate(found.errors) if at not in (3, 11)]
     assert sorted(good)[len(good) // 2] < 0.02

@@ -23,9 +23,7 @@ def test_members_of_a_group_in_a_node() -> None:
 
 
 def test_rings_inside_a_node() -> None:
-    assert collective_seconds("all-reduce", 400.0, 4, 1, CLUSTER) == pytest.approx(
-        2 * 3 / 4 * 4.0 + 2 * 3 * 0.5
-    )
+    assert collective_seconds("all-reduce", 400.0, 4, 1, CLUSTER) == pytest.approx(2 * 3 / 4 * 4.0 + 2 * 3 * 0.5)
     assert collective_seconds("all-gather", 400.0, 4, 2, CLUSTER) == pytest.approx(3 / 4 * 4.0 + 3 * 0.5)
     assert collective_seconds("send", 400.0, 4, 1, CLUSTER) == pytest.approx(4.0 + 0.5)
 

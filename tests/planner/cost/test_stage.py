@@ -167,8 +167,7 @@ def test_a_product_rate_is_that_of_products() -> None:
     work = workload_of(config_of(1))
     compute = cluster_with(memory_bandwidth=ENDLESS)
     usual, fast = (
-        layer_seconds(work, compute, replace(without_host(UNFUSED), product_rate=rate))
-        for rate in (1.0, 1.25)
+        layer_seconds(work, compute, replace(without_host(UNFUSED), product_rate=rate)) for rate in (1.0, 1.25)
     )
     assert usual.parts.gemm == pytest.approx(1.25 * fast.parts.gemm)
 
@@ -206,9 +205,7 @@ def test_experts_cost_what_their_tokens_do() -> None:
     settings = {"num_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 4096}
     work = workload_of(config_of(1, **settings))
     machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS)
-    one, two = (
-        layer_seconds(replace(work, topk=float(k)), machine, without_host(), moe=True) for k in (1, 2)
-    )
+    one, two = (layer_seconds(replace(work, topk=float(k)), machine, without_host(), moe=True) for k in (1, 2))
     dense = layer_seconds(work, machine, without_host())
     rate = 312e12 * machine.efficiency.gemm
     router, expert = 6 * 1024 * 2048 * 8 / rate, 6 * 1024 * 2 * 2048 * 4096 / rate
@@ -222,15 +219,7 @@ def test_experts_cost_what_their_tokens_do() -> None:
 @pytest.mark.parametrize("stack", [STACK, UNFUSED], ids=["fused", "unfused"])
 def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
     configs = [
-        config_of(
-            8,
-            tp=tp,
-            pp=pp,
-            micro_batch_size=b,
-            num_layers=8,
-            recompute_granularity=r,
-            sequence_parallel=tp > 2,
-        )
+        config_of(8, tp=tp, pp=pp, micro_batch_size=b, num_layers=8, recompute_granularity=r, sequence_parallel=tp > 2)
         for tp, pp, b, r in ((1, 1, 1, "none"), (2, 2, 2, "full"), (4, 2, 1, "selective"), (8, 1, 4, "full"))
     ]
     works = [workload_of(config) for config in configs]

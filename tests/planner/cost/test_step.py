@@ -25,14 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zb-v": {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "dp": 2, "global_batch_size": 16},
     "zero-1": {"dp": 8, "dp_strategy": "distributed-optimizer", "global_batch_size": 16},
     "zero-3": {"dp": 16, "dp_strategy": "fully-sharded", "global_batch_size": 32},
-    "experts": {
-        "num_experts": 8,
-        "ep": 4,
-        "dp": 4,
-        "tp": 2,
-        "sequence_parallel": True,
-        "global_batch_size": 8,
-    },
+    "experts": {"num_experts": 8, "ep": 4, "dp": 4, "tp": 2, "sequence_parallel": True, "global_batch_size": 8},
     "cp": {"cp": 4, "dp": 2, "seq_length": 4096, "global_batch_size": 4},
 }
 
@@ -68,8 +61,7 @@ def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
-    "figure",
-    ["memory_bandwidth", "link_bandwidth", "nic_bandwidth", "gemm", "memory", "link", "network", "p2p"],
+    "figure", ["memory_bandwidth", "link_bandwidth", "nic_bandwidth", "gemm", "memory", "link", "network", "p2p"]
 )
 def test_better_figures_are_never_slower(name: str, figure: str) -> None:
     config = _config(name)
@@ -119,9 +111,7 @@ def test_half_gradients_are_half_as_long() -> None:
     config = config_of(16, dp=16, overlap_grad_reduce=False)
     cluster = cluster_with(link_latency=0.0, latency=0.0)
     full = predict(config, cluster, STACK).exposed["gradients"]
-    assert predict(config, cluster, replace(STACK, half_gradients=True)).exposed[
-        "gradients"
-    ] == pytest.approx(full / 2)
+    assert predict(config, cluster, replace(STACK, half_gradients=True)).exposed["gradients"] == pytest.approx(full / 2)
 
 
 def test_messages_cut_over_tensor_parallel_ranks_take_their_share() -> None:

@@ -83,10 +83,7 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
 
 
 FAULTS = [
-    (
-        _set("node", "link_bandwith", to=1.0),
-        r"node: unknown key link_bandwith: did you mean link_bandwidth\?",
-    ),
+    (_set("node", "link_bandwith", to=1.0), r"node: unknown key link_bandwith: did you mean link_bandwidth\?"),
     (_drop("node", "link_latency"), r"node: link_latency is missing; add `link_latency: 1.0e9`"),
     (_drop("efficiency"), "efficiency is missing"),
     (_set("node", "accelerators", to=8.5), r"node: accelerators takes a whole number such as 8, got 8\.5"),
@@ -95,10 +92,7 @@ FAULTS = [
     (_set("node", "link_bandwidth", to=0), "link_bandwidth is 0; it must be above 0"),
     (_set("node", "link_latency", to=-1e-6), "link_latency is -1e-06; it must be 0 or more"),
     (_set("node", "ranks_per_core", to=0.5), "ranks_per_core is 0.5; it must be 1 or more"),
-    (
-        _set("network", "nic_bandwidth", to=float("inf")),
-        "nic_bandwidth is inf; it must be above 0 and finite",
-    ),
+    (_set("network", "nic_bandwidth", to=float("inf")), "nic_bandwidth is inf; it must be above 0 and finite"),
     (_set("efficiency", "gemm", to=1.2), "efficiency: gemm is 1.2; it is a share, at most 1"),
     (_set("accelerator", "peak_flops", "fp17", to=1e12), "peak_flops: unknown name fp17: did you mean fp1?6"),
     (_set("accelerator", "peak_flops", to={}), "peak_flops is empty"),
@@ -123,11 +117,7 @@ def test_each_fault_is_named(change: Callable[[dict[str, Any]], None], message: 
 
 def test_files_that_are_no_cluster(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    for text, message in (
-        ("", "found nothing"),
-        ("a: b: c", "is not YAML"),
-        ("a: 1\na: 2", "a is given twice"),
-    ):
+    for text, message in (("", "found nothing"), ("a: b: c", "is not YAML"), ("a: 1\na: 2", "a is given twice")):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             load_cluster(str(path))

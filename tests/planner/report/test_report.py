@@ -106,9 +106,7 @@ def test_the_page_stands_alone(plan: Plan) -> None:
 
 def test_the_drawn_step_is_short(plan: Plan) -> None:
     long = find(
-        asked(
-            "--preset gpt3-2.7b --cluster dgx-a100 --gpus 8 --global-batch-size 512 --pp 8 --fix mbs=1"
-        ).request,
+        asked("--preset gpt3-2.7b --cluster dgx-a100 --gpus 8 --global-batch-size 512 --pp 8 --fix mbs=1").request,
         plan.cluster,
         plan.stack,
         top=1,

@@ -70,9 +70,7 @@ def test_sharded_gradients_and_parameters(flags: str) -> None:
 
 
 def test_most_are_exact_to_the_byte() -> None:
-    request = asked(
-        "--preset gpt3-1.3b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix strategy=all-reduce"
-    )
+    request = asked("--preset gpt3-1.3b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix strategy=all-reduce")
     drawn = sampled(request, 40)
     assert sum(abs(mine - theirs) < 1 for _, mine, theirs in drawn) >= 36
 

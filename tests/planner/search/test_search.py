@@ -30,9 +30,7 @@ def test_candidates_are_what_the_cost_model_says_and_fit() -> None:
         assert predict(each.config, plan.cluster, plan.stack).step_seconds == pytest.approx(
             each.prediction.step_seconds
         )
-    kinds = {
-        (each.layout.tp, each.layout.pipeline.pp, each.layout.pipeline.schedule) for each in plan.candidates
-    }
+    kinds = {(each.layout.tp, each.layout.pipeline.pp, each.layout.pipeline.schedule) for each in plan.candidates}
     assert len(kinds) == 3
 
 
@@ -91,9 +89,7 @@ def test_a_model_that_fits_nowhere() -> None:
 
 
 def test_a_constraint_in_the_way_of_fitting() -> None:
-    with pytest.raises(
-        ConfigError, match=r"without (recompute_granularity none|micro_batch_size 2), e\.g\. tp"
-    ):
+    with pytest.raises(ConfigError, match=r"without (recompute_granularity none|micro_batch_size 2), e\.g\. tp"):
         planned(f"{GPT} --max-memory 3500MB --fix recompute=none --micro-batch-size 2")
 
 

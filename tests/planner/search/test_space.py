@@ -49,9 +49,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
     world, batch = request.world_size, request.config.training.global_batch_size
     assert batch is not None
     found = set()
-    sizes = itertools.product(
-        divisors(world), divisors(world), (1, 2, 3), (1, 2, 4), eps, (1, 3, 8), schedules
-    )
+    sizes = itertools.product(divisors(world), divisors(world), (1, 2, 3), (1, 2, 4), eps, (1, 3, 8), schedules)
     for tp, pp, vpp, cp, ep, micro, schedule in sizes:
         dp, rest = divmod(world, tp * pp * cp)
         if rest or batch % (dp * micro):
@@ -88,9 +86,7 @@ def test_nothing_legal_is_lost() -> None:
 
 
 def test_nothing_legal_is_lost_with_experts() -> None:
-    request = asked(
-        f"{EXPERTS} --gpus 4 --fix recompute=full --fix schedule=1f1b,interleaved --fix mbs=1,8"
-    ).request
+    request = asked(f"{EXPERTS} --gpus 4 --fix recompute=full --fix schedule=1f1b,interleaved --fix mbs=1,8").request
     mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
     assert mine == brute_force(request, (1, 2, 3, 4), ("1f1b", "interleaved"))
     assert {key[4] for key in mine} == {1, 2, 4}
@@ -117,9 +113,7 @@ def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
         config = config_of(request, layout.settings())
         placement_for(config.parallel.schedule_name, layout.pipeline.pp, layout.pipeline.vpp)
         assert config.parallel.dp == layout.dp
-        assert config.training.global_batch_size == (
-            layout.pipeline.microbatches * layout.dp * layout.micro_batch_size
-        )
+        assert config.training.global_batch_size == (layout.pipeline.microbatches * layout.dp * layout.micro_batch_size)
 
 
 def test_constraints_are_kept() -> None:
@@ -133,10 +127,7 @@ def test_constraints_are_kept() -> None:
 
 def test_a_cut_by_hand_decides_the_number_of_stages() -> None:
     request = asked(f"{TINY} --gpus 4 --pipeline-layers 1 1 1 1").request
-    assert {(each.pipeline.pp, each.pipeline.vpp) for each in enumerate_space(request).layouts()} == {
-        (2, 2),
-        (4, 1),
-    }
+    assert {(each.pipeline.pp, each.pipeline.vpp) for each in enumerate_space(request).layouts()} == {(2, 2), (4, 1)}
 
 
 def test_one_rank_and_one_microbatch_have_no_twins() -> None:
@@ -153,8 +144,7 @@ def test_one_rank_and_one_microbatch_have_no_twins() -> None:
     for more, less in (("gpipe", "1f1b"), ("looped-bfs", "interleaved")):
         chunks = 1 if less == "1f1b" else 3
         same = [
-            build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=1).actions
-            for name in (more, less)
+            build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=1).actions for name in (more, less)
         ]
         assert same[0] == same[1]
 

@@ -14,7 +14,9 @@ from megalite.planner.search.space import Layout
 from tests.planner.search.asking import Asked, asked
 
 GPT = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 32 --global-batch-size 64 --max-memory 10TB"
-PLAIN = "--fix strategy=distributed-optimizer --fix recompute=selective --fix mbs=1,2 --fix tp=2 --fix cp=1 --fix sp=true"
+PLAIN = (
+    "--fix strategy=distributed-optimizer --fix recompute=selective --fix mbs=1,2 --fix tp=2 --fix cp=1 --fix sp=true"
+)
 
 
 def surveyed(flags: str) -> tuple[Asked, Survey]:
@@ -32,9 +34,7 @@ def both(request: Asked, layout: Layout, mine: float) -> tuple[float, float]:
     "schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 )
 def test_near_the_simulator(schedule: str, stack: str) -> None:
-    request, found = surveyed(
-        f"{GPT} {PLAIN} --stack {stack} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2,4"
-    )
+    request, found = surveyed(f"{GPT} {PLAIN} --stack {stack} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2,4")
     seconds = np.concatenate([each.reshape(-1) for each in found.seconds])
     for index in random.Random(2).sample(range(len(seconds)), min(3, len(seconds))):
         layout = found.at(index)
@@ -47,9 +47,7 @@ def test_near_the_simulator(schedule: str, stack: str) -> None:
 def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
     """With messages that are next to nothing, and with such that are a part of the step, which the cores do as well."""
     crowded = load_cluster("dgx-a100")
-    node = replace(
-        crowded.node, accelerators=32, ranks_per_core=2.0, link_latency=2e-6, message_steps=latency / 2e-6
-    )
+    node = replace(crowded.node, accelerators=32, ranks_per_core=2.0, link_latency=2e-6, message_steps=latency / 2e-6)
     crowded = replace(crowded, node=node)
     save_cluster(crowded, tmp_path / "crowded.yaml")
     flags = f"{GPT} {PLAIN} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2".replace(
@@ -64,9 +62,7 @@ def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: floa
 
 
 def test_the_best_by_closed_form_is_near_the_best() -> None:
-    request, found = surveyed(
-        f"{GPT} {PLAIN} --fix schedule=1f1b,interleaved,zb-v --fix pp=1,4 --fix vpp=1,2"
-    )
+    request, found = surveyed(f"{GPT} {PLAIN} --fix schedule=1f1b,interleaved,zb-v --fix pp=1,4 --fix vpp=1,2")
     ranked = [both(request, layout, seconds) for layout, seconds in found.fastest()]
     simulated = [each for _, each in ranked]
     assert [mine for mine, _ in ranked] == sorted(mine for mine, _ in ranked)

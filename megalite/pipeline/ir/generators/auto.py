@@ -201,8 +201,7 @@ class _Judge:
             time=timeline.makespan if self.objective == "makespan" else max(timeline.spans),
             peaks=peaks,
             excess=max(
-                peak - most if exceeds(peak, most) else 0.0
-                for peak, most in zip(peaks, self.limits, strict=True)
+                peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, self.limits, strict=True)
             ),
         )
 
@@ -259,9 +258,7 @@ def _check_placement(placement: tuple[int, ...], num_microbatches: int) -> None:
     if not placement:
         raise ConfigError("schedule auto: placement is empty; give the rank of each stage, such as (0, 1)")
     if min(placement) < 0:
-        raise ConfigError(
-            f"schedule auto: placement {placement} names rank {min(placement)}; ranks count from 0"
-        )
+        raise ConfigError(f"schedule auto: placement {placement} names rank {min(placement)}; ranks count from 0")
     missing = sorted(set(range(max(placement))) - set(placement))
     if missing:
         raise ConfigError(
@@ -269,9 +266,7 @@ def _check_placement(placement: tuple[int, ...], num_microbatches: int) -> None:
             f"ranks without it"
         )
     if num_microbatches < 1:
-        raise ConfigError(
-            f"schedule auto: the number of microbatches is {num_microbatches}; it must be 1 or more"
-        )
+        raise ConfigError(f"schedule auto: the number of microbatches is {num_microbatches}; it must be 1 or more")
 
 
 def _limits(limit: float | tuple[float, ...] | None, num_ranks: int) -> tuple[float, ...]:

@@ -6,14 +6,7 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
-from megalite.pipeline.ir.generators.list_scheduler import (
-    ROUNDING,
-    Order,
-    Outcome,
-    Problem,
-    Rules,
-    list_schedule,
-)
+from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Order, Outcome, Problem, Rules, list_schedule
 
 Objective = Literal["makespan", "span"]
 
@@ -136,8 +129,7 @@ def _leads(problem: Problem) -> list[tuple[int, ...]]:
     def lead(pace: list[float], share: float) -> tuple[int, ...]:
         paces = [pace[rank] for rank in problem.placement]
         return tuple(
-            int(min(most, 1.0 + share * time / each)) if each else most
-            for time, each in zip(trips, paces, strict=True)
+            int(min(most, 1.0 + share * time / each)) if each else most for time, each in zip(trips, paces, strict=True)
         )
 
     level = [steady] * len(ramp)
@@ -169,9 +161,7 @@ def _changes(problem: Problem) -> Iterator[Change]:
 
 
 def _reordered(rules: Rules, *, ranks: range, order: Order) -> Rules:
-    return rules._replace(
-        order=tuple(order if rank in ranks else own for rank, own in enumerate(rules.order))
-    )
+    return rules._replace(order=tuple(order if rank in ranks else own for rank, own in enumerate(rules.order)))
 
 
 def _refilled(rules: Rules, *, ranks: range, fill: float) -> Rules:
@@ -187,7 +177,5 @@ def _other_backward_first(rules: Rules) -> Rules:
 
 
 def _shifted(rules: Rules, *, stages: range, step: int, most: int) -> Rules:
-    lead = tuple(
-        min(most, max(1, own + step)) if stage in stages else own for stage, own in enumerate(rules.lead)
-    )
+    lead = tuple(min(most, max(1, own + step)) if stage in stages else own for stage, own in enumerate(rules.lead))
     return rules._replace(lead=lead)

@@ -91,8 +91,7 @@ class Problem:
         Without recomputation no schedule needs less: all of a microbatch's F come before its first I.
         """
         return tuple(
-            sum(self.hold[stage] for stage in own) + max(self.burst[stage] for stage in own)
-            for own in self.stages
+            sum(self.hold[stage] for stage in own) + max(self.burst[stage] for stage in own) for own in self.stages
         )
 
 
@@ -238,9 +237,7 @@ class _Run:
             arrivals = self.inputs[stage]
             if not arrivals or arrivals[0] >= known:
                 continue
-            if self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(
-                rank, stage
-            ):
+            if self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(rank, stage):
                 if arrivals[0] <= now:
                     return stage, now
                 known = arrivals[0]

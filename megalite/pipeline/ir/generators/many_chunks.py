@@ -84,8 +84,7 @@ def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedu
 def smallest_group(num_ranks: int, num_microbatches: int) -> int:
     """The smallest legal microbatch group of the interleaved schedule: m itself where m < p."""
     return next(
-        (n for n in range(num_ranks, num_microbatches) if _fits(num_ranks, num_microbatches, n)),
-        num_microbatches,
+        (n for n in range(num_ranks, num_microbatches) if _fits(num_ranks, num_microbatches, n)), num_microbatches
     )
 
 
@@ -105,11 +104,7 @@ def _backward(cell: _Cell, rank: int, num_ranks: int, num_chunks: int) -> Action
 
 
 def _looped(
-    name: str,
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    row: Callable[[int], Iterable[Action]],
+    name: str, num_ranks: int, num_chunks: int, num_microbatches: int, row: Callable[[int], Iterable[Action]]
 ) -> Schedule:
     return Schedule(
         name=name,
@@ -141,9 +136,7 @@ def _check_group(num_ranks: int, num_chunks: int, num_microbatches: int, group: 
     if group >= num_ranks:
         below = next((m for m in range(num_microbatches, group - 1, -1) if _fits(num_ranks, m, group)), None)
         above = next(
-            m
-            for m in range(max(num_microbatches, group), num_microbatches + 2 * group)
-            if _fits(num_ranks, m, group)
+            m for m in range(max(num_microbatches, group), num_microbatches + 2 * group) if _fits(num_ranks, m, group)
         )
         counts = " or ".join(str(m) for m in (below, above) if m is not None)
         remedies.append(
@@ -267,9 +260,7 @@ class _Walk:
         return action
 
 
-def _vee(
-    name: str, num_ranks: int, num_microbatches: int, row: Callable[[int], Iterable[Action]]
-) -> Schedule:
+def _vee(name: str, num_ranks: int, num_microbatches: int, row: Callable[[int], Iterable[Action]]) -> Schedule:
     placement = v_placement(num_ranks)
     return Schedule(
         name=name,

@@ -24,11 +24,7 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
 
 def check_sizes(what: str, num_ranks: int, num_chunks: int = 1, num_microbatches: int = 1) -> None:
     """Raises a ConfigError if a size is below 1."""
-    for size, value in (
-        ("pp", num_ranks),
-        ("vpp", num_chunks),
-        ("the number of microbatches", num_microbatches),
-    ):
+    for size, value in (("pp", num_ranks), ("vpp", num_chunks), ("the number of microbatches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{what}: {size} is {value}; it must be 1 or more")
 
@@ -94,9 +90,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
     """
     check_sizes("schedule 1f1b", num_ranks, 1, num_microbatches)
     if warm_up not in WARM_UPS:
-        raise ConfigError(
-            f"the warm-up of schedule 1f1b is {warm_up!r}; it must be one of {', '.join(WARM_UPS)}"
-        )
+        raise ConfigError(f"the warm-up of schedule 1f1b is {warm_up!r}; it must be one of {', '.join(WARM_UPS)}")
 
     def row(rank: int) -> Iterable[Action]:
         left = num_ranks - rank
@@ -161,9 +155,7 @@ def _split(name: str, num_ranks: int, num_microbatches: int, *, depth: int) -> S
                 yield Action(Kind.W, rank, i - behind)
             if ahead + i < num_microbatches:
                 yield Action(Kind.F, rank, ahead + i)
-        yield from (
-            Action(Kind.W, rank, i) for i in range(max(num_microbatches - behind, 0), num_microbatches)
-        )
+        yield from (Action(Kind.W, rank, i) for i in range(max(num_microbatches - behind, 0), num_microbatches))
 
     placement = loop_placement(num_ranks, 1)
     return Schedule(

@@ -7,12 +7,7 @@ from itertools import pairwise
 from megalite.config.errors import ConfigError
 from megalite.config.registry import Registry
 from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import (
-    check_several_chunks,
-    check_sizes,
-    loop_placement,
-    v_placement,
-)
+from megalite.pipeline.ir.generators.one_chunk import check_several_chunks, check_sizes, loop_placement, v_placement
 from megalite.pipeline.ir.schedule import Schedule
 
 
@@ -95,10 +90,7 @@ def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[in
     num_groups = max(1, num_microbatches // num_ranks)
     bounds = [index * num_ranks for index in range(num_groups)] + [num_microbatches]
     return [
-        (stage, i)
-        for first, stop in pairwise(bounds)
-        for stage in range(len(placement))
-        for i in range(first, stop)
+        (stage, i) for first, stop in pairwise(bounds) for stage in range(len(placement)) for i in range(first, stop)
     ]
 
 

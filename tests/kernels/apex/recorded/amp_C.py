@@ -70,9 +70,7 @@ def multi_tensor_lamb_stage1_cuda(*arguments: Any) -> None:
     require(norm.device.type == "cpu", "Segmentation fault: the host reads the norm")
     of_type(decays, torch.float32)
     run = _launched(chunk, noop, lists, 5)
-    require(
-        decays.numel() == len(lists[0]) and decays.device == lists[0][0].device, "a decay for each tensor"
-    )
+    require(decays.numel() == len(lists[0]) and decays.device == lists[0][0].device, "a decay for each tensor")
     require(0 <= step < 2**31 - 1, "step + 1 runs over")
     for of in (0, 1, 4):
         of_type(lists[of][0], torch.float32, torch.float16)

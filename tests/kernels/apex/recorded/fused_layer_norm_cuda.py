@@ -9,9 +9,7 @@ from tests.kernels.apex.signatures import FLOATS, HALVES, bound, contiguous, of_
 
 def _rows(x: torch.Tensor, sizes: tuple[int, ...], *factors: torch.Tensor) -> torch.Tensor:
     contiguous(x, *factors)
-    require(
-        len(sizes) == 1 and tuple(x.shape[-1:]) == tuple(sizes), f"expected input with shape [*, {sizes}]"
-    )
+    require(len(sizes) == 1 and tuple(x.shape[-1:]) == tuple(sizes), f"expected input with shape [*, {sizes}]")
     of_type(x, *FLOATS)
     for factor in factors:
         require(tuple(factor.shape) == tuple(sizes), "gamma.sizes().equals(normalized_shape)")
