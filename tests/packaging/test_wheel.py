@@ -103,7 +103,7 @@ def test_what_it_says_of_itself(installed: Installed) -> None:
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.11"
     needed = {line.split(">")[0] for line in said.get_all("Requires-Dist") if "extra ==" not in line}
-    assert needed == {"torch", "numpy", "safetensors", "pyyaml", "sentencepiece", "regex"}
+    assert needed == {"torch", "numpy", "safetensors", "pyyaml", "sentencepiece", "regex", "rich", "jinja2"}
     licence = archive.read(name.replace("METADATA", "licenses/LICENSE")).decode()
     assert licence == (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in licence and "TERMS AND CONDITIONS" in licence
