@@ -1,7 +1,6 @@
 """What composes with what: every pair of features is put to the validator and the schedule's own check."""
 
 import itertools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -178,26 +177,16 @@ def flags_table() -> str:
 
 
 def refused_table() -> str:
-    """Every pair that is refused: pairs with the same reason share a row, with the validator's error for the first of them."""
-    rows: dict[str, tuple[str, dict[str, list[str]]]] = {}
+    """Every pair that is refused: features that are refused with the same others share a row."""
+    refused: dict[str, list[str]] = {}
     for one, other in itertools.combinations(FEATURES, 2):
-        if not alternatives(one, other) and (why := refusal(one.name, other.name)) is not None:
-            _, pairs_of = rows.setdefault(_reason(why), (why.replace("|", chr(92) + "|"), {}))
-            pairs_of.setdefault(one.name, []).append(other.name)
-    lines = ["| | does not go with | the error, for the first pair |", "|---|---|---|"]
-    for why, pairs_of in rows.values():
-        by_others: dict[str, list[str]] = {}
-        for name, others in pairs_of.items():
-            by_others.setdefault("; ".join(others), []).append(name)
-        for number, (together, names) in enumerate(by_others.items()):
-            lines.append(f"| {'; '.join(names)} | {together} | {'the same' if number else why} |")
-    return "\n".join(lines) + "\n"
-
-
-def _reason(why: str) -> str:
-    """An error without the values of its settings and without its remedy."""
-    text = re.sub(r"\b(dp_strategy|optimizer|schedule) [\w-]+", r"\1", why)
-    return re.sub(r"\b(an? )?(cp|ep)\b( \d+)?", "axis", text).partition("; ")[0]
+        if not alternatives(one, other) and refusal(one.name, other.name) is not None:
+            refused.setdefault(one.name, []).append(other.name)
+    rows: dict[str, list[str]] = {}
+    for name, others in refused.items():
+        rows.setdefault("; ".join(others), []).append(name)
+    lines = ["| | does not go with |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {'; '.join(names)} | {others} |" for others, names in rows.items())]) + "\n"
 
 
 def counted() -> str:

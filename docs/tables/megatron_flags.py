@@ -158,83 +158,6 @@ THEIRS: Mapping[str, str] = MappingProxyType(
 )
 """Setting that Megatron-LM has under one of its flags -> what is different."""
 
-OURS: Mapping[str, str] = MappingProxyType(
-    {
-        # model
-        "rope_scaling": "`--use-rope-scaling`",
-        "rope_low_freq_factor": "",
-        "rope_high_freq_factor": "",
-        "rope_original_max_positions": "",
-        "sliding_window": "`--window-size`, which does not count the query's own key",
-        "activation": "`--swiglu`; the others by flags of their own",
-        "add_bias_linear": "`--disable-bias-linear`",
-        "scale_embeddings": "",
-        "tie_embeddings": "`--untie-embeddings-and-output-weights`",
-        "moe_first_dense_layers": "a pattern in `--moe-layer-freq`",
-        # parallel
-        "dp": "computed from the world size, as here unless it is given",
-        "rank_order": "`--use-tp-pp-dp-mapping`",
-        **dict.fromkeys(("pipeline_schedule", "pipeline_schedule_file", "pipeline_warmup"), ""),
-        "pipeline_layers": "`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`, or a layout",
-        **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "pipeline_recv_prefetch"), ""),
-        **dict.fromkeys(("pipeline_send_window", "pipeline_check_memory"), ""),
-        "dp_strategy": "`--use-distributed-optimizer`, `--data-parallel-sharding-strategy`, `--use-torch-fsdp2`",
-        # data parallel
-        "wire_dtype": "`--grad-reduce-in-bf16`",
-        "reduction_order": "",
-        "shard_gradients": "`--data-parallel-sharding-strategy optim_grads`",
-        **dict.fromkeys(("fusion_threshold_mb", "server_chunk_mb", "max_staleness", "staleness_aware_lr"), ""),
-        **dict.fromkeys(("sync_interval", "sync_warmup_steps", "average_optimizer_state"), ""),
-        **dict.fromkeys(("outer_lr", "outer_momentum", "sync_fragments", "sync_delay", "sync_mix"), ""),
-        **dict.fromkeys(("gossip_graph", "gossip_algorithm", "grad_compression"), ""),
-        **dict.fromkeys(("compression_warmup_steps", "topk_density", "powersgd_rank"), ""),
-        # optimizer
-        **dict.fromkeys(("sgd_nesterov", "lamb_min_coeff", "lamb_max_coeff", "muon_scale"), ""),
-        **dict.fromkeys(("freeze_step", "freeze_threshold", "onebit_scale"), ""),
-        **dict.fromkeys(("local_step_clipper", "local_step_scaler", "variance_update_scaler"), ""),
-        "lr_schedule_offset": "`megatron` is theirs",
-        "main_params": "`--main-params-dtype`",
-        "stochastic_rounding": "",
-        # data
-        "data_order": "",
-        "packing": "",
-        # training
-        "precision": "`--bf16`, `--fp16`",
-        "recompute_ahead": "",
-        "device": "",
-        "on_non_finite": "`--rerun-mode`",
-        "max_consecutive_skips": "",
-        "exit_file": "",
-        "exit_timeout_seconds": "",
-        "hang_timeout_minutes": "NVIDIA Resiliency Extension's heartbeats",
-        "hang_save_timeout_minutes": "NVIDIA Resiliency Extension's heartbeats",
-        "elastic": "",
-        "elastic_cluster": "",
-        # compute
-        "kernels": "flags that turn single fusions off",
-        "fp8": "`--fp8-format`, with Transformer Engine",
-        "compile": "",
-        "keep_cpu_memory": "",
-        # checkpoint
-        "keep_latest": "`--save-retain-interval`",
-        "keep_every": "`--save-retain-interval`",
-        "on_save_error": "",
-        "check_weights_before_save": "",
-        "max_failures_at_step": "",
-        "fresh_if_missing": "what happens without `--exit-on-missing-checkpoint`",
-        # logging
-        "run_dir": "",
-        "metrics": "",
-        "straggler_threshold": "`--log-straggler`",
-        "loss_spike_threshold": "`--check-for-spiky-loss`",
-        "loss_spike_window": "",
-        "trace": "",
-        "trace_steps": "",
-        "peak_tflops": "",
-    }
-)
-"""Setting of ours that has no flag of its name there -> what there does the same or nearly so."""
-
 
 def their_flag(name: str) -> str:
     """How Megatron-LM spells the flag of a setting: its long name where ours is short."""
@@ -281,19 +204,9 @@ def refused_table() -> str:
     return "".join(f"- {', '.join(flags)}: {why}\n" for why, flags in reasons.items())
 
 
-def ours_table() -> str:
-    """Settings that Megatron-LM has no flag of that name for; docs/config.md says what each is."""
-    ours = {setting.flags[0]: OURS[name] for name, setting in settings().items() if name in OURS}
-    rows = [f"- `{flag}`: there {there}" for flag, there in ours.items() if there]
-    alone = ", ".join(f"`{flag}`" for flag, there in ours.items() if not there)
-    return "\n".join([*rows, f"- nothing there: {alone}"]) + "\n"
-
-
 def tags_table() -> str:
-    """TensorBoard's tags."""
-    lines = ["| tag | in metrics.jsonl |", "|---|---|"]
-    lines += [f"| `{tag}` | `{name}` |" for name, tag in TENSORBOARD_TAGS.items()]
-    return "\n".join(lines) + "\n"
+    """TensorBoard's tags, with their names in metrics.jsonl."""
+    return ", ".join(f"`{tag}` (`{name}`)" for name, tag in TENSORBOARD_TAGS.items()) + "\n"
 
 
 def _default(value: object) -> str:

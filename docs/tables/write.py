@@ -21,7 +21,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "Megatron-LM, settings": megatron_flags.settings_table,
     "Megatron-LM, other flags": megatron_flags.other_flags_table,
     "Megatron-LM, refused": megatron_flags.refused_table,
-    "Megatron-LM, ours alone": megatron_flags.ours_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
     "sizes": sizes.table,

@@ -47,7 +47,6 @@ BLOCKS = {
     ("docs/failures.md", "json"): "tests/docs/test_failures.py",
     ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",
     ("docs/planner.md", "python"): "tests/docs/test_planner.py",
-    ("docs/schedules.md", "csv"): "tests/docs/test_schedules.py",
     ("docs/schedules.md", "json"): "tests/docs/test_schedules.py",
     ("docs/sweep.md", "yaml"): "tests/sweep/test_docs.py",
     ("docs/walkthrough.md", "python"): "tests/docs/test_walkthrough.py",
