@@ -51,7 +51,7 @@ def full_help(program: str) -> str:
 
 
 def markdown() -> str:
-    """docs/config.md: one table a section, then presets and Megatron-LM's flags."""
+    """docs/config.md: the settings of each section, then presets."""
     lines = [
         "# Settings",
         "",
@@ -68,18 +68,14 @@ def markdown() -> str:
     lines += [f"| `{flag}` | {_code(value)} | {_cell(text)} |" for flag, (value, text) in RUN_OPTIONS.items()]
     for section, cls in sections().items():
         lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
-        lines += ["| setting | type | default | meaning | also spelled |", "| --- | --- | --- | --- | --- |"]
         for setting in settings().values():
             if setting.section == section:
-                also = ", ".join(f"`{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
-                kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or setting.type_name
-                lines.append(
-                    f"| `{setting.name}` | {kind} | {_code(_shown(setting.default, ''))} | {_cell(setting.help)} | {also} |"
-                )
+                also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
+                kind = _code("|".join(setting.choices)) or setting.type_name
+                default = _code(_shown(setting.default, ""))
+                lines.append(f"- `{setting.name}`{also} ({kind}{default and f', {default}'}): {setting.help}")
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
-    lines += ["", "## Megatron-LM's other flags", "", "| flag | here |", "| --- | --- |", *other_flags()]
-    lines += ["", "These are refused, because they would change nothing:", "", "| flag | why |", "| --- | --- |"]
-    lines += refused_flags()
+    lines += ["", "[from_megatron.md](from_megatron.md) has Megatron-LM's flags that set something of another name."]
     return "\n".join(lines) + "\n"
 
 
