@@ -157,8 +157,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     with _showing(sum(_bin_bytes(prefix) for prefix in prefixes)) as on_bytes:
         written = merge(prefixes, arguments.output_prefix, dtype=arguments.dtype, on_bytes=on_bytes)
     show(visible(f"{format_written(written)}, of {len(prefixes)} datasets"))
-    if written.no_side_file is not None:
-        show(visible(written.no_side_file))
+    if not written.files:
+        show("no side file: a dataset has none, or they name different vocabularies; tokenizers were not compared")
     return OK
 
 

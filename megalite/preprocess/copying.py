@@ -98,8 +98,6 @@ class Written:
     """Of its tokens and documents; None if there is no side file."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Length and sha256 of .bin and .idx, as in the side file; empty without one."""
-    no_side_file: str | None = None
-    """Why there is no side file, where one may be expected."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from megalite.tokenizers.build import build_tokenizer
 
 MAX_FAULTS = 100
 """Bad lines whose place and reason are kept."""
-_USUAL_NAME_BYTES = 255
 _REMEDY = "give another --output-prefix"
 
 
@@ -144,7 +143,6 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
         )
     targets = _targets(job)
     _check_folder(unfinished.parent)
-    _check_lengths([unfinished, *targets])
     for target in targets:
         try:
             if stat.S_ISDIR(target.lstat().st_mode):
@@ -193,20 +191,6 @@ def _check_folder(folder: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         read_only = os.statvfs(there).f_flag & os.ST_RDONLY
         raise _not_writable(there, os.strerror(errno.EROFS if read_only else errno.EACCES))
-
-
-def _check_lengths(paths: Sequence[Path]) -> None:
-    try:
-        limit = os.pathconf(paths[0].parent, "PC_NAME_MAX")
-    except OSError:  # not made yet
-        limit = _USUAL_NAME_BYTES
-    for part in (part for path in paths for part in path.parts):
-        length = len(os.fsencode(part))
-        if length > limit:
-            raise ConfigError(
-                f"the name {part[:40]}... has {length} bytes, and a file's name may have {limit}; give a shorter "
-                "--output-prefix"
-            )
 
 
 def _not_writable(path: Path, reason: str) -> ConfigError:

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +32,8 @@ def merge(
 ) -> Written:
     """Write the documents of all datasets, in this order, as one; its bytes are those of preprocessing all inputs.
 
-    If all have side files, the new one has one too; if not, `no_side_file` of the result says why. The sha256 that side
-    files have are compared on the way.
+    If all have side files that agree on the vocabulary, the new one has one too. The sha256 that side files have are
+    compared on the way.
 
     Args:
         dtype: type of the new tokens; needed if the datasets' types differ.
@@ -49,7 +48,7 @@ def merge(
     parts = [Part.of(IndexedDataset(prefix)) for prefix in prefixes]
     known = {prefix: side for prefix, side in zip(prefixes, sides, strict=True) if side is not None}
     vocab_size = _vocab_size_of(sides)
-    written = write_parts(
+    return write_parts(
         output,
         parts,
         dtype=_common_dtype(parts) if dtype is None else np.dtype(dtype).newbyteorder("<"),
@@ -57,7 +56,6 @@ def merge(
         digests={prefix: side_digests(side) for prefix, side in known.items()},
         on_bytes=on_bytes,
     )
-    return replace(written, no_side_file=None if vocab_size else _why_no_side_file(prefixes, sides))
 
 
 def _common_dtype(parts: Sequence[Part]) -> np.dtype:
@@ -121,15 +119,11 @@ def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
     ends: list[int] = []
     for part in range(1, parts):
         target = tokens * part / parts
-        near = _nearest(lambda i: first_token(dataset, i), documents, target)
+        above = bisect_left(range(documents), target, key=lambda i: first_token(dataset, i))
+        before = above and target - first_token(dataset, above - 1) <= first_token(dataset, above) - target
+        near = above - 1 if before else above
         ends.append(min(max(near, ends[-1] + 1 if ends else 1), documents - (parts - part)))
     return [range(start, stop) for start, stop in pairwise([0, *ends, documents])]
-
-
-def _nearest(value: Callable[[int], int], count: int, target: float) -> int:
-    """The i whose rising value is nearest to the target; of two that are, the one before it."""
-    above = bisect_left(range(count), target, key=value)
-    return above - 1 if above and target - value(above - 1) <= value(above) - target else above
 
 
 def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
@@ -143,15 +137,9 @@ def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
     above = [bisect_left(indices, stop) for stop in stops]
     for name, stop, document in zip(SPLITS, stops, above, strict=True):
         if indices[document] != stop:
-            nearest = [
-                bisect_left(indices, indices[_nearest(lambda i: int(indices[i]), len(indices), stop)]) for stop in stops
-            ]
-            cut = " ".join(
-                f"--documents {part.start}:{part.stop}" for part in _ranges(nearest, dataset.num_documents) if part
-            )
             raise ConfigError(
                 f"split {split}: {name} ends before sequence {stop}, within document {document - 1} (sequences "
-                f"{indices[document - 1]} to {indices[document] - 1}); cut between documents instead: {cut}"
+                f"{indices[document - 1]} to {indices[document] - 1}); cut between documents with --documents"
             )
     return _ranges(above, dataset.num_documents)
 
@@ -196,16 +184,6 @@ def _vocab_size_of(sides: Sequence[Side | None]) -> int | None:
     sizes = {(_tokenizer(side) or {}).get("vocab_size") for side in sides}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if type(size) is int and size > 0 else None
-
-
-def _why_no_side_file(prefixes: Sequence[str], sides: Sequence[Side | None]) -> str:
-    """Why merged datasets have no side file, and what was not checked without one."""
-    prefix, side = next(
-        (prefix, side) for prefix, side in zip(prefixes, sides, strict=True) if _vocab_size_of([side]) is None
-    )
-    what = "has none" if side is None else "has one that names no vocab_size"
-    unchecked = "; that the tokenizers agree was not checked" if len(prefixes) > 1 else ""
-    return f"no side file: {prefix} {what}{unchecked}"
 
 
 def _merged_side(sides: Sequence[Side], written: Written) -> Side:

@@ -21,48 +21,34 @@ from megalite.preprocess.output import DatasetStatistics
 def find_prefixes(entries: Sequence[str]) -> list[str]:
     """Prefixes of datasets, in the order of the entries; those in a folder by name.
 
-    An entry is a prefix, one of a dataset's files (so that a shell may expand `data/*.idx` or `data/*`), or a folder
-    of datasets. The different files of one dataset count once. Half a pair counts too: opening it says what is missing.
+    An entry is a prefix, one of a dataset's files (a shell may expand `data/*`), or a folder of datasets. Half a pair
+    counts too: opening it says what is missing.
 
     Raises:
         ConfigError: a dataset is named twice, or an entry is none or a folder without any.
     """
-    found: list[str] = []
-    seen: dict[tuple[str, str], dict[str, str]] = {}
+    found: dict[str, tuple[str, set[str]]] = {}
     for entry in entries:
         prefixes, suffix = _of_entry(entry)
         for prefix in prefixes:
-            name = prefix + suffix
-            # Two names of one dataset lead to the same files.
-            names = seen.setdefault((os.path.realpath(f"{prefix}.bin"), os.path.realpath(f"{prefix}.idx")), {})
-            if names and (not suffix or "" in names or suffix in names):
-                other = names.get(suffix) or next(iter(names.values()))
-                what = f"{name} is given twice" if name == other else f"{other} and {name} are one dataset"
-                raise ConfigError(f"{what}; give each dataset once")
-            if not names:
-                found.append(prefix)
-            names[suffix] = name
-    return found
+            # Two names of one dataset lead to the same files; its different files are one entry.
+            first, suffixes = found.setdefault(os.path.realpath(f"{prefix}.idx"), (prefix, set()))
+            if suffix in suffixes or (suffixes and (not suffix or "" in suffixes)):
+                raise ConfigError(f"{first} and {prefix} are one dataset; give each dataset once")
+            suffixes.add(suffix)
+    return [prefix for prefix, _ in found.values()]
 
 
 def _of_entry(entry: str) -> tuple[list[str], str]:
     """Prefixes, and the suffix if the entry is one file of a dataset."""
-    # An .idx is what makes a dataset; a .bin alone is half a one.
-    for sign in (".idx", ".bin"):
-        if Path(f"{entry}{sign}").exists():
-            return [entry], ""
-        for suffix in SUFFIXES:
-            prefix = entry.removesuffix(suffix)
-            if prefix != entry and Path(f"{prefix}{sign}").exists():
-                return [prefix], suffix
+    for suffix in ("", *SUFFIXES):
+        prefix = entry.removesuffix(suffix)
+        if (not suffix or prefix != entry) and any(Path(f"{prefix}{half}").exists() for half in (".idx", ".bin")):
+            return [prefix], suffix
     folder = Path(entry)
     if not folder.is_dir():
         raise ConfigError(f"{entry}: neither {entry}.idx nor a folder of datasets exists; give a path without .bin")
-    try:
-        names = {path.name for path in folder.iterdir()}
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror}; give a folder that can be") from None
-    stems = sorted({name[:-4] for name in names if name.endswith((".bin", ".idx"))} - {""})
+    stems = sorted({path.name[:-4] for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not stems:
         raise ConfigError(f"{folder} holds no dataset, a pair of .bin and .idx; give the folder that does")
     return [str(folder / stem) for stem in stems], ""

@@ -101,26 +101,6 @@ def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
     # A part without a side file: nobody knows whose ids these are.
     written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
     assert not written.files and not (tmp_path / "ac.json").exists()
-    assert written.no_side_file == (f"no side file: {tmp_path}/c has none; that the tokenizers agree was not checked")
-
-
-def test_why_there_is_no_side_file(tmp_path: Path) -> None:
-    a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
-    nameless = write_with_side_file(tmp_path / "n", MIXED)
-    plain = write(tmp_path / "p", MIXED)
-    foreign = write(tmp_path / "f", MIXED)
-    Path(f"{foreign}.json").write_text('{"text": "x"}\n' * 2)
-
-    def why(*prefixes: str) -> str | None:
-        written = merge(prefixes, str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"))
-        assert bool(written.files) == (written.no_side_file is None) == Path(f"{written.prefix}.json").exists()
-        return written.no_side_file
-
-    unchecked = "; that the tokenizers agree was not checked"
-    assert why(a) is None
-    assert why(plain) == f"no side file: {plain} has none"
-    assert why(a, foreign) == f"no side file: {foreign} has none{unchecked}"
-    assert why(nameless, a) == f"no side file: {nameless} has one that names no vocab_size{unchecked}"
 
 
 @pytest.mark.parametrize("at", [".bin", ".idx", ".json", "side file", "folder"])
@@ -278,26 +258,6 @@ def test_a_run_cuts_sequences(tmp_path: Path) -> None:
     assert parts_of_split(empty, "1,1") == [range(2), range(2, 2), range(2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("split", "cut"),
-    [
-        ("3,1", "--documents 0:2 --documents 2:5"),
-        ("1,2,1", "--documents 0:2 --documents 2:5"),
-        ("0,3,1", "--documents 0:2 --documents 2:5"),
-    ],
-)
-def test_the_cut_offered_instead_covers_all_parts(tmp_path: Path, split: str, cut: str) -> None:
-    dataset = IndexedDataset(write(tmp_path / "d", [[], [[1], [2]], [], [[3], [4]], []]))
-    with pytest.raises(ConfigError, match=f"cut between documents instead: {cut}$"):
-        parts_of_split(dataset, split)
-
-
-def test_the_cut_offered_instead_is_near(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "d", [[[i]] * 5 for i in range(20)]))
-    with pytest.raises(ConfigError, match=r"instead: --documents 0:10 --documents 10:16 --documents 16:20$"):
-        parts_of_split(dataset, "48,30,22")
-
-
 def test_side_files_of_parts(tmp_path: Path) -> None:
     prefix = write_with_side_file(
         tmp_path / "d", MIXED, tokenizer=TOKENIZER, append_eod=False, bad_lines={"x": 1}, inputs={"files": 1}
@@ -346,10 +306,3 @@ def test_stopped_just_when_a_part_is_there(tmp_path: Path, part: int, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)])[part:])
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_an_output_that_is_there(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "d", MIXED)
-    with pytest.raises(ConfigError, match=r"d\.bin exists"):
-        split_dataset(prefix, [(prefix, range(2))])
-    assert both(prefix) == pack(MIXED)

@@ -346,12 +346,3 @@ def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monke
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     deep = replace(job, output_prefix=str(tmp_path / "new" / "out"))
     assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; give another --output-prefix")
-
-
-def test_names_that_are_too_long(tmp_path: Path, job: PreprocessJob) -> None:
-    longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len("_text_document.json")
-    for folder in (tmp_path, tmp_path / "new"):
-        long = replace(job, output_prefix=str(folder / ("p" * (longest + 1))))
-        assert_refused(long, rf"the name p+\.\.\. has {longest + 20} bytes, and a .* may have {longest + 19}; give")
-    assert_refused(replace(job, output_prefix=str(tmp_path / ("q/" * 2500) / "out")), "File name too long; give")
-    assert preprocess(replace(job, output_prefix=str(tmp_path / ("p" * longest)))).documents == 30

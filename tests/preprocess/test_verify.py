@@ -60,21 +60,19 @@ def test_a_dataset_is_given_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / "links").mkdir()
     for suffix in (".bin", ".idx"):
         (folder / "links" / f"alias{suffix}").symlink_to(folder / f"a{suffix}")
-    for entries, message in (
-        (["a", "a"], "a is given twice; give each dataset once"),
-        (["a.bin", "b", "a.bin"], "a.bin is given twice"),
-        (["a", "./a"], "a and ./a are one dataset; give each dataset once"),
-        (["a", "a.idx"], "a and a.idx are one dataset"),
-        (["a.idx", "a"], "a.idx and a are one dataset"),
-        (["a.bin", "./a.bin"], "a.bin and ./a.bin are one dataset"),
-        (["b", str(folder / "b")], f"b and {folder}/b are one dataset"),
-        (["a", "link/a"], "a and link/a are one dataset"),
-        (["a", "links"], "a and links/alias are one dataset"),
-        (["b", "."], "b is given twice"),
+    for entries in (
+        "a a",
+        "a.bin b a.bin",
+        "a ./a",
+        "a a.idx",
+        "a.idx a",
+        "a.bin ./a.bin",
+        "a link/a",
+        "a links",
+        "b .",
     ):
-        with pytest.raises(ConfigError) as raised:
-            find_prefixes(entries)
-        assert message in str(raised.value)
+        with pytest.raises(ConfigError, match=r"[ab] and .* are one dataset; give each dataset once"):
+            find_prefixes(entries.split())
 
 
 def test_what_cannot_be_meant(folder: Path) -> None:

