@@ -274,3 +274,14 @@ def test_the_block_on_torch_works() -> None:
     done = import_without_torch(["megalite.kernels.layer_ops"])
     assert done.returncode == 1
     assert "megalite.kernels.layer_ops: torch must not be imported here" in done.stdout
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    code = (
+        "import sys, megalite\n"
+        "assert 'torch' not in sys.modules and 'megalite.training' not in sys.modules\n"
+        "from megalite import ConfigError, RunConfig, Trainer, validate\n"
+        "assert Trainer.__module__ == 'megalite.training.trainer', Trainer\n"
+        "assert sorted(megalite.__all__) == ['ConfigError', 'RunConfig', 'Trainer', 'validate']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
