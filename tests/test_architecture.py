@@ -97,7 +97,6 @@ BROKEN: list[tuple[Rule, Module]] = [
     ),
     (code_in_package_files, breaks("megalite.x", '"""Doc."""\n__version__ = "1"', is_package=True)),
     (code_in_package_files, breaks("megalite.x", "", is_package=True)),
-    (code_in_package_files, breaks("megalite", '"""Doc."""\nimport os', is_package=True)),
     (code_from_data, breaks("megalite.x", "import pickle")),
     (code_from_data, breaks("megalite.x", "from pickle import loads")),
     (code_from_data, breaks("megalite.x", "import torch\ntorch.load('f')")),

@@ -18,8 +18,14 @@ LATE_IMPORTS = {
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch."""
 
-DISPATCHERS = {"megalite.cli.main", "megalite.config.registry", "megalite.kernels.registry", "megalite.kernels.probes"}
-"""Modules that import by name: one command's module, when it is called; a kernel's, when it is chosen; apex's
+DISPATCHERS = {
+    "megalite",
+    "megalite.cli.main",
+    "megalite.config.registry",
+    "megalite.kernels.registry",
+    "megalite.kernels.probes",
+}
+"""Modules that import by name: public names, when they are used; one command's module, when it is called; a kernel's, when it is chosen; apex's
 extensions, to see whether they load."""
 
 OPTIONAL_PACKAGES = {
@@ -104,14 +110,13 @@ def prints(module: Module) -> list[str]:
 
 
 def code_in_package_files(module: Module) -> list[str]:
-    """An `__init__.py` that holds more than a docstring (megalite's also has the version)."""
-    if not module.is_package:
+    """An `__init__.py` that holds more than a docstring (megalite's also has the version and the public names)."""
+    if not module.is_package or module.name == "megalite":
         return []
     body = module.tree.body
     wrong = [] if ast.get_docstring(module.tree) else ["no docstring"]
     for node in body[1:]:
-        if module.name != "megalite" or not ast.unparse(node).startswith("__version__ = "):
-            wrong.append(ast.unparse(node))
+        wrong.append(ast.unparse(node))
     return wrong
 
 
