@@ -32,11 +32,10 @@ SMALLEST = (
     ("cpu.scheduling", ["--rounds", "1", "--ranks", "2"], "rows"),
     ("checkpoint.run", ["--tiny", "--rounds", "1"], "conversion"),
     ("data.run", ["--tiny"], "preprocess"),
-    ("pipeline.run", ["--quick", "--peer", "--memory", "--only", "1f1b"], "memory"),
+    ("pipeline.run", ["--quick", "--memory", "--only", "1f1b"], "memory"),
     ("planner.chain", ["--models", "gnmt-16", "--clusters", "2x8"], "rows"),
     ("planner.search", ["--cases", "8B x 64", "--refined", "2"], "cases"),
-    ("steps.run", ["--rounds", "1", "--steps", "1", "--layouts", "1 rank"], "rows"),
-    ("steps.soak", ["--steps", "20"], "ranks"),
+    ("steps.soak", ["--steps", "5"], "ranks"),
 )
 
 

@@ -152,10 +152,10 @@ def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
         os.kill(process, signal.SIGINT)  # a launcher sends the same one again
         time.sleep(0.8)
         assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press is no two"
-        # A process that gets no core meanwhile sees all three at once, as one press: then once more.
-        for _ in range(2):
+        # A process that gets no core meanwhile sees several at once, as one press: then once more.
+        for _ in range(10):
             os.kill(process, signal.SIGINT)
-            if ended(process, seconds=5.0):
+            if ended(process, seconds=2.0):
                 return
 
     status, said = status_of(tmp_path, twice)
