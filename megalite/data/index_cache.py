@@ -164,72 +164,29 @@ class IndexCache:
 
     def _build(self, recipe: Recipe) -> tuple[Arrays, bool]:
         """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
-        made: Arrays = {}
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                temporary = self._begin(recipe)
-                if temporary is None:
-                    break
-                try:
-                    made = made or recipe.make()
-                except BaseException:  # also a signal that ends the run meanwhile
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    raise
-                if self._publish(recipe, made, temporary) and (found := self._open(recipe)) is not None:
-                    return found, True
-            except FileNotFoundError as error:
-                # Another process has emptied the folder meanwhile.
-                if not left:
-                    self._complain(error, recipe)
-                continue
-            break
-        return made, False
-
-    def _begin(self, recipe: Recipe) -> Path | None:
-        """A new folder to build in; None if nothing can be written, which is checked before the work.
-
-        Raises:
-            FileNotFoundError: the folder was removed under it.
-        """
         temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
+        made: Arrays = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             temporary.mkdir()
             if shutil.disk_usage(temporary).free < recipe.nbytes:
-                temporary.rmdir()
                 raise OSError(errno.ENOSPC, f"no room for {recipe.nbytes / 1e6:.0f} MB")
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            self._complain(error, recipe)
-            return None
-        return temporary
-
-    def _publish(self, recipe: Recipe, arrays: Arrays, temporary: Path) -> bool:
-        """Write the arrays and give them their name; False if they could not be written.
-
-        Raises:
-            FileNotFoundError: the folder that they were written in is gone.
-        """
-        try:
-            files = {name: _write(temporary / f"{name}.npy", array) for name, array in arrays.items()}
+            made = recipe.make()
+            files = {name: _write(temporary / f"{name}.npy", array) for name, array in made.items()}
             entry = {"about": recipe.about, "files": files}
             write_durably(temporary / _ENTRY, json.dumps(entry, indent=1).encode())
             sync_folder(temporary)
             self._put(temporary, recipe)
             sync_folder(self.folder)
-            return True
         except OSError as error:
-            if self._open(recipe) is not None:
-                return True
-            if isinstance(error, FileNotFoundError):
-                raise
-            self._complain(error, recipe)
-            return False
-        finally:
+            if self._open(recipe) is None:
+                self._complain(error, recipe)
+        finally:  # also after a signal that ends the run
             for rest in self.folder.glob(f"{temporary.name}*"):
                 shutil.rmtree(rest, ignore_errors=True)
+        found = self._open(recipe)
+        return (made, False) if found is None else (found, True)
 
     def _put(self, temporary: Path, recipe: Recipe) -> None:
         """Give a new entry its name, unless a whole one has it.

@@ -28,13 +28,11 @@ import numpy as np
 
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.tokenizers.base import NullTokenizer, Tokenizer
+from megalite.tokenizers.base import Tokenizer
 
 SUFFIXES = (".bin", ".idx", ".json")
 """Files of one dataset: tokens, index and, where it was preprocessed here, the side file."""
 FORMAT = 1
-_EARLIER = {"tokenizer_sha256", "bin_sha256"}
-"""Fields of side files before they had a format."""
 _LIMIT = 64 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -53,7 +51,7 @@ def encode_side_file(facts: Mapping[str, Any]) -> bytes:
 
 
 def read_side_file(prefix: str | Path) -> dict[str, Any] | None:
-    """The facts in `<prefix>.json`, or None if there is none, or one of another program or of an earlier version.
+    """The facts in `<prefix>.json`, or None if there is none, or one of another program.
 
     Raises:
         ConfigError: it is ours and damaged, of a newer version, or cannot be read; names the file and what is wrong.
@@ -62,7 +60,7 @@ def read_side_file(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def unused_side_file(prefix: str | Path) -> str | None:
-    """Why an existing `<prefix>.json` is not read: it is not ours, or of an earlier version. None if it is, or is missing.
+    """Why an existing `<prefix>.json` is not read: it is not ours. None if it is, or is missing.
 
     Raises what read_side_file raises.
     """
@@ -92,8 +90,6 @@ def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     if not isinstance(facts, dict):
         return foreign
     version = facts.get("format")
-    if "format" not in facts and facts.keys() >= _EARLIER:
-        return None, f"{path} is of an earlier version: not used"
     if type(version) is not int or version < FORMAT:
         return foreign
     if version > FORMAT:
@@ -108,18 +104,13 @@ def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _side_fault(facts: dict[str, Any]) -> str | None:
-
     def is_count(value: object) -> bool:
         return type(value) is int and value >= 0
 
     for name in ("documents", "tokens", "dtype"):
-        if name not in facts:
-            return f"{name} is missing"
-        value = facts[name]
-        if name == "dtype" and not isinstance(value, str):
-            return f"{name} is {value!r:.80}, expected the name of a type"
-        if name != "dtype" and not is_count(value):
-            return f"{name} is {value!r:.80}, expected a number of at least 0"
+        value = facts.get(name)
+        if not (isinstance(value, str) if name == "dtype" else is_count(value)):
+            return f"{name} is {value!r:.80}, expected {'the name of a type' if name == 'dtype' else 'a number of at least 0'}"
     files = facts.get("files", {})
     for suffix, entry in files.items() if isinstance(files, dict) else [("", files)]:
         sha256 = entry.get("sha256") if isinstance(entry, dict) else None
@@ -182,33 +173,24 @@ def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
 
 def _check_exists(prefix: str) -> None:
     """Name what is missing, and existing names that are like it."""
-    path, folder = Path(prefix), Path(prefix).parent
+    folder = Path(prefix).parent
     try:
-        found = [suffix for suffix in (".bin", ".idx") if _exists(f"{prefix}{suffix}")]
-        if len(found) == 2:
+        missing = [f"{prefix}{suffix}" for suffix in (".bin", ".idx") if not _exists(f"{prefix}{suffix}")]
+        if not missing:
             return
-        if not folder.is_dir():
-            raise ConfigError(
-                f"data path {prefix}: the folder {folder} does not exist; a prefix is a path without .bin"
-            )
-        if prefix.endswith((".bin", ".idx")) and path.is_file():
-            raise ConfigError(f"data path {prefix}: give the prefix alone: {prefix[:-4]}")
-        there = sorted({path.stem for path in folder.iterdir() if path.suffix == ".idx"})
+        there = sorted({path.stem for path in folder.iterdir() if path.suffix == ".idx"}) if folder.is_dir() else []
     except OSError as error:
         raise ConfigError(
             f"data path {prefix}: {error.strerror}; a prefix is a path without .bin in a folder that can be read"
         ) from None
-    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.4)
-    if near:
-        hint = "did you mean " + " or ".join(str(folder / name) for name in near) + "?"
-    elif there:
-        hint = f"{folder} has " + ", ".join(there[:5])
-    else:
-        hint = f"{folder} has no .idx file; make one with megalite preprocess"
-    if found:
-        missing = ".idx" if found == [".bin"] else ".bin"
-        raise ConfigError(f"data path {prefix}: {prefix}{missing} is missing, {prefix}{found[0]} exists; {hint}")
-    raise ConfigError(f"data path {prefix}: neither {prefix}.bin nor {prefix}.idx exists; {hint}")
+    near = difflib.get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4) or there[:5]
+    has = (
+        "has " + " or ".join(str(folder / name) for name in near) if near else "has no .idx file (megalite preprocess)"
+    )
+    verb = "do" if len(missing) == 2 else "does"
+    raise ConfigError(
+        f"data path {prefix}: {' and '.join(missing)} {verb} not exist; give a path without .bin: {folder} {has}"
+    )
 
 
 def _exists(path: str) -> bool:
@@ -238,14 +220,8 @@ def _check_token_ids(indexed: IndexedDataset, vocab_size: int, tokenizer: Tokeni
             "megalite preprocess"
         )
     if highest >= vocab_size:
-        # The size of NullTokenizer is the user's.
-        if tokenizer is not None and tokenizer.name != NullTokenizer.name and highest >= tokenizer.vocab_size:
-            raise ConfigError(
-                f"{indexed.bin_path}: holds token id {highest}, but {tokenizer.name} (sha256 "
-                f"{tokenizer.fingerprint()[:12]}...) has ids below {tokenizer.vocab_size}: it is not the tokenizer "
-                "that wrote the file; give that one"
-            )
+        made = "" if tokenizer is None else f" of {tokenizer.name} (sha256 {tokenizer.fingerprint()[:12]}...)"
         raise ConfigError(
-            f"{indexed.bin_path}: holds token id {highest}, but vocab_size is {vocab_size}; set vocab_size to at least "
-            f"{highest + 1}, the size of the tokenizer that wrote the file"
+            f"{indexed.bin_path}: holds token id {highest}, but vocab_size is {vocab_size}{made}; give the tokenizer that wrote "
+            f"the file, or set vocab_size to at least {highest + 1}"
         )

@@ -134,21 +134,19 @@ def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
         return str(error.value)
 
     web = folder / "web_text_document"
-    assert f"did you mean {web}" in message(folder / "wed_text_documents")
-    assert f"neither {folder}/zzz.bin nor {folder}/zzz.idx exists" in message(folder / "zzz")
-    assert "has books_text_document, web_text_document" in message(folder / "zzz")
-    assert f"the folder {folder}/no does not exist" in message(folder / "no" / "zzz")
-    assert f"give the prefix alone: {web}" in message(Path(f"{web}.bin"))
+    assert f"{folder} has {web}" in message(folder / "wed_text_documents")
+    assert f"{folder}/zzz.bin and {folder}/zzz.idx do not exist" in message(folder / "zzz")
+    assert f"has {folder}/books_text_document or {web}" in message(folder / "zzz")
+    assert "has no .idx file" in message(folder / "no" / "zzz")
+    assert f"give a path without .bin: {folder} has {web}" in message(Path(f"{web}.bin"))
     Path(f"{web}.bin").unlink()
-    assert f"{web}.bin is missing, {web}.idx exists" in message(web)
-    (folder / "empty").mkdir()
-    assert "has no .idx file" in message(folder / "empty" / "zzz")
+    assert f"{web}.bin does not exist" in message(web)
 
 
 def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> None:
     books = str(folder / "books_text_document")
     with pytest.raises(
-        ConfigError, match=r"books_text_document\.bin: holds token id 2, but vocab_size is 2; .* least 3"
+        ConfigError, match=r"books_text_document\.bin: holds token id 2, but vocab_size is 2.*; .* least 3"
     ):
         build(DataConfig(data_path=[books]), vocab_size=2)
 

@@ -61,7 +61,7 @@ class Case:
 # What only the ranks can find out, once they run. {data} and {tokenizer} are sound.
 AT_RUN_TIME = {
     "world size": Case("--data-path {data} --tokenizer-model {tokenizer} --tp 4", ("world size 2", "tp·pp·cp = 4·1·1 = 4", "start 4 ranks", "among 1, 2")),
-    "no such data": Case("--data-path {data}s --vocab-size 384 --tp 2", ("data path {data}s", "neither {data}s.bin nor {data}s.idx exists", "did you mean {data}?")),
+    "no such data": Case("--data-path {data}s --vocab-size 384 --tp 2", ("data path {data}s", "{data}s.bin and {data}s.idx do not exist", "has {data}")),
     "truncated .bin": Case("--data-path {truncated} --vocab-size 384 --pp 2", ("{truncated}.bin: truncated", "bytes, expected", "write the dataset again")),
     "token id": Case("--data-path {data} --vocab-size 100 --pp 2", ("token id 383", "vocab_size is 100", "at least 384")),
     "nothing to load": Case("--data-path {data} --vocab-size 384 --tp 2 --load {nothing}", ("no checkpoint", "{nothing} does not exist", "--fresh-if-missing")),
