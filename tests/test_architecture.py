@@ -21,6 +21,7 @@ from tests.support.architecture import (
     world_lookups,
 )
 from tests.support.layers import ROWS, SIBLINGS, Module, cycle, is_in, layer_order, own_imports, read_modules, row_of
+from tests.support.measures import CEILINGS, measures
 
 ROOT = Path(__file__).parent.parent
 MODULES = read_modules(ROOT)
@@ -284,3 +285,10 @@ def test_public_names_are_imported_when_they_are_used() -> None:
         "assert sorted(megalite.__all__) == ['ConfigError', 'RunConfig', 'Trainer', 'validate']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_project_does_not_grow() -> None:
+    """`python -m tests.support.measures` prints the numbers; lower a ceiling when something has shrunk."""
+    found = measures()
+    assert {name: (found[name], most) for name, most in CEILINGS.items() if found[name] > most} == {}
+    assert 130 <= found["megalite: median file"] <= 300
