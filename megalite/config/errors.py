@@ -60,6 +60,10 @@ class RankError(ConfigError):
         self.exit_code = exit_code
 
 
+class CheckpointError(ConfigError):
+    """A checkpoint cannot be written or read; the message names the file and the fault."""
+
+
 class Reported(Exception):
     """A rule reads a setting that is known to be wrong: there is nothing more to say."""
 
