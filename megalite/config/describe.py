@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from megalite.config.option import Bounds
 from megalite.config.run import RunConfig
 
 HIDDEN = "***"
@@ -81,6 +82,8 @@ class Setting:
     choices: tuple[str, ...]
     basic: bool
     """Shown by `--help`."""
+    bounds: Bounds | None
+    """Of a number, or of each in a list."""
 
     @property
     def type_name(self) -> str:
@@ -144,6 +147,7 @@ def settings() -> Mapping[str, Setting]:
                 flags=("--" + field.name.replace("_", "-"), *field.metadata["flags"]),
                 choices=field.metadata["choices"],
                 basic=field.metadata["basic"],
+                bounds=field.metadata["bounds"],
             )
     return table
 

@@ -11,22 +11,13 @@ from types import MappingProxyType
 
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import Setting, settings
-from megalite.config.errors import ConfigError, Problems
+from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.files import read_level, read_preset
-from megalite.config.megatron import (
-    DERIVED,
-    NO_EFFECT,
-    REFUSED_VALUES,
-    SHORTHANDS,
-    STANDS_FOR,
-    VALUES,
-    WORDS,
-    settings_of_word,
-)
+from megalite.config.megatron import DERIVED, NO_EFFECT, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
 from megalite.config.merge import Level, Merged, merge
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.config.values import closest, from_words, nearest
+from megalite.config.values import from_words
 
 RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -190,31 +181,23 @@ def _add_run_option(run_options: dict[str, list[str]], occurrence: _Occurrence) 
 
 
 def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -> None:
-    flag = occurrence.flag
+    flag, words = occurrence.flag, occurrence.words
     add = _setting_flags().get(flag)
     if add:
         add(level, occurrence)
-    elif flag in SHORTHANDS:
-        _no_words(occurrence)
-        for name, value in SHORTHANDS[flag].items():
-            level.add(name, value, f"flag {flag}")
-    elif flag in WORDS:
-        word = _one_word(occurrence, next(iter(WORDS[flag])))
-        for name, value in settings_of_word(flag, word, flag).items():
-            level.add(name, value, f"flag {flag}")
-    elif flag in DERIVED:
-        if DERIVED[flag]:
-            level.add_derived(flag, _whole_number(flag, _one_word(occurrence, "4")), f"flag {flag}")
-        else:
-            _no_words(occurrence)
-            level.add_derived(flag, True, f"flag {flag}")
-    elif flag in DATA_FILES:
-        for name, words in DATA_FILES[flag](_one_word(occurrence, "paths.txt"), flag).items():
-            level.add(name, words, f"flag {flag}")
+    elif flag in STANDS_FOR:
+        if (
+            len(words) > 1
+            or words == [""]
+            or (not words and (flag in WORDS or flag in DATA_FILES or DERIVED.get(flag)))
+        ):
+            raise ConfigError(f"{flag} takes one value, got {' '.join(words) or 'none'}")
+        value = int(words[0]) if words and words[0].isdecimal() and flag in DERIVED else words[0] if words else True
+        level.add_stand_in(flag, value, flag, f"flag {flag}")
     elif flag in NO_EFFECT:
         raise ConfigError(f"{flag} has no effect: {NO_EFFECT[flag]}; remove it")
     else:
-        known = [*others, *_setting_flags(), *RUN_OPTIONS, *SHORTHANDS, *WORDS, *DERIVED, *DATA_FILES]
+        known = [*others, *_setting_flags(), *RUN_OPTIONS, *STANDS_FOR]
         raise ConfigError(f"unknown flag {flag}{nearest(flag, known)} (--help-all lists all)")
 
 
@@ -239,11 +222,9 @@ def _add_switch(setting: Setting, value: bool, level: Level, occurrence: _Occurr
 
 def _add_words(setting: Setting, level: Level, occurrence: _Occurrence) -> None:
     flag, words = occurrence.flag, occurrence.words
-    if not words:
-        wanted = f"one or more values ({setting.type_name})" if setting.is_list else f"a value ({setting.type_name})"
-        raise ConfigError(f"{flag} needs {wanted}")
-    if len(words) > 1 and not setting.is_list:
-        raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
+    if not words or (len(words) > 1 and not setting.is_list):
+        number = "one or more values" if setting.is_list else "one value"
+        raise ConfigError(f"{flag} takes {number} ({setting.type_name}), got {' '.join(words) or 'none'}")
     for word in words:
         if word in REFUSED_VALUES.get(setting.name, {}):
             raise ConfigError(f"{flag} cannot be {word}; {REFUSED_VALUES[setting.name][word]}")

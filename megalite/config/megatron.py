@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
-from megalite.config.errors import ConfigError
-from megalite.config.values import nearest
+from megalite.config.errors import ConfigError, nearest
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

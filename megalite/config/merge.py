@@ -1,14 +1,15 @@
 """Levels of settings (preset, files, flags) and how they become one RunConfig."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
+from megalite.config.megatron import DERIVED, SHORTHANDS, settings_of_word
 from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
-from megalite.config.rules.files import save_folder
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, save_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,32 @@ class Level:
         """
         _add(self.given, name, Given(value, source))
 
-    def add_derived(self, flag: str, value: Any, source: str) -> None:
-        """Record one of megatron.DERIVED; `merge` turns it into settings."""
-        _add(self.derived, flag, Given(value, source))
+    def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:
+        """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` makes settings of it.
+
+        Args:
+            value: True for a flag without one.
+
+        Raises:
+            ConfigError: the value is not what the flag takes; the message starts with `where`.
+        """
+        given: Mapping[str, Any] = {}
+        if (flag in SHORTHANDS or DERIVED.get(flag) is False) and value is not True:
+            raise ConfigError(f"{where} takes no value but true, got {shortened(value)}; remove it")
+        if flag in DERIVED:
+            if DERIVED[flag] and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{where} takes a whole number such as 4, got {shortened(value)}")
+            _add(self.derived, flag, Given(value, source))
+        elif flag in SHORTHANDS:
+            given = SHORTHANDS[flag]
+        elif flag in DATA_FILES:
+            if not isinstance(value, str):
+                raise ConfigError(f"{where} takes the path of a file, got {shortened(value)}")
+            given = DATA_FILES[flag](value, where)
+        else:
+            given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
+        for name, fixed in given.items():
+            self.add(name, fixed, source)
 
 
 def _add(table: dict[str, Given], name: str, new: Given) -> None:
