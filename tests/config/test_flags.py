@@ -152,7 +152,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--window-size 4095,0", "--window-size has no effect: use --sliding-window, which counts the query's own key "
          "too: one more than the left size here; remove it"),
         ("--load=", "--load: load is empty; leave it out or give it a value"),
-        ("--config", "--config takes one value such as run.yaml, got none"),
+        ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
          "deepseek-moe-16b, gemma-7b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, "
@@ -169,7 +169,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
          "--num-layers-per-virtual-pipeline-stage 4 does not divide num_layers / pp = 12 / 2; use one of 1, 2, 3, 6"),
         ("--num-layers 7 --pp 2 --num-layers-per-virtual-pipeline-stage 2", "flag "
          "--num-layers-per-virtual-pipeline-stage 2 does not divide num_layers / pp = 7 / 2; use --vpp, with "
-         "--pipeline-layers where the layers do not divide"),
+         "--pipeline-layers"),
         ("--num-layers 12 --pp 2 --vpp 3 --num-layers-per-virtual-pipeline-stage 3", "vpp is given twice: 3 by flag "
          "--vpp and 2 by flag --num-layers-per-virtual-pipeline-stage; keep one of them"),
         ("--num-layers 12 --pp 3 --decoder-first-pipeline-num-layers 3", "flag --decoder-first-pipeline-num-layers 3 "
