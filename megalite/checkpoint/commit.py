@@ -27,7 +27,6 @@ from megalite.checkpoint.files import (
 from megalite.checkpoint.folders import LATEST_NAME, REPLACED_SUFFIX, STAGING_PREFIX, staging_name, step_name, step_of
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
-    CheckpointError,
     FileEntry,
     Manifest,
     Part,
@@ -36,6 +35,7 @@ from megalite.checkpoint.manifest import (
     many_objects,
     plain_parts,
 )
+from megalite.config.errors import CheckpointError
 
 
 @dataclass(frozen=True)

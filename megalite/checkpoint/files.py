@@ -8,7 +8,8 @@ import shutil
 import stat
 from pathlib import Path
 
-from megalite.checkpoint.manifest import CheckpointError, FileEntry
+from megalite.checkpoint.manifest import FileEntry
+from megalite.config.errors import CheckpointError
 
 CHUNK = 8 << 20
 """Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""

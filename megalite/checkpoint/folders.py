@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing
+from megalite.config.errors import CheckpointError
 
 LATEST_NAME = "latest"
 REPLACED_SUFFIX = ".replaced"

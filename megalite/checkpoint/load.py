@@ -9,18 +9,11 @@ import torch
 
 from megalite.checkpoint.files import entry_fault, read_text
 from megalite.checkpoint.folders import Candidate, candidates
-from megalite.checkpoint.manifest import (
-    MANIFEST_NAME,
-    CheckpointError,
-    CheckpointMissing,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    part_keys,
-)
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, FileEntry, Manifest, TensorEntry, part_keys
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.tiling import Slice, overlap, relative, within
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 
 MAX_OPEN = 64

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError
 
 FORMAT_VERSION = 2
 """What is written; version 1, which is read too, has no `code` and one part of a tensor in a file at most."""
@@ -30,10 +30,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,511}")
 _STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class CheckpointError(ConfigError):
-    """A checkpoint cannot be written or read; the message names the file and the fault."""
 
 
 class CheckpointMissing(CheckpointError):

@@ -11,8 +11,9 @@ from megalite.checkpoint.commit import discard
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates, step_name
 from megalite.checkpoint.load import verify_files
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, listed_files
+from megalite.checkpoint.manifest import MANIFEST_NAME, FileEntry, listed_files
 from megalite.checkpoint.save import agree
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 
 

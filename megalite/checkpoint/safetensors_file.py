@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.files import CHUNK, create, named, open_plain, write_all
-from megalite.checkpoint.manifest import CheckpointError, FileEntry
+from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
+from megalite.config.errors import CheckpointError
 
 _IN_FLIGHT = 4
 """Chunks that may wait to be hashed; they keep what they are part of in memory."""

@@ -18,7 +18,6 @@ from megalite.checkpoint.commit import RankPart, abandon, prepare_staging, publi
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.folders import staging_name, step_name
 from megalite.checkpoint.manifest import (
-    CheckpointError,
     FileEntry,
     Manifest,
     Part,
@@ -30,6 +29,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 

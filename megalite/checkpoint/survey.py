@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megalite.checkpoint.files import entry_fault, file_length, open_plain, read_text
 from megalite.checkpoint.folders import STAGING_PREFIX, candidates, step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing, Manifest, part_keys
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest, part_keys
 from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header
+from megalite.config.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
 """Called with the files hashed so far and their bytes."""

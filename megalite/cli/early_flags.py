@@ -9,7 +9,7 @@ from types import MappingProxyType
 from megalite.cli.output import show
 from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError
-from megalite.config.records import PRECISIONS
+from megalite.config.reading import PRECISIONS
 from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 
 MAX_NEW_TOKENS, TEMPERATURE, BATCH_SIZE = 100, 0.8, 16

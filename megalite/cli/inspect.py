@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, verify
 from megalite.cli.dry_run_text import size
 from megalite.cli.failures import BAD_INPUT, command
@@ -25,7 +24,7 @@ from megalite.cli.inspect_text import (
 )
 from megalite.cli.output import show, tell, visible
 from megalite.cli.parser import Parser
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1
 ATTEMPTS = 5

@@ -9,10 +9,11 @@ from typing import Any
 
 from megalite.checkpoint.compare import Comparison, compare, statistics
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, file_key
+from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
 from megalite.checkpoint.survey import Surveyed
 from megalite.cli.inspect_config import only_a_place
 from megalite.cli.inspect_text import columns, short
+from megalite.config.errors import CheckpointError
 
 _SHOWN = 20
 """Rows of a list of differences."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.config.errors import ConfigError, Problems
-from megalite.config.values import closest, nearest
+from megalite.config.errors import ConfigError, Problems, closest, nearest
 
 _LARGEST = 1 << 63
 _MANY = 60

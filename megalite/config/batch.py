@@ -119,3 +119,11 @@ def steps_until(config: RunConfig, samples: int) -> int:
         taken = min(count, -(-samples // size))
         done, samples = done + taken, max(samples - taken * size, 0)
     return done + -(-samples // batch_sizes(config)[-1])
+
+
+def decay_length(config: RunConfig) -> tuple[int | None, str]:
+    """(steps or samples at which decay ends, "iters" or "samples"); None if the length of the run is not given."""
+    t, o = config.training, config.optimizer
+    if t.train_samples is not None or (t.train_iters is None and o.lr_decay_samples is not None):
+        return o.lr_decay_samples or t.train_samples, "samples"
+    return o.lr_decay_iters or t.train_iters, "iters"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from megalite.config.option import Bounds
 from megalite.config.run import RunConfig
 
 HIDDEN = "***"
@@ -81,6 +82,8 @@ class Setting:
     choices: tuple[str, ...]
     basic: bool
     """Shown by `--help`."""
+    bounds: Bounds | None
+    """Of a number, or of each in a list."""
 
     @property
     def type_name(self) -> str:
@@ -105,15 +108,12 @@ def _attribute_docstrings(section: type) -> dict[str, str]:
 
 def _element_type(annotation: Any) -> tuple[type, bool, bool]:
     """(element type, is a list, None is legal) of `int`, `int | None`, `list[str]`, `list[int] | None`, ..."""
-    optional = False
-    if isinstance(annotation, types.UnionType):
-        members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        assert len(members) == 1, annotation
-        annotation, optional = members[0], True
-    is_list = typing.get_origin(annotation) is list
-    element = typing.get_args(annotation)[0] if is_list else annotation
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    (inner,) = (member for member in members if member is not type(None))
+    is_list = typing.get_origin(inner) is list
+    element = typing.get_args(inner)[0] if is_list else inner
     assert element in (bool, int, float, str), annotation
-    return element, is_list, optional
+    return element, is_list, type(None) in members
 
 
 @cache
@@ -133,6 +133,7 @@ def settings() -> Mapping[str, Setting]:
             assert field.name in helps, f"{cls.__name__}.{field.name} has no docstring"
             assert field.name not in table, f"{field.name} is in two sections"
             element, is_list, optional = _element_type(hints[field.name])
+            flags = ("--" + field.name.replace("_", "-"), *field.metadata["flags"])
             table[field.name] = Setting(
                 section=section,
                 name=field.name,
@@ -141,9 +142,7 @@ def settings() -> Mapping[str, Setting]:
                 optional=optional,
                 default=getattr(cls(), field.name),
                 help=helps[field.name],
-                flags=("--" + field.name.replace("_", "-"), *field.metadata["flags"]),
-                choices=field.metadata["choices"],
-                basic=field.metadata["basic"],
+                **{**field.metadata, "flags": flags},
             )
     return table
 
@@ -160,11 +159,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Every setting of a config, by section: the tree of a config file."""
-    values = values_of(config)
-    return {
-        section: {name: values[name] for name, setting in settings().items() if setting.section == section}
-        for section in sections()
-    }
+    return {section: {field: getattr(part, field) for field in vars(part)} for section, part in vars(config).items()}
 
 
 def without_credentials(config: RunConfig) -> RunConfig:

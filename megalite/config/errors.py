@@ -1,14 +1,12 @@
 """What the user can fix: one exception that carries every problem that was found, and how they are gathered."""
 
+import difflib
 import reprlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from megalite.config.exit_codes import BAD_INPUT
-
-T = TypeVar("T")
-
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
@@ -20,6 +18,19 @@ def shortened(value: object) -> str:
     """A value of unknown origin for a message: as Python writes it, cut to a line, however large or nested it is."""
     text = _REPR.repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def closest(word: str, known: Iterable[str]) -> list[str]:
+    """The known words that `word` may be meant for: the best one, and others only if they are almost as good."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
+    return [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
+    named = closest(word, known)
+    return f": did you mean {' or '.join(named)}?" if named else ""
 
 
 class ConfigError(ValueError):
@@ -58,6 +69,10 @@ class RankError(ConfigError):
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint cannot be written or read; the message names the file and the fault."""
 
 
 class Reported(Exception):
@@ -118,19 +133,3 @@ def gathered(problems: Problems | None) -> Iterator[Problems]:
     yield found
     if problems is None:
         found.raise_all()
-
-
-def hide(section: T, wrong: Collection[str]) -> T:
-    """A copy of a section of settings in which to read one of `wrong` raises Reported."""
-    names = set(wrong) & vars(section).keys()
-    if not names:
-        return section
-
-    def refuse(_: object) -> None:
-        raise Reported
-
-    kind = type(section)
-    hidden = type(kind.__name__, (kind,), dict.fromkeys(names, property(refuse)))
-    copy: T = object.__new__(hidden)
-    copy.__dict__.update(vars(section))
-    return copy

@@ -1,14 +1,15 @@
 """Levels of settings (preset, files, flags) and how they become one RunConfig."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
+from megalite.config.megatron import DERIVED, SHORTHANDS, settings_of_word
 from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
-from megalite.config.rules.files import save_folder
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, save_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,32 @@ class Level:
         """
         _add(self.given, name, Given(value, source))
 
-    def add_derived(self, flag: str, value: Any, source: str) -> None:
-        """Record one of megatron.DERIVED; `merge` turns it into settings."""
-        _add(self.derived, flag, Given(value, source))
+    def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:
+        """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` makes settings of it.
+
+        Args:
+            value: True for a flag without one.
+
+        Raises:
+            ConfigError: the value is not what the flag takes; the message starts with `where`.
+        """
+        given: Mapping[str, Any] = {}
+        if (flag in SHORTHANDS or DERIVED.get(flag) is False) and value is not True:
+            raise ConfigError(f"{where} takes no value but true, got {shortened(value)}; remove it")
+        if flag in DERIVED:
+            if DERIVED[flag] and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{where} takes a whole number such as 4, got {shortened(value)}")
+            _add(self.derived, flag, Given(value, source))
+        elif flag in SHORTHANDS:
+            given = SHORTHANDS[flag]
+        elif flag in DATA_FILES:
+            if not isinstance(value, str):
+                raise ConfigError(f"{where} takes the path of a file, got {shortened(value)}")
+            given = DATA_FILES[flag](value, where)
+        else:
+            given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
+        for name, fixed in given.items():
+            self.add(name, fixed, source)
 
 
 def _add(table: dict[str, Given], name: str, new: Given) -> None:
@@ -74,12 +98,13 @@ def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
         _resolve_derived(levels, found)
     top = _overlay(levels)
     _forget_former_folder(levels, top)
-    explicit = set()
-    for level in levels:
-        for name, given in level.given.items():
-            if top.get(name) is given:
-                asked = level.always_explicit or given.value != settings()[name].default
-                explicit |= {name} if asked and not given.source.startswith("preset ") else set()
+    explicit = {
+        name
+        for level in levels
+        for name, given in level.given.items()
+        if top.get(name) is given and not given.source.startswith("preset ")
+        if level.always_explicit or given.value != settings()[name].default
+    }
     provenance = {name: top[name].source if name in top else "default" for name in settings()}
     config = replace(RunConfig(), **{name: given.value for name, given in top.items()})
     return Merged(config, provenance, frozenset(explicit))
@@ -114,14 +139,11 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
     for level in levels:
         first = level.derived.get("--decoder-first-pipeline-num-layers")
         last = level.derived.get("--decoder-last-pipeline-num-layers")
-        given = first or last
-        if given:
+        if given := first or last:
             with problems.collecting("pipeline_layers"):
-                cut = _uneven_layers(first, last, _sizes(levels, problems))
-                level.add("pipeline_layers", cut, given.source)
+                level.add("pipeline_layers", _uneven_layers(first, last, _sizes(levels, problems)), given.source)
         grouped = level.derived.get("--group-query-attention")
-        unknown = "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None
-        if grouped and unknown:
+        if grouped and "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None:
             problems.add(f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8")
 
 
@@ -129,21 +151,20 @@ def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) 
     """Where vpp is not given, a layout in words says it by its stages, as Megatron-LM's does, and a V has two."""
     if problems.wrong & {"pp", "vpp", "pipeline_layout", "pipeline_schedule"}:
         raise Reported
-    pp = _value(levels, "pp")
-    if "vpp" in _overlay(levels) or pp < 2:
-        return
-    top = _overlay(levels)
+    top, pp = _overlay(levels), _value(levels, "pp")
     layout, schedule = top.get("pipeline_layout"), top.get("pipeline_schedule")
+    if "vpp" in top or pp < 2:
+        return
     if layout and layout.value is not None:
         stages = len(parse_pipeline_layout(layout.value))
-        if stages % pp == 0 and stages > pp:
-            _level_of(layout, levels).add("vpp", stages // pp, layout.source)
+        source, vpp = layout, stages // pp if stages % pp == 0 else 1
     elif schedule and schedule.value in V_SCHEDULES:
-        _level_of(schedule, levels).add("vpp", 2, schedule.source)
-
-
-def _level_of(given: Given, levels: Sequence[Level]) -> Level:
-    return next(level for level in levels if any(given is each for each in level.given.values()))
+        source, vpp = schedule, 2
+    else:
+        return
+    if vpp > 1:
+        level = next(level for level in levels if any(source is each for each in level.given.values()))
+        level.add("vpp", vpp, source.source)
 
 
 def _value(levels: Sequence[Level], name: str) -> Any:
@@ -154,27 +175,23 @@ def _value(levels: Sequence[Level], name: str) -> Any:
 def _sizes(levels: Sequence[Level], problems: Problems) -> tuple[int, int, int]:
     """(num_layers, pp, vpp), which divide one another; Reported if one of them is wrong, as the rules then say."""
     names = ("num_layers", "pp", "vpp")
-    sizes: list[int] = [_value(levels, name) for name in names]
-    if problems.wrong & set(names) or min(sizes) < 1:
+    layers, pp, vpp = (_value(levels, name) for name in names)
+    if problems.wrong & set(names) or min(layers, pp, vpp) < 1:
         raise Reported
-    return sizes[0], sizes[1], sizes[2]
+    return layers, pp, vpp
 
 
 def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
     """vpp = num_layers / pp / (layers of one virtual stage)."""
     layers, pp, _ = sizes
+    source = f"{per_chunk.source} {per_chunk.value}"
     if pp == 1:
-        raise ConfigError(f"{per_chunk.source} {per_chunk.value} needs pp > 1, but pp is 1; add --pp 2 or remove it")
-    if layers % pp == 0 and per_chunk.value >= 1 and (layers // pp) % per_chunk.value == 0:
-        return layers // pp // per_chunk.value
-    if layers % pp == 0:
-        works = [str(size) for size in range(1, layers // pp + 1) if (layers // pp) % size == 0]
-        remedy = f"use one of {', '.join(works)}"
-    else:
-        remedy = "use --vpp, with --pipeline-layers where the layers do not divide"
-    raise ConfigError(
-        f"{per_chunk.source} {per_chunk.value} does not divide num_layers / pp = {layers} / {pp}; {remedy}"
-    )
+        raise ConfigError(f"{source} needs pp > 1, but pp is 1; add --pp 2 or remove it")
+    if layers % pp or per_chunk.value < 1 or (layers // pp) % per_chunk.value:
+        works = [str(size) for size in range(1, layers // pp + 1) if layers % (pp * size) == 0]
+        remedy = f"use one of {', '.join(works)}" if works else "use --vpp, with --pipeline-layers"
+        raise ConfigError(f"{source} does not divide num_layers / pp = {layers} / {pp}; {remedy}")
+    return layers // pp // per_chunk.value
 
 
 def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, int, int]) -> list[int]:
@@ -182,7 +199,7 @@ def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, in
     layers, pp, vpp = sizes
     source = " and ".join(f"{given.source} {given.value}" for given in (first, last) if given)
     ends = {rank: given.value for rank, given in ((0, first), (pp - 1, last)) if given}
-    if pp == 1 or len(ends) < bool(first) + bool(last):
+    if pp == 1:
         raise ConfigError(f"{source} needs pp > 1, but pp is {pp}; add --pp 2 or remove it")
     rest, others = layers - sum(ends.values()), pp - len(ends)
     share = rest // others if others else 0

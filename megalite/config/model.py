@@ -18,39 +18,39 @@ checkpoint and the run that loads it, and other formats need not express them.""
 class ModelConfig:
     """One GPT. GPT-2/3 by default; Llama by `normalization`, `activation`, `position_embedding_type` and so on."""
 
-    num_layers: int = option(2, basic=True)
+    num_layers: int = option(2, at_least=1, below=10_000, basic=True)
     """Transformer blocks."""
-    hidden_size: int = option(128, basic=True)
+    hidden_size: int = option(128, at_least=1, below=2**24, basic=True)
     """Width h of the residual stream."""
-    num_attention_heads: int = option(4, basic=True)
+    num_attention_heads: int = option(4, at_least=1, below=2**24, basic=True)
     """Attention (query) heads."""
-    num_query_groups: int | None = option(None)
+    num_query_groups: int | None = option(None, at_least=1, below=2**24)
     """Key/value heads of grouped-query attention; default: as many as there are attention heads."""
-    kv_channels: int | None = option(None)
+    kv_channels: int | None = option(None, at_least=1, below=2**24)
     """Size of one head; default hidden_size / num_attention_heads."""
-    ffn_hidden_size: int | None = option(None)
+    ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with a gate."""
-    vocab_size: int | None = option(None)
+    vocab_size: int | None = option(None, at_least=1, below=2**31)
     """Token ids are below this; default: the tokenizer's size."""
-    make_vocab_size_divisible_by: int = option(128)
+    make_vocab_size_divisible_by: int = option(128, at_least=1, below=2**24)
     """Embedding rows are padded to a multiple of this. Never of the layout: checkpoints must not depend on it."""
-    max_position_embeddings: int | None = option(None)
+    max_position_embeddings: int | None = option(None, at_least=1, below=2**31)
     """Rows of the learned position embedding, and the longest sequence allowed; default seq_length."""
     position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"))
     """How positions enter."""
-    rotary_base: float = option(10000.0)
+    rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3"))
     """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3)."""
-    rope_scaling_factor: float = option(8.0)
+    rope_scaling_factor: float = option(8.0, above=1)
     """How far rope_scaling stretches positions."""
-    rope_low_freq_factor: float = option(1.0)
+    rope_low_freq_factor: float = option(1.0, above=0)
     """llama3 scaling: wavelengths above original positions / this are stretched in full."""
-    rope_high_freq_factor: float = option(4.0)
+    rope_high_freq_factor: float = option(4.0, above=0)
     """llama3 scaling: wavelengths below original positions / this are left as they are."""
-    rope_original_max_positions: int = option(8192)
+    rope_original_max_positions: int = option(8192, at_least=1, below=2**31)
     """llama3 scaling: the sequence length that the model was first trained with."""
-    sliding_window: int | None = option(None)
+    sliding_window: int | None = option(None, at_least=2)
     """Keys that a query sees, its own among them (Mistral); default: all before it."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Norm before attention, before the MLP and at the end."""
@@ -58,7 +58,7 @@ class ModelConfig:
     """Norms multiply by 1 + weight, and the weight starts at 0 (Gemma)."""
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
     """Norm over each head of queries and keys before RoPE (Qwen3)."""
-    norm_epsilon: float = option(1e-5, flags=("--layernorm-epsilon",))
+    norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"))
     """MLP nonlinearity; swiglu and geglu have a gate beside the up projection."""
@@ -70,33 +70,33 @@ class ModelConfig:
     """Multiply word embeddings by sqrt(hidden_size) (Gemma)."""
     tie_embeddings: bool = option(True)
     """The output head uses the word embedding's weight."""
-    hidden_dropout: float = option(0.0)
+    hidden_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on the embedding and on each residual branch."""
-    attention_dropout: float = option(0.0)
+    attention_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on attention probabilities; above 0 the unfused attention is used."""
-    init_method_std: float = option(0.02)
+    init_method_std: float = option(0.02, above=0, below=100)
     """Standard deviation of the initial weights; residual output projections get it divided by sqrt(2·num_layers)."""
-    num_experts: int | None = option(None)
+    num_experts: int | None = option(None, at_least=2, below=2**20)
     """Experts of each MoE layer; default: a dense MLP."""
-    moe_router_topk: int = option(2)
+    moe_router_topk: int = option(2, at_least=1, below=2**24)
     """Experts each token is sent to."""
-    moe_ffn_hidden_size: int | None = option(None)
+    moe_ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of one expert; default ffn_hidden_size."""
-    moe_shared_expert_intermediate_size: int | None = option(None)
+    moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the shared expert, which every token goes through; default: none."""
-    moe_layer_freq: int = option(1)
+    moe_layer_freq: int = option(1, at_least=1, below=10_000)
     """Every how-many-th layer has experts, the first of them being one; the others have a dense MLP."""
-    moe_first_dense_layers: int = option(0)
+    moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
     """Layers at the start that have a dense MLP whatever moe_layer_freq says (DeepSeek)."""
     moe_router_pre_softmax: bool = option(False)
     """Softmax over all experts before the top-k choice (weights add up to less than 1); default: over the chosen."""
-    moe_router_topk_scaling_factor: float = option(1.0)
+    moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router's weights."""
-    moe_aux_loss_coeff: float = option(0.0)
+    moe_aux_loss_coeff: float = option(0.0, at_least=0)
     """Weight of the load-balancing loss of each MoE layer, taken over each sequence."""
-    moe_z_loss_coeff: float = option(0.0)
+    moe_z_loss_coeff: float = option(0.0, at_least=0)
     """Weight of the mean square of the router's log-sum-exp."""
-    moe_expert_capacity_factor: float | None = option(None)
+    moe_expert_capacity_factor: float | None = option(None, above=0)
     """An expert takes at most this times the even share of each sequence's tokens; default: no token is dropped."""
     moe_token_drop_policy: str = option("probs", choices=("probs", "position"))
     """Which tokens an expert over its capacity leaves out: the least probable or the last."""

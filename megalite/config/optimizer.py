@@ -30,77 +30,77 @@ class OptimizerConfig:
     optimizer: str = option("adam", choices=OPTIMIZERS)
     """adam is AdamW (decoupled weight decay); onebit-adam, onebit-lamb and zero-one-adam exchange signs of their momentum
     instead of gradients after a warm-up; muon orthogonalises the update of matrices and leaves the rest to AdamW."""
-    lr: float = option(1e-3, basic=True)
+    lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
-    min_lr: float = option(0.0, basic=True)
+    min_lr: float = option(0.0, at_least=0, basic=True)
     """Learning rate at and after the end of decay."""
     lr_decay_style: str = option(
         "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), basic=True
     )
     """Decay after warm-up."""
-    lr_decay_iters: int | None = option(None)
+    lr_decay_iters: int | None = option(None, at_least=1)
     """Steps at which min_lr is reached; default train_iters."""
-    lr_decay_samples: int | None = option(None)
+    lr_decay_samples: int | None = option(None, at_least=1)
     """The same in samples; default train_samples."""
-    lr_warmup_iters: int | None = option(None)
+    lr_warmup_iters: int | None = option(None, at_least=0)
     """Steps of linear warm-up."""
-    lr_warmup_samples: int | None = option(None)
+    lr_warmup_samples: int | None = option(None, at_least=0)
     """The same in samples."""
-    lr_warmup_fraction: float | None = option(None, basic=True)
+    lr_warmup_fraction: float | None = option(None, at_least=0, below=1, basic=True)
     """Warm-up as a fraction of the decay length."""
-    lr_warmup_init: float = option(0.0)
+    lr_warmup_init: float = option(0.0, at_least=0)
     """Learning rate that the warm-up starts from; see lr_schedule_offset for whether the first step has it."""
     lr_schedule_offset: str = option("step-end", choices=("step-end", "megatron"))
     """A step's learning rate and weight decay are those that the schedules have at its end, so that the first one learns
     although a warm-up starts from 0; or, with megatron, at its start, as in Megatron-LM: one step later."""
-    lr_wsd_decay_iters: int | None = option(None)
+    lr_wsd_decay_iters: int | None = option(None, at_least=1)
     """Length of the final decay of WSD, in steps."""
-    lr_wsd_decay_samples: int | None = option(None)
+    lr_wsd_decay_samples: int | None = option(None, at_least=1)
     """The same in samples."""
     lr_wsd_decay_style: str = option("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """Shape of the final decay of WSD."""
-    weight_decay: float = option(0.01)
+    weight_decay: float = option(0.01, at_least=0)
     """Decoupled weight decay."""
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
     """How weight decay moves from start_weight_decay to end_weight_decay."""
-    start_weight_decay: float | None = option(None)
+    start_weight_decay: float | None = option(None, at_least=0)
     """First value of a moving weight decay."""
-    end_weight_decay: float | None = option(None)
+    end_weight_decay: float | None = option(None, at_least=0)
     """Last value of a moving weight decay."""
-    adam_beta1: float = option(0.9)
+    adam_beta1: float = option(0.9, at_least=0, below=1)
     """Decay of the first moment, in all optimizers but sgd."""
-    adam_beta2: float = option(0.999)
+    adam_beta2: float = option(0.999, at_least=0, below=1)
     """Decay of the second moment."""
-    adam_eps: float = option(1e-8)
+    adam_eps: float = option(1e-8, above=0)
     """Added to the square root of the second moment."""
-    clip_grad: float = option(1.0)
+    clip_grad: float = option(1.0, at_least=0)
     """Largest global gradient norm; 0 turns clipping off."""
-    sgd_momentum: float = option(0.9)
+    sgd_momentum: float = option(0.9, at_least=0, below=1)
     """sgd: momentum."""
     sgd_nesterov: bool = option(False)
     """sgd: Nesterov's form of it."""
-    lamb_min_coeff: float = option(0.01)
+    lamb_min_coeff: float = option(0.01, at_least=0)
     """lamb, onebit-lamb: lowest trust ratio."""
-    lamb_max_coeff: float = option(10.0)
+    lamb_max_coeff: float = option(10.0, above=0)
     """lamb, onebit-lamb: highest trust ratio."""
-    muon_momentum: float = option(0.95)
+    muon_momentum: float = option(0.95, at_least=0, below=1)
     """muon: momentum of matrices (Nesterov)."""
-    muon_steps: int = option(5, flags=("--muon-num-ns-steps",))
+    muon_steps: int = option(5, at_least=1, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
-    muon_scale: float = option(0.2)
+    muon_scale: float = option(0.2, above=0)
     """muon: root mean square of a matrix's update, to fit AdamW's learning rate and weight decay."""
-    freeze_step: int | None = option(None)
+    freeze_step: int | None = option(None, at_least=1)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
-    freeze_threshold: float = option(0.96)
+    freeze_threshold: float = option(0.96, above=0, below=1)
     """1-bit optimizers: the second moment is stable, and the warm-up ends, when its L1 norm has changed by less than this
     ratio, up or down, over 1/(1-beta2) steps, after the warm-up of the learning rate."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
     """1-bit optimizers: the size that signs stand for is one number a tensor, or one a bucket, as in the papers."""
-    local_step_clipper: int = option(16)
+    local_step_clipper: int = option(16, at_least=1)
     """zero-one-adam: most local steps between two exchanges."""
-    local_step_scaler: int = option(32678)
+    local_step_scaler: int = option(32678, at_least=1)
     """zero-one-adam: steps after which the number of local steps doubles."""
-    variance_update_scaler: int = option(16)
+    variance_update_scaler: int = option(16, at_least=1)
     """zero-one-adam: updates of the second moment after which the interval between them doubles."""
     main_params: str = option("fp32", choices=("fp32", "split"))
     """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack (2 bytes less each)."""

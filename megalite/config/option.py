@@ -1,10 +1,40 @@
-"""`option()`: a dataclass field that also knows how it is spelled on the command line."""
+"""`option()`: a dataclass field that also knows how it is spelled on the command line, and what it may be."""
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
+
+MOST = 2.0**40
+"""Where a number has no upper bound of its own: more than any run needs, little enough that counting with it is quick."""
 
 
-def option(default: Any, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (), basic: bool = False) -> Any:
+class Bounds(NamedTuple):
+    """What a number (of a list, each of them) may be."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    below: float = MOST
+    at_most: float = math.inf
+
+    def error(self, value: float) -> str | None:
+        """`must be above 0`, or None."""
+        if value < self.at_least:
+            return f"must be at least {plain(self.at_least)}"
+        if value <= self.above:
+            return f"must be above {plain(self.above)}"
+        if value >= self.below:
+            return f"must be below {plain(self.below)}"
+        return f"must be at most {plain(self.at_most)}" if value > self.at_most else None
+
+
+def plain(value: float) -> str:
+    """A number, whole ones with all their digits."""
+    return str(int(value)) if value == int(value) and abs(value) >= 1e6 else f"{value:g}"
+
+
+def option(
+    default: Any, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (), basic: bool = False, **bounds: float
+) -> Any:
     """Declare one setting of a config dataclass.
 
     The attribute docstring under the field is its help text; the field's name, with dashes, is its flag.
@@ -14,8 +44,9 @@ def option(default: Any, *, flags: tuple[str, ...] = (), choices: tuple[str, ...
         flags: further spellings (`("--tensor-model-parallel-size",)`); Megatron-LM's long names go here.
         choices: the legal values, where they are few.
         basic: shown by `--help`; the others only by `--help-all`.
+        bounds: of a number, as in `Bounds`.
     """
-    metadata = {"flags": flags, "choices": choices, "basic": basic}
+    metadata = {"flags": flags, "choices": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

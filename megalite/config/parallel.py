@@ -26,22 +26,22 @@ LOCAL_STRATEGIES = ("local-sgd", "diloco", "gossip")
 class ParallelConfig:
     """Sizes of the axes. world = tp·cp·dp·pp; experts (ep) are carved out of the dp·cp grid of a pipeline stage."""
 
-    tp: int = option(1, flags=("--tensor-model-parallel-size",), basic=True)
+    tp: int = option(1, at_least=1, below=2**20, flags=("--tensor-model-parallel-size",), basic=True)
     """Tensor-parallel size: each layer's matrices are split over this many ranks."""
-    pp: int = option(1, flags=("--pipeline-model-parallel-size",), basic=True)
+    pp: int = option(1, at_least=1, below=2**20, flags=("--pipeline-model-parallel-size",), basic=True)
     """Pipeline-parallel size: layers are split over this many ranks."""
-    vpp: int = option(1, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
+    vpp: int = option(1, at_least=1, below=2**20, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
     """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved. Not given, it is
     what pipeline_layout or a V schedule needs."""
-    dp: int | None = option(None, flags=("--data-parallel-size",))
+    dp: int | None = option(None, at_least=1, below=2**20, flags=("--data-parallel-size",))
     """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
-    cp: int = option(1, flags=("--context-parallel-size",))
+    cp: int = option(1, at_least=1, below=2**20, flags=("--context-parallel-size",))
     """Context-parallel size: the sequence is split over this many ranks."""
     cp_comm_type: str = option("p2p", choices=("p2p", "a2a"))
     """How attention sees the whole sequence: keys and values go round a ring (p2p), or heads are exchanged (a2a)."""
-    ep: int = option(1, flags=("--expert-model-parallel-size",))
+    ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
-    etp: int | None = option(None, flags=("--expert-tensor-parallel-size",))
+    etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
     """Tensor-parallel size inside experts; default tp."""
     rank_order: str = option("tp-cp-ep-dp-pp", choices=("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
     """Which axis varies fastest over ranks, leftmost first."""
@@ -54,10 +54,12 @@ class ParallelConfig:
     """Schedule of your own instead: a CSV file with one line a pipeline rank, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
     """1f1b: forwards before the first backward, p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(None, flags=("--microbatch-group-size",))
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+        None, at_least=1, below=2**24, flags=("--microbatch-group-size",)
+    )
     """Microbatches that run through one chunk before the next (interleaved only); default: the least that fits, pp or
     more."""
-    pipeline_layers: list[int] | None = option(None)
+    pipeline_layers: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
     pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
     """The same in words: E embedding, t layer, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
@@ -65,16 +67,16 @@ class ParallelConfig:
     """auto: JSON file with the times of each stage, as megalite schedule --costs reads; default: their FLOPs."""
     pipeline_memory_limit: str | None = option(None)
     """What activations may take on a rank, e.g. 12GiB: a schedule that needs more is refused, auto keeps within."""
-    pipeline_recv_prefetch: int = option(1)
+    pipeline_recv_prefetch: int = option(1, at_least=0)
     """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
-    pipeline_send_window: int = option(1)
+    pipeline_send_window: int = option(1, at_least=1)
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
     dp_strategy: str = option("all-reduce", choices=DP_STRATEGIES, basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
-    ddp_bucket_size: int = option(40_000_000)
+    ddp_bucket_size: int = option(40_000_000, at_least=1)
     """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by sizes of their own."""
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
@@ -83,12 +85,12 @@ class ParallelConfig:
     next forward runs."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
-    distributed_timeout_minutes: float = option(10.0)
+    distributed_timeout_minutes: float = option(10.0, above=0)
     """A collective that waits longer fails."""
-    hang_timeout_minutes: float | None = option(None)
+    hang_timeout_minutes: float | None = option(None, at_least=0)
     """If no rank progresses for so long, a process beside the run names the rank that stands still, writes all stacks to
     run_dir, and ends the run with status 44; 0: never. Default: 0.8 of distributed_timeout_minutes."""
-    hang_save_timeout_minutes: float | None = option(None)
+    hang_save_timeout_minutes: float | None = option(None, above=0)
     """The same while a rank saves, starts or makes its first step, where files are written and kernels compiled. Default:
     six times hang_timeout_minutes, but not more than 0.9 of distributed_timeout_minutes."""
     elastic: bool = option(False)
@@ -140,30 +142,30 @@ class DataParallelConfig:
     distributed-optimizer and the synchronous servers (which always add by rank) give the same bits."""
     shard_gradients: bool = option(False)
     """distributed-optimizer: keep only the owned part of the gradients between microbatches, as ZeRO-2 does."""
-    fusion_threshold_mb: float = option(64.0)
+    fusion_threshold_mb: float = option(64.0, above=0)
     """fused-all-reduce: gradients that are ready are reduced together once they are this many MB."""
-    server_chunk_mb: float = option(4.0)
+    server_chunk_mb: float = option(4.0, at_least=0.001, at_most=2000)
     """parameter-server, sharded-parameter-server, async-parameter-server: MB in one message to or from a server."""
-    max_staleness: int = option(1)
+    max_staleness: int = option(1, at_least=0)
     """async-parameter-server: steps that a worker may be ahead of the slowest one; 0 makes it synchronous."""
     staleness_aware_lr: bool = option(True)
     """async-parameter-server: divide the learning rate of an update by 1 + the updates that its weights are behind, where
     that is more than dp, by which it is divided otherwise."""
-    sync_interval: int = option(20)
+    sync_interval: int = option(20, at_least=1)
     """local-sgd, diloco: steps between two exchanges of weights."""
-    sync_warmup_steps: int = option(0)
+    sync_warmup_steps: int = option(0, at_least=0)
     """local-sgd, diloco, gossip: first steps in which gradients are all-reduced instead."""
     average_optimizer_state: bool = option(False)
     """local-sgd: average the optimizer's state with the weights."""
-    outer_lr: float = option(0.7)
+    outer_lr: float = option(0.7, above=0)
     """diloco: learning rate of the outer Nesterov step on the averaged change of the weights."""
-    outer_momentum: float = option(0.9)
+    outer_momentum: float = option(0.9, at_least=0, below=1)
     """diloco: momentum of the outer step."""
-    sync_fragments: int = option(1)
+    sync_fragments: int = option(1, at_least=1)
     """diloco: fragments of the network, each exchanged at a time of its own (streaming DiLoCo)."""
-    sync_delay: int = option(0)
+    sync_delay: int = option(0, at_least=0)
     """diloco: steps during which an exchange may be under way before its result is used."""
-    sync_mix: float = option(0.0)
+    sync_mix: float = option(0.0, at_least=0, below=1)
     """diloco: share of a rank's own weights that stays when a fragment's result is taken up; 0 takes the result."""
     gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
     """gossip: average with both neighbours of a ring, or with one peer that changes from step to step."""
@@ -171,13 +173,15 @@ class DataParallelConfig:
     """gossip: average weights before the optimizer's update, or correct momentum for what averaging does (DecentLaM)."""
     grad_compression: str = option("none", choices=COMPRESSIONS)
     """all-reduce: lossy gradients with error feedback: signs, 8-bit integers, the largest elements, or low rank."""
-    compression_warmup_steps: int = option(0)
+    compression_warmup_steps: int = option(0, at_least=0)
     """First steps with whole gradients."""
-    topk_density: float = option(0.01)
+    topk_density: float = option(0.01, above=0, at_most=1)
     """topk: share of the elements that is sent."""
-    powersgd_rank: int = option(4)
+    powersgd_rank: int = option(4, at_least=1)
     """powersgd: rank of the matrices that stand for a gradient."""
-    check_replicas_interval: int | None = option(None, flags=("--check-weight-hash-across-dp-replicas-interval",))
+    check_replicas_interval: int | None = option(
+        None, at_least=1, flags=("--check-weight-hash-across-dp-replicas-interval",)
+    )
     """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""
 
 

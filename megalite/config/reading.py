@@ -1,17 +1,29 @@
-"""Reading input files: regular files only (no pipe, no device), and YAML without surprises."""
+"""Reading input files: regular files only (no pipe, no device), YAML without surprises, and dataclasses from it."""
 
+import dataclasses
 import difflib
 import errno
+import math
 import os
 import re
 import stat
-from collections.abc import Hashable
+import typing
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import yaml
 
-from megalite.config.errors import Problems
+from megalite.config.errors import ConfigError, Problems, gathered, nearest, shortened
+
+T = TypeVar("T")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+OR_ZERO = {"least": 0.0}
+"""Metadata of a field that may be 0; others are above it."""
+AT_LEAST_ONE = {"least": 1.0}
+"""Metadata of a field that is 1 or more."""
+FRACTION = {"most": 1.0}
+"""Metadata of a field that is a share of something: above 0, at most 1."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -90,28 +102,177 @@ UniqueKeyLoader.add_implicit_resolver(
 )
 
 
-def load_yaml(text: str, problems: Problems) -> Any:
-    """What YAML text holds; keys that are given twice are problems.
+def read_input(path: str | Path, what: str) -> str:
+    """The text of a file that the user named.
 
     Raises:
-        yaml.YAMLError, RecursionError: it is not YAML, or nested too deeply.
+        ConfigError: it cannot be read; `what` says which file it is.
     """
-    loader = UniqueKeyLoader(text)
-    loader.problems = problems
+    path = Path(path)
     try:
-        return loader.get_single_data()
-    except (ValueError, LookupError, AttributeError) as error:
-        # PyYAML's own, for a tag or a date with a value that does not fit.
-        raise yaml.YAMLError(f"a value is not of the type that it is written as: {error}") from None
-    finally:
-        loader.dispose()
+        return read_text(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist{_near(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} cannot be read: it is not UTF-8 text") from None
 
 
-def near_files(path: Path) -> str:
-    """`: did you mean x?` for files of similar name in the same folder."""
+def _near(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
     except OSError:
         return f": there is no folder {path.parent}"
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f": did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
+
+
+def load_mapping(text: str, source: str, example: str, problems: Problems | None = None) -> dict[Any, Any]:
+    """The mapping that YAML text holds; keys that are given twice are problems.
+
+    Args:
+        problems: gets them; default: raised.
+
+    Raises:
+        ConfigError: it is not YAML, nested too deeply, or holds something else; the message starts with `source`.
+    """
+    loader, twice = UniqueKeyLoader(text), Problems()
+    loader.problems = twice
+    try:
+        tree = loader.get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # PyYAML's own, for a tag or a date with a value that does not fit.
+        raise ConfigError(f"{source} is not YAML: a value is not of the type that it is written as: {error}") from None
+    finally:
+        loader.dispose()
+    with gathered(problems) as found:
+        for problem in twice.found:
+            found.add(f"{source}: {problem}", *twice.wrong)
+    if not isinstance(tree, dict):
+        held = "nothing" if tree is None else shortened(tree)
+        raise ConfigError(f"{source} must hold `key: value` lines such as `{example}`, found {held}")
+    return tree
+
+
+def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
+    """The mapping in a file; ConfigError if there is none."""
+    return load_mapping(read_input(path, f"{kind} file"), f"{kind} file {path}", f"name: my-{kind}")
+
+
+def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
+    """The file of a known name, or the path itself if it ends in .yaml or .yml or exists.
+
+    Raises:
+        ConfigError: neither; the nearest names are given.
+    """
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name_or_path in names:
+        return folder / f"{name_or_path}.yaml"
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{kind} file {path} does not exist{_near(path)}")
+    raise ConfigError(
+        f"unknown {kind} {name_or_path}{nearest(name_or_path, names)} (there are {', '.join(names)}, or give the path "
+        f"of a YAML file)"
+    )
+
+
+def build(cls: type[T], tree: Any, where: str) -> T:
+    """The dataclass that a mapping describes; dataclasses in it are mappings in turn.
+
+    Args:
+        where: how messages begin: the file, and the section in it.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is of another type, not finite or out of range.
+    """
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where} takes `key: value` lines, got {shortened(tree)}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in tree:
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown key {key}{nearest(str(key), fields)} (keys are {', '.join(fields)})")
+    types = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = _value(types[name], tree[name], f"{where}: {name}", field.metadata)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            example = {int: "8", float: "1.0e9", bool: "true", str: "some text"}.get(types[name], "{...}")
+            raise ConfigError(f"{where}: {name} is missing; add `{name}: {example}`")
+    return cls(**values)
+
+
+def _value(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast(type, kind), value, where)
+    if typing.get_origin(kind) is Mapping:
+        return _mapping(typing.get_args(kind)[1], value, where, metadata)
+    if kind is str and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f"{where} takes text, got {shortened(value)}; write it in quotes")
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{where} takes true or false, got {shortened(value)}")
+    return value if kind in (str, bool) else _number(kind, value, where, metadata)
+
+
+def _mapping(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} takes `name: value` lines, got {shortened(value)}")
+    known = metadata.get("keys")
+    for key in value:
+        if not isinstance(key, str) or (known is not None and key not in known):
+            names = f"{nearest(str(key), known)} (there are {', '.join(known)})" if known else ""
+            raise ConfigError(f"{where}: unknown name {key}{names}")
+    if known is not None and not value:
+        raise ConfigError(f"{where} is empty; give at least one of {', '.join(known)}")
+    return {key: _value(kind, inner, f"{where}.{key}", metadata) for key, inner in value.items()}
+
+
+def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> int | float:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)  # YAML takes 1e9 for text: it wants 1.0e+9
+        except ValueError:
+            number = None
+    whole = isinstance(number, int) or (isinstance(number, float) and math.isfinite(number) and number % 1 == 0)
+    if isinstance(number, bool) or not isinstance(number, int | float) or (kind is int and not whole):
+        wanted = "a whole number such as 8" if kind is int else "a number such as 1.0e9"
+        raise ConfigError(f"{where} takes {wanted}, got {shortened(value)}")
+    least, most = metadata.get("least"), metadata.get("most", math.inf)
+    if not math.isfinite(number) or (number <= 0 if least is None else number < least):
+        wanted = "above 0" if least is None else f"{least:g} or more"
+        raise ConfigError(f"{where} is {value}; it must be {wanted} and finite")
+    if number > most:
+        raise ConfigError(f"{where} is {value}; it is a share, at most {most:g}")
+    return kind(number)
+
+
+def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
+    """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    comment = "".join(f"# {line}\n" for line in header.splitlines())
+    text = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110)
+    try:
+        Path(path).write_text(comment + text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and mappings as dicts, numbers as Python's own."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, bool | str):
+        return value
+    return int(value) if isinstance(value, int) else float(value)

@@ -1,12 +1,13 @@
-"""`RunConfig`: everything that decides a run, in one frozen value."""
+"""`RunConfig`: everything that decides a run, in one frozen value, and what follows from several of its sections."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.parallel import DataParallelConfig, ParallelConfig
+from megalite.config.parallel import DataParallelConfig, ParallelConfig, parse_pipeline_layout
 from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingConfig
 
 
@@ -23,3 +24,38 @@ class RunConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def saves(config: RunConfig) -> bool:
+    """Something in the settings means that checkpoints are written: to `save`, or else below `run_dir`."""
+    t = config.training
+    ends = (t.exit_interval, t.exit_duration_in_mins, t.exit_file)
+    return config.checkpoint.save_interval is not None or any(end is not None for end in ends)
+
+
+def save_folder(config: RunConfig) -> str | None:
+    """Where checkpoints go: to `save`; not given, below `run_dir`; None if nothing is saved."""
+    save, run_dir = config.checkpoint.save, config.logging.run_dir
+    if save is not None or run_dir is None or not saves(config):
+        return save
+    return str(PurePath(run_dir) / "checkpoints")
+
+
+def stage_layers(config: RunConfig) -> list[int] | None:
+    """The cut that the user gave, if any: layers of each stage."""
+    p = config.parallel
+    return p.pipeline_layers if p.pipeline_layout is None else parse_pipeline_layout(p.pipeline_layout)
+
+
+def attention_in_tiles(config: RunConfig) -> str | None:
+    """The setting for which attention is computed in pieces that are merged, or None."""
+    window, parallel = config.model.sliding_window, config.parallel
+    if window is not None and window < config.training.seq_length:
+        return f"sliding_window {window}"
+    if config.data.packing == "best-fit":
+        return "packing best-fit"
+    if config.data.reset_attention_mask:
+        return "reset_attention_mask"
+    if parallel.cp > 1 and parallel.cp_comm_type == "p2p":
+        return f"cp {parallel.cp} with cp_comm_type p2p"
+    return None

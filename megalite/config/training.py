@@ -9,31 +9,31 @@ from megalite.config.option import option
 class TrainingConfig:
     """How long, how much at a time, and in which number format."""
 
-    micro_batch_size: int = option(1, basic=True)
+    micro_batch_size: int = option(1, at_least=1, below=2**24, basic=True)
     """Sequences in one forward pass of one data-parallel rank."""
-    global_batch_size: int | None = option(None, basic=True)
+    global_batch_size: int | None = option(None, at_least=1, below=2**24, basic=True)
     """Sequences in one step over all ranks; default micro_batch_size · dp."""
     rampup_batch_size: list[int] | None = option(None)
     """START INCREMENT SAMPLES: grow the batch from START to global_batch_size by INCREMENT over SAMPLES samples."""
-    train_iters: int | None = option(None, basic=True)
+    train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
-    train_samples: int | None = option(None)
+    train_samples: int | None = option(None, at_least=1)
     """Length of the run in samples (instead of train_iters)."""
-    seq_length: int = option(256, basic=True)
+    seq_length: int = option(256, at_least=1, below=2**31, basic=True)
     """Tokens in one sequence."""
-    seed: int = option(1234)
+    seed: int = option(1234, at_least=0, below=2**63)
     """Initial weights, data order and dropout are pure functions of it."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16", "fp64"), basic=True)
     """Parameters and activations; bf16 and fp16 keep fp32 main parameters and gradients; fp64 is for proofs."""
-    loss_scale: float | None = option(None)
+    loss_scale: float | None = option(None, above=0, below=2**64)
     """Fixed loss scale for fp16; default: dynamic."""
-    initial_loss_scale: float = option(65536.0)
+    initial_loss_scale: float = option(65536.0, above=0, below=2**64)
     """First dynamic loss scale."""
-    min_loss_scale: float = option(1.0)
+    min_loss_scale: float = option(1.0, above=0, below=2**64)
     """Lowest dynamic loss scale."""
-    loss_scale_window: int = option(1000)
+    loss_scale_window: int = option(1000, at_least=1)
     """Good steps before the loss scale doubles."""
-    hysteresis: int = option(2)
+    hysteresis: int = option(2, at_least=1)
     """Overflows before the loss scale halves."""
     recompute_granularity: str = option("none", choices=("none", "selective", "full"), basic=True)
     """Activations recomputed in the backward: none, those of recompute_modules (selective), or whole layers (full)."""
@@ -42,32 +42,32 @@ class TrainingConfig:
     recompute_method: str = option("uniform", choices=("uniform", "block"))
     """Full recompute: every recompute_num_layers layers are one unit (uniform), or only that many layers of each stage
     are recomputed, one by one (block)."""
-    recompute_num_layers: int = option(1)
+    recompute_num_layers: int = option(1, at_least=1, below=10_000)
     """See recompute_method."""
     recompute_ahead: bool = option(False)
     """Full recompute as an action of its own, before the wait for the gradient: shorter bubble, the activations of one
     more microbatch of a stage."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
-    eval_interval: int | None = option(None, basic=True)
+    eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
-    eval_iters: int = option(10)
+    eval_iters: int = option(10, at_least=1)
     """Global batches in one evaluation."""
-    exit_interval: int | None = option(None)
+    exit_interval: int | None = option(None, at_least=1)
     """Stop (and save) after a step divisible by this, as if the run had been interrupted."""
-    exit_duration_in_mins: float | None = option(None)
+    exit_duration_in_mins: float | None = option(None, above=0)
     """Stop (and save) once the run has gone on for so many minutes, counted from its start; exit status 75."""
     exit_file: str | None = option(None)
     """Stop (and save) when this file appears; default <run_dir>/STOP."""
     exit_signals: list[str] = option(["SIGTERM", "SIGUSR1"], flags=("--exit-signal",))
     """Signals that stop (and save) the run with exit status 75: SIGTERM, SIGUSR1, SIGHUP."""
-    exit_timeout_seconds: float = option(300.0)
+    exit_timeout_seconds: float = option(300.0, above=0)
     """A rank that has got a signal leaves without a checkpoint if the ranks have not agreed by then: one may be gone."""
     check_for_nan_in_loss_and_grad: bool = option(True)
     """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips gradients that overflow)."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
-    max_consecutive_skips: int = option(10)
+    max_consecutive_skips: int = option(10, at_least=1)
     """Stop when more steps in a row would be skipped: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
 
 
@@ -78,23 +78,23 @@ class CheckpointConfig:
     save: str | None = option(None, basic=True)
     """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that says that folder of its own
     run_dir means the default: with another --run-dir checkpoints go there."""
-    save_interval: int | None = option(None, basic=True)
+    save_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
     """Copy the state to host memory and write it from there while training goes on."""
-    keep_latest: int | None = option(None, basic=True)
+    keep_latest: int | None = option(None, at_least=1, basic=True)
     """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
-    keep_every: int | None = option(None)
+    keep_every: int | None = option(None, at_least=1)
     """With keep_latest: keep those whose step is a multiple of this for ever."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
     """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and go on to the next one."""
     check_weights_before_save: bool = option(True)
     """Look through all that is about to be saved, and stop the run if anything in it is not finite."""
-    max_failures_at_step: int = option(3)
+    max_failures_at_step: int = option(3, at_least=0)
     """Refuse to start once the run has failed that often in the same step with nothing saved in between; 0: never."""
     load: str | None = option(None, basic=True)
     """Folder to resume from: the newest checkpoint in it that verifies."""
-    ckpt_step: int | None = option(None)
+    ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step rather than from the newest."""
     fresh_if_missing: bool = option(False, basic=True)
     """Start from step 0 if load holds no checkpoint; otherwise that is an error."""
@@ -106,7 +106,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """Log lines, TensorBoard, JSONL, timers, profiler."""
 
-    log_interval: int = option(10, basic=True)
+    log_interval: int = option(10, at_least=1, basic=True)
     """Steps between log lines."""
     run_dir: str | None = option(None, basic=True)
     """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none of them is
@@ -121,29 +121,29 @@ class LoggingConfig:
     """Team or user there; default: that of the key."""
     wandb_exp_name: str | None = option(None)
     """Name of the run there; default: that of run_dir."""
-    timing_log_level: int = option(1)
+    timing_log_level: int = option(1, at_least=0, at_most=1)
     """1: a line a log interval with the time of each phase of the step, least and most over ranks, and ranks that are
     slower than their peers; 0: neither."""
-    straggler_threshold: float = option(1.2)
+    straggler_threshold: float = option(1.2, above=1)
     """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
     trace: bool = option(False)
     """Write the measured pipeline of the steps in trace_steps beside the simulated one: <run_dir>/trace-N.json, for
     Perfetto."""
-    trace_steps: list[int] = option([3])
+    trace_steps: list[int] = option([3], at_least=1)
     """Steps to trace, counted from where this run starts."""
-    loss_spike_threshold: float = option(10.0)
+    loss_spike_threshold: float = option(10.0, at_least=0)
     """A line in the log when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
-    loss_spike_window: int = option(100)
+    loss_spike_window: int = option(100, at_least=8)
     """Recent steps that a loss is compared with."""
     profile: bool = option(False)
     """Write torch.profiler's traces and tables of some steps to <run_dir>/profile."""
-    profile_step_start: int = option(10)
+    profile_step_start: int = option(10, at_least=2)
     """First step to profile, counted from where this run starts; in the one before the profiler warms up."""
-    profile_step_end: int = option(12)
+    profile_step_end: int = option(12, at_least=3)
     """The step before which profiling ends."""
-    profile_ranks: list[int] = option([0])
+    profile_ranks: list[int] = option([0], at_least=0)
     """Ranks to profile."""
     record_memory_history: bool = option(False)
     """CUDA: note every allocation, and write them to <run_dir>/out-of-memory-rank-N.pickle when memory runs out."""
-    peak_tflops: float | None = option(None)
+    peak_tflops: float | None = option(None, above=0)
     """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""

@@ -7,22 +7,48 @@ tell (which numbers of microbatches a schedule takes) is asked of it by the dry 
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
-from megalite.config.describe import replace, settings
-from megalite.config.errors import Findings, Problems, gathered, hide
-from megalite.config.rules.batch import check_batch, check_rampup_form, check_run_lengths
-from megalite.config.rules.compute import check_compute, check_recompute
-from megalite.config.rules.data_parallel import LLAMA3_SETTINGS, check_data_parallel, check_network
-from megalite.config.rules.files import check_checkpoint, check_data, check_evaluation
-from megalite.config.rules.layout import check_experts, check_layout, check_model_cuts, resolve_dp
-from megalite.config.rules.optimizers import ADAM_SETTINGS, check_optimizer
-from megalite.config.rules.ranges import check_ranges
-from megalite.config.rules.run import check_elastic, check_hang_timeout, check_stops, check_visibility
-from megalite.config.rules.schedules import check_schedules
+from megalite.config.describe import replace, settings, values_of
+from megalite.config.errors import Findings, Problems, gathered
+from megalite.config.option import plain
+from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form
+from megalite.config.rules.compute import COMPUTE, LLAMA3_SETTINGS, NETWORK, RECOMPUTE
+from megalite.config.rules.data_parallel import ADAM_SETTINGS, OPTIMIZER, STRATEGY
+from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
+from megalite.config.rules.rule import Check, Settings, rules, see
+from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, VISIBILITY
 from megalite.config.run import RunConfig
+from megalite.config.values import check_choice
 
 __all__ = ["microbatch_counts", "require_startable", "validate"]
+
+_OF_WHAT_IS_ASKED: tuple[Check, ...] = (
+    *(*LAYOUT, *HANG, *ELASTIC, *STRATEGY, *OPTIMIZER),
+    *(*COMPUTE, *NETWORK, *EXPERTS, *CUTS, *RECOMPUTE),
+)
+_OF_WHAT_IS_RESOLVED: tuple[Check, ...] = (*BATCH, *SCHEDULES, *LENGTHS, *DATA, *CHECKPOINT, *STOPS, *VISIBILITY)
+_OF_WHAT_STARTS: tuple[Check, ...] = (
+    *rules(
+        {
+            "the length of the run is not set; add --train-iters 1000 (or --train-samples)": (
+                lambda c: c.train_iters is None and c.train_samples is None
+            ),
+            "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)": (
+                lambda c: not (c.data_path or c.train_data_path or c.mock_data)
+            ),
+            # Mock data without it has a rule of its own, and without any data there is no tokenizer yet.
+            "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257": (
+                lambda c: (c.data_path or c.train_data_path) and c.vocab_size is None and not _has_tokenizer(c)
+            ),
+        }
+    ),
+)
+
+
+def _has_tokenizer(c: Settings) -> bool:
+    return bool(c.tokenizer_model or c.vocab_file or c.tokenizer_type == "ByteLevelTokenizer")
 
 
 def validate(
@@ -51,59 +77,58 @@ def validate(
         ConfigError: everything that is not legal, each with its name, both values and a value that works.
     """
     with gathered(problems) as found:
-        check_ranges(config, found)
-        found.extend(check_rampup_form(_readable(config, found)), "rampup_batch_size")
+
+        def check(*checks: Check) -> None:
+            seen = see(config, explicit, found.wrong)
+            for each in checks:
+                found.extend(each(seen))
+
+        _check_values(config, found)
+        found.extend(check_rampup_form(see(config, explicit, found.wrong)), "rampup_batch_size")
         if world_size is None:
             found.wrong.add("dp")
         with found.collecting("dp"):
             if world_size is not None:
-                config = replace(config, dp=resolve_dp(_readable(config, found), world_size))
-        seen = _readable(config, found)
-        for check in _OF_WHAT_IS_ASKED:
-            found.extend(check(seen, explicit))
+                config = replace(config, dp=resolve_dp(see(config, explicit, found.wrong), world_size))
+        check(*_OF_WHAT_IS_ASKED)
         config = _resolve(_without_idle(config), found)
-        seen = _readable(config, found)
-        for check in _OF_WHAT_IS_RESOLVED:
-            found.extend(check(seen, explicit))
+        check(*_OF_WHAT_IS_RESOLVED)
         if startable:
-            found.extend(_unstartable(seen))
+            check(*_OF_WHAT_STARTS)
     return config
+
+
+def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> Problems:
+    """What some rules find by themselves."""
+    problems, seen = Problems(), see(config, explicit)
+    for check in checks:
+        problems.extend(check(seen))
+    return problems
 
 
 def require_startable(config: RunConfig) -> None:
     """Raise ConfigError unless a validated config has what training needs and a dry run does not: length and data."""
-    with gathered(None) as found:
-        found.extend(_unstartable(config))
+    check_rules(config, frozenset(), *_OF_WHAT_STARTS).raise_all()
 
 
-def _unstartable(config: RunConfig) -> Findings:
-    yield _no_length(config)
-    yield _no_data(config)
-    yield _no_vocabulary(config)
+def _check_values(config: RunConfig, problems: Problems) -> None:
+    """Each setting is one of its choices, or a number within its bounds."""
+    for name, value in values_of(config).items():
+        if value is not None and name not in problems.wrong:
+            problems.extend(_wrong_value(name, value), name)
 
 
-def _no_length(config: RunConfig) -> Findings:
-    if config.training.train_iters is None and config.training.train_samples is None:
-        yield "the length of the run is not set; add --train-iters 1000 (or --train-samples)"
-
-
-def _no_data(config: RunConfig) -> Findings:
-    data = config.data
-    if not (data.data_path or data.train_data_path or data.mock_data):
-        yield "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)"
-
-
-def _no_vocabulary(config: RunConfig) -> Findings:
-    data = config.data
-    tokenizer = data.tokenizer_model or data.vocab_file or data.tokenizer_type == "ByteLevelTokenizer"
-    # Mock data without it has a rule of its own, and without any data there is no tokenizer yet.
-    if config.model.vocab_size is None and not tokenizer and (data.data_path or data.train_data_path):
-        yield "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257"
-
-
-def _readable(config: RunConfig, problems: Problems) -> RunConfig:
-    """The config for rules: to read what is wrong in it ends the rule."""
-    return RunConfig(**{name: hide(section, problems.wrong) for name, section in vars(config).items()})
+def _wrong_value(name: str, value: Any) -> Findings:
+    setting = settings()[name]
+    check_choice(setting, value, "config")
+    if setting.bounds is None:
+        return
+    example = "" if setting.default in (None, []) else f", e.g. {setting.default}"
+    for element in value if isinstance(value, list) else [value]:
+        error = setting.bounds.error(element)
+        if error:
+            what = f"has {plain(element)} in it; each" if setting.is_list else f"is {plain(element)}; it"
+            yield f"{name} {what} {error}{example}"
 
 
 def _without_idle(config: RunConfig) -> RunConfig:
@@ -123,45 +148,23 @@ def _without_idle(config: RunConfig) -> RunConfig:
     return replace(config, **{name: settings()[name].default for name in idle})
 
 
+_DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
+    {
+        "etp": lambda c: c.expert_tp if c.num_experts else c.etp,
+        "global_batch_size": lambda c: c.global_batch_size or samples_per_microbatch(c.run),
+        "num_query_groups": lambda c: c.query_groups,
+        "kv_channels": lambda c: c.head_size,
+        "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP
+        "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
+    }
+)
+"""Setting that may be left open -> what it then is."""
+
+
 def _resolve(config: RunConfig, problems: Problems) -> RunConfig:
     """Fill in what is derived; what is derived from something wrong is wrong too."""
-    seen = _readable(config, problems)
+    seen = see(config, wrong=problems.wrong)
     for name, derive in _DERIVED.items():
         with problems.collecting(name):
             config = replace(config, **{name: derive(seen)})
     return config
-
-
-_OF_WHAT_IS_ASKED: tuple[Callable[[RunConfig, frozenset[str]], Findings], ...] = (
-    check_layout,
-    check_hang_timeout,
-    check_elastic,
-    check_data_parallel,
-    check_optimizer,
-    check_compute,
-    check_network,
-    check_experts,
-    check_model_cuts,
-    check_recompute,
-)
-_OF_WHAT_IS_RESOLVED: tuple[Callable[[RunConfig, frozenset[str]], Findings], ...] = (
-    check_batch,
-    check_schedules,
-    check_run_lengths,
-    check_data,
-    check_evaluation,
-    check_checkpoint,
-    check_stops,
-    check_visibility,
-)
-_DERIVED: Mapping[str, Callable[[RunConfig], object]] = MappingProxyType(
-    {
-        "etp": lambda c: c.parallel.expert_tp if c.model.num_experts else c.parallel.etp,
-        "global_batch_size": lambda c: c.training.global_batch_size or samples_per_microbatch(c),
-        "num_query_groups": lambda c: c.model.query_groups,
-        "kv_channels": lambda c: c.model.head_size,
-        "ffn_hidden_size": lambda c: c.model.ffn_size or None,  # 0: no layer has a dense MLP
-        "max_position_embeddings": lambda c: c.model.max_position_embeddings or c.training.seq_length,
-    }
-)
-"""Setting that may be left open -> what it then is."""

@@ -1,28 +1,13 @@
 """Values of settings: from text and from YAML, with the type each setting wants."""
 
-import difflib
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from megalite.config.describe import Setting
-from megalite.config.errors import ConfigError, shortened
+from megalite.config.errors import ConfigError, nearest, shortened
 
 _LARGEST = 2**63
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
-
-
-def closest(word: str, known: Iterable[str]) -> list[str]:
-    """The known words that `word` may be meant for: the best one, and others only if they are almost as good."""
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
-    return [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
-    named = closest(word, known)
-    return f": did you mean {' or '.join(named)}?" if named else ""
 
 
 def _number(text: str, kind: type) -> int | float | None:

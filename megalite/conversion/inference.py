@@ -16,7 +16,7 @@ from megalite.checkpoint.safetensors_file import TORCH_DTYPES
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.config.rules.effect import divisors
+from megalite.config.rules.rule import divisors
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.conversion.huggingface.config_json import read_json

@@ -15,7 +15,6 @@ from megalite.checkpoint.folders import LATEST_NAME, candidates, step_name, step
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
-    CheckpointError,
     FileEntry,
     Manifest,
     Part,
@@ -27,7 +26,7 @@ from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.checkpoint.save import code_version
 from megalite.config.data import DataConfig
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
 from megalite.config.model import ModelConfig

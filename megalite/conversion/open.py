@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from megalite.checkpoint.folders import candidates, step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, CheckpointMissing
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing
+from megalite.config.errors import CheckpointError
 from megalite.conversion.formats import Format
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.megatron.dist import MegatronDistWeights

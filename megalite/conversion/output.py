@@ -24,9 +24,10 @@ import torch
 
 from megalite import __version__
 from megalite.checkpoint.files import file_length, read_text, remove_tree, replace_durably, sync_folder, write_durably
-from megalite.checkpoint.manifest import CheckpointError, FileEntry
+from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
+from megalite.config.errors import CheckpointError
 from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, parameter_shapes
 
 Advance = Callable[[int], None]

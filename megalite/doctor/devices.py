@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, finding
 from megalite.kernels.probes import EXTENSIONS, why_not_apex, why_not_extension, why_not_triton
 
 TOPIC, KERNELS = "devices", "kernels"
+_found = partial(finding, TOPIC)
 _DRIVER = Path("/proc/driver/nvidia/version")
 _BUSY = 0.9
 """Share of a GPU's memory that should be free before a run."""
@@ -19,11 +21,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def examine(*, driver: Path = _DRIVER) -> Iterator[Finding]:
-    """Findings on torch's build, the driver, each GPU, their connections, and the backends of collectives.
-
-    Args:
-        driver: where NVIDIA's driver says its version.
-    """
+    """Findings on torch's build, the driver, each GPU, their connections, and the backends of collectives."""
     yield build(driver_version(driver), torch.version.cuda, torch.cuda.is_available())
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
@@ -50,22 +48,19 @@ def build(driver: str | None, cuda: str | None, available: bool) -> Finding:
         cuda: that torch was built for, None for a CPU build.
         available: torch finds a device.
     """
-    data = {"driver": driver, "cuda": cuda, "devices": torch.cuda.device_count()}
+    remedy = None
     if available:
         text = f"driver {driver or 'unknown'}, CUDA {cuda}, {torch.cuda.device_count()} devices"
-        return Finding(topic=TOPIC, name="cuda", text=text, data=data)
-    if driver is None:
+    elif driver is None:
         text = "no NVIDIA driver: everything runs on the CPU"
-        return Finding(topic=TOPIC, name="cuda", text=text, data=data)
-    if cuda is None:
-        text, remedy = (
-            f"driver {driver}, but this torch is for CPUs",
-            "install a torch for CUDA: pytorch.org/get-started",
-        )
+    elif cuda is None:
+        text = f"driver {driver}, but this torch is for CPUs"
+        remedy = "install a torch for CUDA: pytorch.org/get-started"
     else:
         text = f"driver {driver}, torch for CUDA {cuda}, and no device can be used"
         remedy = "check CUDA_VISIBLE_DEVICES and nvidia-smi; an old driver needs a torch for an older CUDA"
-    return Finding(topic=TOPIC, name="cuda", level="error", text=text, remedy=remedy, data=data)
+    data = {"driver": driver, "cuda": cuda, "devices": torch.cuda.device_count()}
+    return _found("cuda", text, data, remedy, "error")
 
 
 def _gpu(index: int) -> Finding:
@@ -74,22 +69,20 @@ def _gpu(index: int) -> Finding:
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
-        text = f"cannot be used: {str(error).partition(chr(10))[0]}"
         remedy = "see nvidia-smi and dmesg for the device's errors (Xid), then reset it or leave it out"
-        return Finding(topic=TOPIC, name=name, level="error", text=text, remedy=remedy)
+        return _found(name, f"cannot be used: {str(error).partition(chr(10))[0]}", None, remedy, "error")
     capability = (facts.major, facts.minor)
-    data = {"name": facts.name, "bytes": total, "free": free, "capability": list(capability)}
-    text = (
-        f"{facts.name}, {format_bytes(total)}, {format_bytes(free)} free, compute capability "
-        f"{capability[0]}.{capability[1]}"
+    size = f"{format_bytes(total)}, {format_bytes(free)} free"
+    return _found(
+        name,
+        f"{facts.name}, {size}, compute capability {facts.major}.{facts.minor}",
+        {"name": facts.name, "bytes": total, "free": free, "capability": list(capability)},
+        "another process holds its memory (nvidia-smi names it): end that"
+        if free < _BUSY * total
+        else "it has no bf16: train with --fp16; our Triton kernels do not run on it"
+        if capability < _LEAST_CAPABILITY
+        else None,
     )
-    if free < _BUSY * total:
-        remedy = "another process holds its memory (nvidia-smi names it): end that"
-        return Finding(topic=TOPIC, name=name, level="warning", text=text, remedy=remedy, data=data)
-    if capability < _LEAST_CAPABILITY:
-        remedy = "it has no bf16: train with --fp16; our Triton kernels do not run on it"
-        return Finding(topic=TOPIC, name=name, level="warning", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name=name, text=text, data=data)
 
 
 def _peers() -> Finding:
@@ -103,60 +96,36 @@ def peers(count: int, without: Sequence[tuple[int, int]]) -> Finding:
     """What it means that some pairs of `count` GPUs have no access to each other's memory."""
     data = {"without_access": [list(pair) for pair in without]}
     if not without:
-        text = f"all {count} read each other's memory"
-        return Finding(topic=TOPIC, name="peer access", text=text, data=data)
+        return _found("peer access", f"all {count} read each other's memory", data)
     pairs = ", ".join(f"{one}-{other}" for one, other in without[:4]) + (", ..." if len(without) > 4 else "")
-    return Finding(
-        topic=TOPIC,
-        name="peer access",
-        level="warning",
-        text=f"{len(without)} of {count * (count - 1) // 2} pairs do not read each other's memory: {pairs}",
-        remedy="tp between them is slow: keep tp inside an NVLink island, or mend it (IOMMU and ACS off, nvidia-smi topo -m)",
-        data=data,
-    )
+    text = f"{len(without)} of {count * (count - 1) // 2} pairs do not read each other's memory: {pairs}"
+    remedy = "tp between them is slow: keep tp inside an NVLink island, or turn IOMMU and ACS off (nvidia-smi topo -m)"
+    return _found("peer access", text, data, remedy)
 
 
 def _backends() -> Iterator[Finding]:
+    missing = "this torch is built without it"
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        topic=TOPIC,
-        name="gloo",
-        level="ok" if gloo else "error",
-        text="there" if gloo else "this torch is built without it",
-        remedy=None if gloo else "install torch from pytorch.org: ranks on CPUs, and checkpoints on GPUs, need gloo",
-        data={"available": gloo},
-    )
-    nccl = dist.is_available() and dist.is_nccl_available()
-    if nccl:
+    remedy = "install torch from pytorch.org: ranks on CPUs, and checkpoints on GPUs, need gloo"
+    yield _found("gloo", "there" if gloo else missing, {"available": gloo}, None if gloo else remedy, "error")
+    if dist.is_available() and dist.is_nccl_available():
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        yield Finding(topic=TOPIC, name="nccl", text=version, data={"available": True, "version": version})
+        yield _found("nccl", version, {"available": True, "version": version})
     elif torch.cuda.is_available():
         remedy = "install a torch for CUDA from pytorch.org: ranks on GPUs need it"
-        text = "this torch is built without it"
-        yield Finding(topic=TOPIC, name="nccl", level="error", text=text, remedy=remedy, data={"available": False})
+        yield _found("nccl", missing, {"available": False}, remedy, "error")
     else:
-        text = "not in this torch; no GPU here needs it"
-        yield Finding(topic=TOPIC, name="nccl", text=text, data={"available": False})
+        yield _found("nccl", "not in this torch; no GPU here needs it", {"available": False})
 
 
 def kernel_backends(device: torch.device) -> Iterator[Finding]:
     """Whether Triton's and apex's kernels can run here, or why not."""
     reason = why_not_triton(device.type)
-    data = {"reason": reason}
-    if reason is None or device.type == "cpu":
-        yield Finding(topic=KERNELS, name="triton", text=reason or "its kernels run here", data=data)
-    else:
-        remedy = "pip install triton (wheels of torch for CUDA bring it); without it torch's own kernels serve, slower"
-        yield Finding(topic=KERNELS, name="triton", level="warning", text=reason, remedy=remedy, data=data)
-    reason = why_not_apex(device.type)
+    remedy = "pip install triton (wheels of torch for CUDA bring it); without it torch's own kernels serve, slower"
+    needed = reason is not None and device.type != "cpu"
+    yield finding(KERNELS, "triton", reason or "its kernels run here", {"reason": reason}, remedy if needed else None)
+    reason = why_not_apex(device.type)  # it is optional everywhere
     broken = {} if reason else {name: why for name in EXTENSIONS if (why := why_not_extension(name)) is not None}
-    found: dict[str, object] = {"reason": reason, "without": broken}
-    if reason is not None:
-        # It is optional everywhere.
-        yield Finding(topic=KERNELS, name="apex", text=reason, data=found)
-    elif broken:
-        text = "; ".join(dict.fromkeys(broken.values()))
-        remedy = "build apex for this torch with its extensions, or leave it out: docs/kernels.md"
-        yield Finding(topic=KERNELS, name="apex", level="warning", text=text, remedy=remedy, data=found)
-    else:
-        yield Finding(topic=KERNELS, name="apex", text="all its extensions load", data=found)
+    text = reason or "; ".join(dict.fromkeys(broken.values())) or "all its extensions load"
+    remedy = "build apex for this torch with its extensions, or leave it out: docs/kernels.md"
+    yield finding(KERNELS, "apex", text, {"reason": reason, "without": broken}, remedy if broken else None)

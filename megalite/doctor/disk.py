@@ -8,13 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.files import write_all
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, finding
 
-TOPIC = "disk"
+_found = partial(finding, "disk")
 BYTES = 64 << 20
 """Written in one go; fewer where the disk is slow."""
 SYNCS = 20
@@ -35,11 +36,10 @@ def examine(
         seconds: that each test may take.
         clock: seconds; tests give their own.
     """
-    place = _existing(folder)
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     data = {"folder": str(folder), "tested": str(place)}
     if not place.is_dir():
-        remedy = "give a folder with --run-dir"
-        yield Finding(topic=TOPIC, name="folder", level="error", text=f"{place} is a file", remedy=remedy, data=data)
+        yield _found("folder", f"{place} is a file", data, "give a folder with --run-dir", "error")
         return
     try:
         with _scratch(place) as descriptor:
@@ -47,22 +47,8 @@ def examine(
             yield _locks(descriptor)
             yield from _speed(descriptor, seconds, clock)
     except OSError as error:
-        yield Finding(
-            topic=TOPIC,
-            name="folder",
-            level="error",
-            text=f"cannot write to {place}: {error.strerror or error}",
-            remedy="give a folder that can be written to with --run-dir, or make room there",
-            data=data,
-        )
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    for place in (folder.absolute(), *folder.absolute().parents):
-        if place.exists():
-            return place
-    return Path("/")
+        remedy = "give a folder that can be written to with --run-dir, or make room there"
+        yield _found("folder", f"cannot write to {place}: {error.strerror or error}", data, remedy, "error")
 
 
 @contextmanager
@@ -80,11 +66,9 @@ def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
     usage = shutil.disk_usage(place)
     there = "" if place == folder.absolute() else f" (of {place}: {folder} is not there yet)"
     text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{there}"
+    remedy = "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
     sizes = {**data, "free": usage.free, "bytes": usage.total}
-    if usage.free < LEAST_FREE:
-        remedy = "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
-        return Finding(topic=TOPIC, name="folder", level="warning", text=text, remedy=remedy, data=sizes)
-    return Finding(topic=TOPIC, name="folder", text=text, data=sizes)
+    return _found("folder", text, sizes, remedy if usage.free < LEAST_FREE else None)
 
 
 def _locks(descriptor: int) -> Finding:
@@ -93,9 +77,8 @@ def _locks(descriptor: int) -> Finding:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         remedy = "take care that no two runs save to one folder: nothing can stop them here"
-        text = f"this file system locks no files ({error.strerror})"
-        return Finding(topic=TOPIC, name="locks", level="warning", text=text, remedy=remedy, data={"work": False})
-    return Finding(topic=TOPIC, name="locks", text="a second run in a folder is noticed", data={"work": True})
+        return _found("locks", f"this file system locks no files ({error.strerror})", {"work": False}, remedy)
+    return _found("locks", "a second run in a folder is noticed", {"work": True})
 
 
 def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Iterator[Finding]:
@@ -107,12 +90,8 @@ def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Itera
         written += len(block)
     os.fsync(descriptor)
     rate = written / max(clock() - start, 1e-9)
-    yield Finding(
-        topic=TOPIC,
-        name="writing",
-        text=f"{rate / 1e6:,.0f} MB/s to the disk ({format_bytes(written)} and a sync)",
-        data={"bytes_per_second": rate},
-    )
+    text = f"{rate / 1e6:,.0f} MB/s to the disk ({format_bytes(written)} and a sync)"
+    yield _found("writing", text, {"bytes_per_second": rate})
     times: list[float] = []
     start = clock()
     while len(times) < 3 or (len(times) < SYNCS and clock() - start < seconds):
@@ -122,9 +101,6 @@ def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Itera
         times.append(clock() - before)
     median, longest = statistics.median(times), max(times)
     text = f"{1e3 * median:.1f} ms, at most {1e3 * longest:.1f} ms, for 4 KiB"
+    remedy = "ranks wait for it: keep --run-dir on a faster disk, or save less often"
     data = {"seconds": median, "longest": longest}
-    if median > SLOWEST_SYNC:
-        remedy = "ranks wait for it: keep --run-dir on a faster disk, or save less often"
-        yield Finding(topic=TOPIC, name="fsync", level="warning", text=text, remedy=remedy, data=data)
-    else:
-        yield Finding(topic=TOPIC, name="fsync", text=text, data=data)
+    yield _found("fsync", text, data, remedy if median > SLOWEST_SYNC else None)

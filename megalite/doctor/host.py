@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,29 @@ def worst(findings: Iterable[Finding]) -> Level:
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
-TOPIC = "host"
+def finding(
+    topic: str,
+    name: str,
+    text: str,
+    data: dict[str, Any] | None = None,
+    remedy: str | None = None,
+    level: Level = "warning",
+) -> Finding:
+    """A finding that is ok without a remedy, and of that level with one."""
+    return Finding(
+        topic=topic, name=name, level=level if remedy else "ok", text=text, remedy=remedy, data=data if data else {}
+    )
+
+
+def read(path: Path) -> str:
+    """A small file of Linux's, empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+_found = partial(finding, "host")
 GIB = 1 << 30
 LEAST_FILES = 4096
 """Open files: a rank has a socket to each of its peers, in each group, beside data files and logs."""
@@ -65,13 +88,7 @@ class Places:
 
 
 def examine(environment: Mapping[str, str], *, gpus: int, places: Places | None = None) -> Iterator[Finding]:
-    """Findings on cores and threads, instructions, memory, shared memory and limits.
-
-    Args:
-        environment: of the process.
-        gpus: number of CUDA devices.
-        places: where to look.
-    """
+    """Findings on cores and threads, instructions, memory, shared memory and limits of a host with so many GPUs."""
     places = places or Places()
     yield _cores(environment, places)
     yield _instructions(places)
@@ -84,110 +101,72 @@ def examine(environment: Mapping[str, str], *, gpus: int, places: Places | None 
 def _cores(environment: Mapping[str, str], places: Places) -> Finding:
     name, _, _ = device_facts(torch.device("cpu"))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share, threads = _share_of_cores(places), torch.get_num_threads()
-    data = {"model": name, "cores": os.cpu_count(), "usable_cores": usable, "cpu_limit": share, "threads": threads}
+    quota, _, period = read(places.cgroup / "cpu.max").partition(" ")
+    share = int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+    threads = torch.get_num_threads()
     text = f"{name}, {usable} of {os.cpu_count()} cores usable, torch computes with {threads} threads"
     if share is not None and share < usable:
         text += f", and the container gets the time of {share:g} cores"
-    most = min(usable, share or usable)
-    if threads > max(1, most):
-        return Finding(
-            topic=TOPIC,
-            name="processor",
-            level="warning",
-            text=text,
-            remedy=f"threads would wait for each other: export OMP_NUM_THREADS={max(1, int(most))}",
-            data=data,
-        )
-    return Finding(topic=TOPIC, name="processor", text=text, data=data)
-
-
-def _share_of_cores(places: Places) -> float | None:
-    """Cores whose time a container gets, or None without a limit."""
-    quota, _, period = _read(places.cgroup / "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.strip().isdecimal() else None
+    most = max(1, min(usable, share or usable))
+    return _found(
+        "processor",
+        text,
+        {"model": name, "cores": os.cpu_count(), "usable_cores": usable, "cpu_limit": share, "threads": threads},
+        f"threads would wait for each other: export OMP_NUM_THREADS={int(most)}" if threads > most else None,
+    )
 
 
 def _instructions(places: Places) -> Finding:
-    flags = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", _read(places.processor), re.MULTILINE)[:1] or [""])
-    words = set(" ".join(flags).split())
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", read(places.processor), re.MULTILINE)
+    words = flags[1].split() if flags else []
     found = [name for name in _INSTRUCTIONS if name in words]
     fast = any(name in found for name in ("avx512_bf16", "amx_bf16", "bf16"))
     uses = torch.backends.cpu.get_cpu_capability()
     note = "bf16 products in hardware" if fast else "no bf16 products in hardware: fp32 is faster on this CPU"
-    data = {"instructions": found, "torch_uses": uses, "bf16": fast}
-    return Finding(
-        topic=TOPIC,
-        name="instructions",
-        text=f"{', '.join(found) or 'none known'}; torch uses {uses}; {note}",
-        data=data,
-    )
+    text = f"{', '.join(found) or 'none known'}; torch uses {uses}; {note}"
+    return _found("instructions", text, {"instructions": found, "torch_uses": uses, "bf16": fast})
 
 
 def _memory(places: Places) -> Finding:
-    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(places.memory), re.MULTILINE))
+    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read(places.memory), re.MULTILINE))
     total, free = int(rows.get("MemTotal", 0)) << 10, int(rows.get("MemAvailable", 0)) << 10
-    limit = _read(places.cgroup / "memory.max").strip()
+    limit = read(places.cgroup / "memory.max")
     data: dict[str, int | None] = {"bytes": total, "available": free, "limit": None}
     text = f"{format_bytes(total)}, {format_bytes(free)} available"
     if limit.isdecimal() and int(limit) < total:
-        used = _read(places.cgroup / "memory.current").strip()
-        free = min(free, int(limit) - int(used)) if used.isdecimal() else min(free, int(limit))
+        used = read(places.cgroup / "memory.current")
+        free = min(free, int(limit) - (int(used) if used.isdecimal() else 0))
         data |= {"limit": int(limit), "available": free}
         text = f"{format_bytes(int(limit))} for this container, {format_bytes(max(free, 0))} available"
-    if total and free < GIB:
-        remedy = "end other programs, or take a machine with more: a rank starts with about half a GiB"
-        return Finding(topic=TOPIC, name="memory", level="warning", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name="memory", text=text, data=data)
+    remedy = "end other programs, or take a machine with more: a rank starts with about half a GiB"
+    return _found("memory", text, data, remedy if total and free < GIB else None)
 
 
 def _shared_memory(places: Places, gpus: int) -> Finding:
-    name = "shared memory"
     try:
         size = shutil.disk_usage(places.shared)
     except OSError:
-        return Finding(topic=TOPIC, name=name, text=f"there is no {places.shared}", data={"bytes": None})
+        return _found("shared memory", f"there is no {places.shared}", {"bytes": None})
     text = f"{places.shared}: {format_bytes(size.total)}, {format_bytes(size.free)} free"
-    data = {"bytes": size.total, "free": size.free}
-    if gpus > 1 and size.free < LEAST_SHARED:
-        remedy = "NCCL needs more between GPUs: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
-        return Finding(topic=TOPIC, name=name, level="warning", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name=name, text=text, data=data)
+    remedy = "NCCL needs more between GPUs: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
+    little = gpus > 1 and size.free < LEAST_SHARED
+    return _found("shared memory", text, {"bytes": size.total, "free": size.free}, remedy if little else None)
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text, data = f"{_limit(soft)} (up to {_limit(hard)})", {"soft": soft, "hard": hard}
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        return Finding(
-            topic=TOPIC,
-            name="open files",
-            level="warning",
-            text=text,
-            remedy=f"many ranks need more: ulimit -n {LEAST_FILES if hard < 0 else min(hard, 1 << 16)}",
-            data=data,
-        )
-    return Finding(topic=TOPIC, name="open files", text=text, data=data)
+    remedy = f"many ranks need more: ulimit -n {LEAST_FILES if hard < 0 else min(hard, 1 << 16)}"
+    few = soft != resource.RLIM_INFINITY and soft < LEAST_FILES
+    limits = [("unlimited" if limit == resource.RLIM_INFINITY else str(limit)) for limit in (soft, hard)]
+    return _found(
+        "open files", f"{limits[0]} (up to {limits[1]})", {"soft": soft, "hard": hard}, remedy if few else None
+    )
 
 
 def _locked_memory(places: Places, gpus: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text, data = _limit(soft, as_bytes=True), {"soft": soft, "hard": hard}
-    if gpus and soft != resource.RLIM_INFINITY and places.infiniband.is_dir() and any(places.infiniband.iterdir()):
-        remedy = "InfiniBand registers memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
-        return Finding(topic=TOPIC, name="locked memory", level="warning", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name="locked memory", text=text, data=data)
-
-
-def _limit(value: int, *, as_bytes: bool = False) -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return format_bytes(value) if as_bytes else str(value)
-
-
-def _read(path: Path) -> str:
-    """A small file of Linux's, empty where there is none."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    limited = soft != resource.RLIM_INFINITY
+    needed = gpus and places.infiniband.is_dir() and any(places.infiniband.iterdir())
+    remedy = "InfiniBand registers memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
+    text = format_bytes(soft) if limited else "unlimited"
+    return _found("locked memory", text, {"soft": soft, "hard": hard}, remedy if limited and needed else None)

@@ -5,12 +5,13 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, finding, read
 
-TOPIC = "network"
+_found = partial(finding, "network")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")
 """Beginnings of variables that change how ranks reach each other."""
@@ -40,27 +41,19 @@ class Interface:
 
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on the host's name, its interfaces, the variables that choose among them, and adapters.
-
-    Args:
-        environment: of the process.
-    """
+    """Findings on the host's name, its interfaces, the variables that choose among them, and adapters."""
     found = interfaces()
     usable = [each for each in found if each.is_up and each.address and not each.is_loopback]
-    names = ", ".join(map(str, found)) or "none"
-    data = {"interfaces": [vars(each) for each in found]}
-    yield Finding(topic=TOPIC, name="interfaces", text=names, data=data)
+    yield _found("interfaces", ", ".join(map(str, found)) or "none", {"interfaces": [vars(each) for each in found]})
     yield host_name(socket.gethostname(), usable, environment)
-    if GLOO in environment:
-        yield chosen(GLOO, environment[GLOO], found, exact=True)
-    if NCCL in environment:
-        yield chosen(NCCL, environment[NCCL], found, exact=False)
+    for variable in (GLOO, NCCL):
+        if variable in environment:
+            yield chosen(variable, environment[variable], found)
     if environment.get("MASTER_ADDR"):
         yield master(environment["MASTER_ADDR"])
     given = {name: value for name, value in sorted(environment.items()) if name.startswith(SHOWN)}
     if given:
-        text = ", ".join(f"{name}={value}" for name, value in given.items())
-        yield Finding(topic=TOPIC, name="variables", text=text, data=given)
+        yield _found("variables", ", ".join(f"{name}={value}" for name, value in given.items()), given)
     yield adapters(Path("/sys/class/infiniband"))
 
 
@@ -68,7 +61,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
     """Of this host, in the system's order."""
     found = []
     for _, name in socket.if_nameindex():
-        state, speed = _read(folder / name / "operstate"), _read(folder / name / "speed")
+        state, speed = read(folder / name / "operstate"), read(folder / name / "speed")
         address = _address_of(name)
         found.append(
             Interface(
@@ -92,9 +85,7 @@ def host_name(
     """gloo binds to the address that the host's own name stands for: one of loopback works within this node alone.
 
     Args:
-        name: of this host.
         usable: its interfaces that lead elsewhere.
-        environment: of the process.
         resolve: name -> IPv4 address.
     """
     address: str | None
@@ -102,98 +93,62 @@ def host_name(
         address = resolve(name)
     except OSError:
         address = None
-    data = {"name": name, "address": address}
     text = f"{name} is {address}" if address else f"{name} stands for no address"
-    leads_nowhere = address is None or ip_address(address).is_loopback
-    if not leads_nowhere or environment.get(GLOO):
-        return Finding(topic=TOPIC, name="host name", text=text, data=data)
-    if not usable:
+    leads_nowhere = (address is None or ip_address(address).is_loopback) and not environment.get(GLOO)
+    remedy = None
+    if leads_nowhere and usable:
+        text += ": gloo would bind to loopback, and other nodes could not reach it"
+        remedy = f"for several nodes: export {GLOO}={usable[0].name}, or give {name} its address in /etc/hosts"
+    elif leads_nowhere:
         text += ", and no interface leads to other hosts: one node alone"
-        return Finding(topic=TOPIC, name="host name", text=text, data=data)
-    return Finding(
-        topic=TOPIC,
-        name="host name",
-        level="warning",
-        text=f"{text}: gloo would bind to loopback, and other nodes could not reach it",
-        remedy=f"for several nodes: export {GLOO}={usable[0].name}, or give {name} its address in /etc/hosts",
-        data=data,
-    )
+    return _found("host name", text, {"name": name, "address": address}, remedy)
 
 
-def chosen(variable: str, value: str, found: Sequence[Interface], *, exact: bool) -> Finding:
-    """Which interfaces a variable chooses.
+def chosen(variable: str, value: str, found: Sequence[Interface]) -> Finding:
+    """Which of this host's interfaces a variable chooses.
 
     Args:
-        variable: GLOO or NCCL.
+        variable: GLOO, whose names are whole, or NCCL, whose are beginnings.
         value: names with commas between; NCCL's may begin with `^` (all but these) or `=` (whole names).
-        found: those of this host.
-        exact: names are whole; else beginnings of names.
     """
     names = [interface.name for interface in found]
-    excludes, rest = value.startswith("^"), value.lstrip("^=")
-    exact = exact or value.startswith(("=", "^="))
-    words = [word.strip() for word in rest.split(",") if word.strip()]
-    if exact and not excludes and variable == GLOO:
-        missing = [word for word in words if word not in names]
-    else:
-        missing = []
+    excludes, exact = value.startswith("^"), variable == GLOO or value.startswith(("=", "^="))
+    words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
+    missing = [word for word in words if word not in names] if variable == GLOO and not excludes else []
     fit = [name for name in names if any(name == word or (not exact and name.startswith(word)) for word in words)]
     if excludes:
         fit = [name for name in names if name not in fit]
-    data = {"value": value, "interfaces": fit}
+    text, remedy = f"{value}: {', '.join(fit)}", None
     if missing or not fit:
-        what = ", ".join(missing) or value
-        return Finding(
-            topic=TOPIC,
-            name=variable,
-            level="error",
-            text=f"{value}, and this host has no {what} (it has {', '.join(names)})",
-            remedy=f"export {variable}={next((i.name for i in found if not i.is_loopback and i.is_up), 'lo')}, or unset it",
-            data=data,
-        )
-    down = [interface.name for interface in found if interface.name in fit and not interface.is_up]
-    if len(down) == len(fit):
-        remedy = f"bring it up, or choose another with {variable}"
-        text = f"{value}, which is down"
-        return Finding(topic=TOPIC, name=variable, level="error", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name=variable, text=f"{value}: {', '.join(fit)}", data=data)
+        text = f"{value}, and this host has no {', '.join(missing) or value} (it has {', '.join(names)})"
+        other = next((each.name for each in found if not each.is_loopback and each.is_up), "lo")
+        remedy = f"export {variable}={other}, or unset it"
+    elif not any(interface.is_up for interface in found if interface.name in fit):
+        text, remedy = f"{value}, which is down", f"bring it up, or choose another with {variable}"
+    return _found(variable, text, {"value": value, "interfaces": fit}, remedy, "error")
 
 
 def master(address: str, *, resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
     """Whether the name where the ranks are to meet stands for an address."""
+    found, remedy = None, None
     try:
         found = resolve(address)
+        text = address if found == address else f"{address} is {found}"
     except OSError as error:
-        return Finding(
-            topic=TOPIC,
-            name="MASTER_ADDR",
-            level="error",
-            text=f"{address} stands for no address ({error.strerror or error})",
-            remedy="give the address of the first node, or mend its name in DNS or /etc/hosts",
-            data={"value": address, "address": None},
-        )
-    text = address if found == address else f"{address} is {found}"
-    return Finding(topic=TOPIC, name="MASTER_ADDR", text=text, data={"value": address, "address": found})
+        text = f"{address} stands for no address ({error.strerror or error})"
+        remedy = "give the address of the first node, or correct its name in DNS or /etc/hosts"
+    return _found("MASTER_ADDR", text, {"value": address, "address": found}, remedy, "error")
 
 
 def adapters(folder: Path) -> Finding:
     """InfiniBand and RoCE adapters, and ports of them that are not up."""
-    try:
-        ports = sorted(folder.glob("*/ports/*/state"))
-    except OSError:
-        ports = []
-    states = {f"{path.parts[-4]}:{path.parts[-2]}": _read(path).partition(": ")[2] or "unknown" for path in ports}
-    if not states:
-        text = "none: NCCL and gloo use the interfaces above"
-        return Finding(topic=TOPIC, name="infiniband", text=text, data={"ports": {}})
+    ports = sorted(folder.glob("*/ports/*/state"))
+    states = {f"{path.parts[-4]}:{path.parts[-2]}": read(path).partition(": ")[2] or "unknown" for path in ports}
     idle = [name for name, state in states.items() if state != "ACTIVE"]
     text = ", ".join(f"{name} {state}" for name, state in states.items())
-    if idle:
-        remedy = f"NCCL leaves out or waits for {', '.join(idle)}: mend the link, or name the others in NCCL_IB_HCA"
-        return Finding(
-            topic=TOPIC, name="infiniband", level="warning", text=text, remedy=remedy, data={"ports": states}
-        )
-    return Finding(topic=TOPIC, name="infiniband", text=text, data={"ports": states})
+    remedy = f"NCCL leaves out or waits for {', '.join(idle)}: repair the link, or name the others in NCCL_IB_HCA"
+    text = text or "none: NCCL and gloo use the interfaces above"
+    return _found("infiniband", text, {"ports": states}, remedy if idle else None)
 
 
 def _address_of(name: str) -> str | None:
@@ -204,10 +159,3 @@ def _address_of(name: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

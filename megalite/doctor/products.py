@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, Level, finding
 from megalite.kernels.registry import Kernels
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 
-TOPIC = "products"
+_found = partial(finding, "products")
 CHECKED = 512
 """Rows, columns and terms of the product whose numbers are checked."""
 
@@ -45,22 +46,17 @@ def precisions(device: torch.device) -> tuple[Precision, ...]:
 
 
 def examine(device: torch.device, *, seconds: float) -> Iterator[Finding]:
-    """A finding for each precision: numbers and rate.
-
-    Args:
-        device: what is tested.
-        seconds: for all rates together.
-    """
+    """A finding for each precision: numbers and rate; `seconds` is for all rates together."""
     kinds = precisions(device)
     timer = Timer(device, Group.solo("doctor"))
     for kind in kinds:
         try:
             error, repeats = checked(kind.dtype, device)
             rate = rate_of(timer, kind.dtype, seconds=seconds / len(kinds))
-        except RuntimeError as found:
-            text = f"{kind.name}: {str(found).partition(chr(10))[0]}"
+        except RuntimeError as failure:
+            text = f"{kind.name}: {str(failure).partition(chr(10))[0]}"
             remedy = f"do not train in {kind.name} here, or install a torch that has these products"
-            yield Finding(topic=TOPIC, name=str(device), level="error", text=text, remedy=remedy)
+            yield _found(str(device), text, None, remedy, "error")
             continue
         yield judged(kind, device, error=error, repeats=repeats, rate=rate)
 
@@ -69,8 +65,6 @@ def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product | Non
     """How far a product is from fp64's, as a share of its norm, and whether a second one has the same bits.
 
     Args:
-        dtype: of operands and result.
-        device: that multiplies.
         multiply: what is tested; None: what a run would take.
     """
     multiply = multiply or product_of(dtype, device, size=CHECKED)
@@ -97,13 +91,15 @@ def rate_of(timer: Timer, dtype: torch.dtype, *, seconds: float) -> float:
 def judged(kind: Precision, device: torch.device, *, error: float, repeats: bool, rate: float) -> Finding:
     """What the numbers say."""
     text = f"{kind.name}: {rate / 1e12:.3g} TFLOP/s, off by {error:.1e} of the norm"
-    data = {"precision": kind.name, "flops_per_second": rate, "error": error, "repeats": repeats}
+    level: Level = "warning"
     if error <= kind.bound and (repeats or device.type == "cpu"):
-        return Finding(topic=TOPIC, name=str(device), text=text, data=data)
-    if kind is FP32 and error <= TF32_BOUND:
+        remedy = None
+    elif kind is FP32 and error <= TF32_BOUND:
         text += ": rounded to TF32"
         remedy = "unset NVIDIA_TF32_OVERRIDE: fp32 runs would lose 13 bits of each operand"
-        return Finding(topic=TOPIC, name=str(device), level="warning", text=text, remedy=remedy, data=data)
-    text += f", more than {kind.bound:.0e}: wrong numbers" if error > kind.bound else ": other bits each time"
-    remedy = "do not train on this device: run its maker's diagnostics (dcgmi diag -r 3), or another torch"
-    return Finding(topic=TOPIC, name=str(device), level="error", text=text, remedy=remedy, data=data)
+    else:
+        text += f", more than {kind.bound:.0e}: wrong numbers" if error > kind.bound else ": other bits each time"
+        remedy = "do not train on this device: run its maker's diagnostics (dcgmi diag -r 3), or another torch"
+        level = "error"
+    data = {"precision": kind.name, "flops_per_second": rate, "error": error, "repeats": repeats}
+    return _found(str(device), text, data, remedy, level)

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, finding
 from megalite.doctor.products import precisions, rate_of
 from megalite.parity.pool import RankContext, RankFailure, RankPool
 from megalite.profiling.timing import Timer
@@ -56,18 +57,15 @@ class RankReport:
 
 
 def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
-    """Check and time everything; every rank calls it at the same time.
+    """Check and time everything over the world; every rank calls it at the same time.
 
     Args:
-        world: all ranks, more than one.
-        device: of this rank.
-        host: its name.
         seconds: about how long all timings take together.
 
     Raises:
         RuntimeError: something failed; the message begins with what.
 
-    Collectives: those that are tested, over the world.
+    Collectives: those that are tested.
     """
     timer = Timer(device, world)
     wrong = []
@@ -232,7 +230,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[st
     return tuple(found)
 
 
-TOPIC = "collectives"
+_found = partial(finding, "collectives")
 SLOW = 0.7
 """Of the median rate: a rank or a pair of hosts below it is named."""
 TIMEOUT = 90.0
@@ -240,26 +238,14 @@ TIMEOUT = 90.0
 
 
 def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Iterator[Finding]:
-    """Start ranks on this host, gloo on the CPU or NCCL with a GPU each, and let them test.
-
-    Args:
-        ranks: how many, at least two.
-        device_type: cpu or cuda.
-        host: its name.
-        seconds: about how long all timings take together.
-    """
+    """Start so many ranks (two or more) on this host, gloo on the CPU or NCCL with a GPU each, and let them test."""
     try:
         with RankPool(ranks) as pool:
             found = pool.run(ranks, measured, ranks, device_type, host, seconds, timeout=TIMEOUT)
     except RankFailure as failure:
-        line = str(failure).strip().splitlines()[-1]
-        yield Finding(
-            topic=TOPIC,
-            name="self-test",
-            level="error",
-            text=f"{ranks} ranks on this host: {line}",
-            remedy="training on several ranks will fail like this; see the network above, and NCCL_DEBUG=INFO on GPUs",
-        )
+        text = f"{ranks} ranks on this host: {str(failure).strip().splitlines()[-1]}"
+        remedy = "training on several ranks will fail like this; see the network above, and NCCL_DEBUG=INFO on GPUs"
+        yield _found("self-test", text, None, remedy, "error")
         return
     yield from findings([RankReport.from_data(report) for report in found])
 
@@ -281,11 +267,8 @@ def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
     kind = torch.device(reports[0].device).type
     backend = "NCCL" if kind == "cuda" else "gloo"
     text = f"{len(reports)} ranks on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}, {backend}"
-    data = {"ranks": [report.as_data() for report in reports]}
-    yield Finding(topic=TOPIC, name="ranks", text=text, data=data)
-    timed = reports[0].latency
-    names = [*timed, *(name for report in reports for name in report.wrong)]
-    for name in dict.fromkeys(names):
+    yield _found("ranks", text, {"ranks": [report.as_data() for report in reports]})
+    for name in dict.fromkeys([*reports[0].latency, *(name for report in reports for name in report.wrong)]):
         yield _operation(name, reports, LARGE[kind])
     yield _products(reports)
     pairs = [pair for report in reports for pair in report.pairs]
@@ -301,15 +284,12 @@ def _operation(name: str, reports: Sequence[RankReport], large: int) -> Finding:
         latency = max(report.latency[name] for report in reports)
         rate = min(report.rate[name] for report in reports)
         data |= {"seconds": latency, "bytes_per_second": rate}
-        text = (
-            f"{1e6 * latency:,.0f} µs for {format_bytes(SMALL)}, {rate / 1e9:.3g} GB/s sent by a rank with "
-            f"{format_bytes(large)}"
-        )
+        sent = f"{rate / 1e9:.3g} GB/s sent by a rank with {format_bytes(large)}"
+        text = f"{1e6 * latency:,.0f} µs for {format_bytes(SMALL)}, {sent}"
     if wrong:
-        who = ", ".join(f"{report.rank} ({report.host})" for report in wrong[:8])
-        text, remedy = (f"wrong numbers on rank {who}", "leave those hosts out, or change the driver or NCCL's version")
-        return Finding(topic=TOPIC, name=name, level="error", text=text, remedy=remedy, data=data)
-    return Finding(topic=TOPIC, name=name, text=text, data=data)
+        text = f"wrong numbers on rank {', '.join(f'{report.rank} ({report.host})' for report in wrong[:8])}"
+    remedy = "leave those hosts out, or change the driver or NCCL's version"
+    return _found(name, text, data, remedy if wrong else None, "error")
 
 
 def _products(reports: Sequence[RankReport]) -> Finding:
@@ -318,18 +298,12 @@ def _products(reports: Sequence[RankReport]) -> Finding:
     median = statistics.median(rates)
     slow = [report for report in reports if report.products < SLOW * median]
     text = f"all ranks at once multiply at {min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s each"
+    if slow:
+        who = ", ".join(f"{each.rank} on {each.host} ({each.products / median:.0%})" for each in slow[:8])
+        text += f"; slower than the others: rank {who}"
+    remedy = "every step waits for the slowest: look for heat, low clocks or other programs there, or leave it out"
     data = {"flops_per_second": rates, "slow": [report.rank for report in slow]}
-    if not slow:
-        return Finding(topic=TOPIC, name="products", text=text, data=data)
-    who = ", ".join(f"{each.rank} on {each.host} ({each.products / median:.0%})" for each in slow[:8])
-    return Finding(
-        topic=TOPIC,
-        name="products",
-        level="warning",
-        text=f"{text}; slower than the others: rank {who}",
-        remedy="every step waits for the slowest: look for heat, low clocks or other programs there, or leave it out",
-        data=data,
-    )
+    return _found("products", text, data, remedy if slow else None)
 
 
 def _between_hosts(pairs: Sequence[tuple[str, str, float]]) -> Finding:
@@ -337,17 +311,9 @@ def _between_hosts(pairs: Sequence[tuple[str, str, float]]) -> Finding:
     median = statistics.median(rates)
     slow = [(one, other, rate) for one, other, rate in pairs if rate < SLOW * median]
     text = f"messages between neighbouring hosts at {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GB/s"
-    data = {"pairs": [list(pair) for pair in pairs]}
-    if not slow:
-        return Finding(topic=TOPIC, name="hosts", text=text, data=data)
+    if slow:
+        text += f"; slow: {', '.join(f'{one}-{other} ({rate / median:.0%})' for one, other, rate in slow[:8])}"
     ends = [host for one, other, _ in slow for host in (one, other)]
     twice = [host for host in dict.fromkeys(ends) if ends.count(host) > 1]
-    who = ", ".join(f"{one}-{other} ({rate / median:.0%})" for one, other, rate in slow[:8])
-    return Finding(
-        topic=TOPIC,
-        name="hosts",
-        level="warning",
-        text=f"{text}; slow: {who}",
-        remedy=f"look at {', '.join(twice) or 'both ends'}: adapter, cable, switch port, or leave it out",
-        data=data,
-    )
+    remedy = f"look at {', '.join(twice) or 'both ends'}: adapter, cable, switch port, or leave it out"
+    return _found("hosts", text, {"pairs": [list(pair) for pair in pairs]}, remedy if slow else None)

@@ -6,11 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import megalite
-from megalite.doctor.host import Finding
+from megalite.doctor.host import Finding, finding
 
 TOPIC = "versions"
+_found = partial(finding, TOPIC)
 OLDEST_PYTHON = (3, 11)
 
 
@@ -34,6 +36,8 @@ PACKAGES = (
     Package("pyyaml"),
     Package("sentencepiece", "0.2.1"),
     Package("regex"),
+    Package("rich", "13"),
+    Package("jinja2"),
     Package("tokenizers", "0.20", "tokenizers", "Hugging Face tokenizers"),
     Package("tiktoken", "0.7", "tokenizers", "tiktoken files"),
     Package("zstandard", "0.19", "data", ".zst input"),
@@ -53,11 +57,12 @@ def examine(version_of: Callable[[str], str | None] | None = None) -> Iterator[F
     Args:
         version_of: installed version of a distribution, or None; default: of this environment.
     """
-    version_of = version_of or installed_version
-    yield _python()
-    yield Finding(topic=TOPIC, name="megalite", text=megalite.__version__, data={"version": megalite.__version__})
+    version, system = platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}"
+    data = {"version": version, "executable": sys.executable, "system": system}
+    yield _found("python", f"{version} ({sys.executable}) on {system}", data)
+    yield _found("megalite", megalite.__version__, {"version": megalite.__version__})
     for package in PACKAGES:
-        yield _package(package, version_of(package.name))
+        yield _package(package, (version_of or installed_version)(package.name))
 
 
 def installed_version(name: str) -> str | None:
@@ -68,34 +73,16 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _python() -> Finding:
-    version, system = (platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}")
-    data = {"version": version, "executable": sys.executable, "system": system}
-    return Finding(topic=TOPIC, name="python", text=f"{version} ({sys.executable}) on {system}", data=data)
-
-
 def _package(package: Package, version: str | None) -> Finding:
-    data = {"version": version, "least": package.least or None, "extra": package.extra}
-    install = f"pip install '{package.name}{'>=' + package.least if package.least else ''}'"
-    if package.extra is not None:
-        install = f"pip install 'megalite[{package.extra}]'"
-    if version is None:
-        if package.extra is None:
-            return Finding(
-                topic=TOPIC, name=package.name, level="error", text="not installed", remedy=install, data=data
-            )
+    least, extra = package.least, package.extra
+    install = f"pip install 'megalite[{extra}]'" if extra else f"pip install '{package.name}{least and '>=' + least}'"
+    text, wrong = version or "not installed", version is None and extra is None
+    if version is None and extra is not None:
         text = f"not installed; for {package.use}: {install}"
-        return Finding(topic=TOPIC, name=package.name, text=text, data=data)
-    if package.least and _numbers(version) < _numbers(package.least):
-        return Finding(
-            topic=TOPIC,
-            name=package.name,
-            level="error" if package.extra is None else "warning",
-            text=f"{version}, older than {package.least}",
-            remedy=install,
-            data=data,
-        )
-    return Finding(topic=TOPIC, name=package.name, text=version, data=data)
+    elif version is not None and least and _numbers(version) < _numbers(least):
+        text, wrong = f"{version}, older than {least}", True
+    data = {"version": version, "least": least or None, "extra": extra}
+    return _found(package.name, text, data, install if wrong else None, "error" if extra is None else "warning")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """How the layers of a stage compute: section `compute` of the config, applied once when they are built."""
 
 from megalite.config.errors import ConfigError
-from megalite.config.rules.compute import attention_in_tiles
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention
 from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.matmul import ALIGNMENT, Fp8Products, quantise, why_not_fp8

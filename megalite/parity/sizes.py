@@ -6,8 +6,7 @@ Each function looks at one group of settings and returns those that it changes; 
 import math
 from typing import Any
 
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 
 Changes = dict[str, Any]
 """Setting -> new value."""

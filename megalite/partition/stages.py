@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import ParameterShape, head_forward_flops, layer_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
 

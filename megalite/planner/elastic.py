@@ -10,9 +10,9 @@ import torch
 
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
+from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.config.describe import replace, settings
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable
 from megalite.planner.hardware import Cluster, cluster_of_device, load_cluster, load_stack

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megalite.config.errors import ConfigError
-from megalite.config.records import AT_LEAST_ONE, FRACTION, OR_ZERO, PRECISIONS, build, find_file, read_yaml, write_yaml
+from megalite.config.reading import AT_LEAST_ONE, FRACTION, OR_ZERO, PRECISIONS, build, find_file, read_yaml, write_yaml
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 SOURCES = ("accelerator", "node", "network")

@@ -14,7 +14,7 @@ import yaml
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text
-from megalite.config.records import read_yaml
+from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
 

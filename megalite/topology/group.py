@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 
 _PIECE = 1 << 16

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import CheckpointError, optimizer_key, weight_key
+from megalite.checkpoint.manifest import optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import flat_boxes, volume
+from megalite.config.errors import CheckpointError
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in

@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing
+from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.prune import Retention, prune
 from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, save_checkpoint
 from megalite.config.byte_size import format_bytes
+from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group

@@ -13,8 +13,7 @@ from megalite.config import files
 from megalite.config.compute import kernels_in_words
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.rules.files import save_folder
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, save_folder
 from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset, Indexed
 from megalite.data.dataset import SampleSource

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 
 from megalite.config.batch import batch_size, steps_left
-from megalite.config.errors import ConfigError, RankError, gathered
+from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
-from megalite.config.rules.run import check_elastic
+from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
+from megalite.config.validate import check_rules, validate
 from megalite.data_parallel.lost_peers import raise_if_peer_lost
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
@@ -128,8 +128,7 @@ class Trainer:
         parallel, device = asked.parallel, launch.device(asked.training.device)
         # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
         if parallel.elastic:  # its layout is open until the ranks have met
-            with gathered(None) as problems:
-                problems.extend(check_elastic(asked, self._explicit))
+            check_rules(asked, self._explicit, *ELASTIC).raise_all()
         else:
             validate(asked, launch.world_size, self._explicit, startable=True)
         check_backend(parallel.distributed_backend, device)

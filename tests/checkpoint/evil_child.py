@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.cli.inspect import main as inspect_main
+from megalite.config.errors import CheckpointError
 from tests.checkpoint.evil_contents import HEADERS, MANIFESTS
 from tests.checkpoint.evil_files import FILES
 from tests.checkpoint.evil_target import Evil, Outcome, Target

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, seal
+from megalite.checkpoint.manifest import MANIFEST_NAME, seal
+from megalite.config.errors import CheckpointError
 from tests.checkpoint.samples import SOLO, find, save_as
 
 FILE = "weights-00000.safetensors"

@@ -9,7 +9,8 @@ import pytest
 from megalite.checkpoint.files import lock_folder
 from megalite.checkpoint.folders import step_of
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, CheckpointMissing
+from megalite.checkpoint.manifest import CheckpointMissing
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
 

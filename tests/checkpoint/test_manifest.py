@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import (
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    Part,
-    TensorEntry,
-    file_key,
-    optimizer_key,
-    weight_key,
-)
+from megalite.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, file_key, optimizer_key, weight_key
 from megalite.checkpoint.tiling import tiling_fault
+from megalite.config.errors import CheckpointError
 
 W = "weight:w"
 FILE = "weights-00000.safetensors"

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, seal
+from megalite.checkpoint.manifest import seal
 from megalite.cli.inspect import DAMAGED
 from megalite.cli.inspect import main as inspect_main
+from megalite.config.errors import CheckpointError
 from megalite.optimizers.schedules import Progress
 from megalite.parity.pool import RankContext
 from megalite.topology.group import Group

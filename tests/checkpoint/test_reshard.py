@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 from tests.checkpoint.samples import (

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.files import CHUNK
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, RunningDigest, SafetensorsReader, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
+from megalite.config.errors import CheckpointError
 
 TENSORS = {
     "odd.bf16": torch.randn(3).to(torch.bfloat16),

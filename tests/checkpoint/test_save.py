@@ -16,10 +16,10 @@ import torch
 import megalite.checkpoint.commit as commit
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 from megalite.watchdog.heartbeat import Heartbeat

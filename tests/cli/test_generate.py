@@ -9,7 +9,7 @@ import torch
 from megalite.cli import early_flags
 from megalite.cli.generate import main
 from megalite.cli.model_flags import DTYPES
-from megalite.config.records import PRECISIONS
+from megalite.config.reading import PRECISIONS
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
 from megalite.generation.generate import BATCH_SIZE

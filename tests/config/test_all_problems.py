@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megalite.config.describe import replace, settings
-from megalite.config.errors import ConfigError, Problems, Reported, hide
+from megalite.config.errors import ConfigError, Problems, Reported
 from megalite.config.flags import parse_arguments
-from megalite.config.rules.ranges import BOUNDS
+from megalite.config.rules.rule import see
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 
@@ -82,19 +82,21 @@ def test_no_rule_breaks_on_a_wrong_setting(name: str) -> None:
     problems.add(f"{name} is wrong", name)
     validate(RunConfig(), 1, problems=problems)
     assert list(problems.found) == [f"{name} is wrong"]
-    if name in BOUNDS and not setting.is_list:
-        low = BOUNDS[name].low - 1
+    if setting.bounds is not None and not setting.is_list:
+        low = max(setting.bounds.at_least, setting.bounds.above) - 1
         with pytest.raises(ConfigError) as error:
             validate(replace(RunConfig(), **{name: setting.type(low)}), 1, frozenset({name}))
         assert error.value.problems[0].startswith(f"{name} is ") and len(error.value.problems) == 1
 
 
 def test_a_hidden_setting_cannot_be_read_and_the_others_can() -> None:
-    model = hide(RunConfig().model, {"num_attention_heads", "tp"})
-    assert model.num_layers == 2
-    for name in ("num_attention_heads", "head_size", "query_groups"):
+    seen = see(RunConfig(), wrong={"num_attention_heads", "tp"})
+    assert seen.num_layers == seen.run.model.num_layers == 2
+    for name in ("num_attention_heads", "head_size", "query_groups", "tp"):
         with pytest.raises(Reported):
-            getattr(model, name)
+            getattr(seen, name)
+    with pytest.raises(Reported):
+        _ = seen.run.parallel.tp
 
 
 def test_one_is_one_line_and_very_many_are_cut() -> None:

@@ -124,7 +124,7 @@ def test_files_that_say_nothing(tmp_path: Path, flag: str, content: bytes | None
 
 
 def test_the_flag_needs_a_path() -> None:
-    with pytest.raises(ConfigError, match=r"--data-args-path takes one value such as paths\.txt, got none"):
+    with pytest.raises(ConfigError, match=r"--data-args-path takes one value, got none"):
         parse_arguments(["--data-args-path"])
     with pytest.raises(ConfigError, match=r"file run\.yaml: data_args_path takes the path of a file, got 3"):
         parse("data_args_path: 3\n")

@@ -62,6 +62,9 @@ def test_every_setting_by_every_spelling(name: str) -> None:
         ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
         ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
         ("--recompute-modules moe_act layernorm", {"recompute_modules": ["mlp_act", "layernorm"]}),
+        ("--attention-backend fused", {"attention_backend": "cudnn"}),
+        ("--attention-backend unfused", {"attention_backend": "math"}),
+        ("--attention-backend local", {"attention_backend": "math"}),
         ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
         ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
         ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
@@ -124,10 +127,10 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("run.yaml", "unexpected argument run.yaml; settings are flags such as --num-layers 4"),
         ("--sequence-parallel true", "--sequence-parallel takes no value, got true; to say the opposite write "
          "--no-sequence-parallel"),
-        ("--bf16 yes", "--bf16 takes no value, got yes"),
-        ("--tp", "--tp needs a value (int)"),
-        ("--data-path --bf16", "--data-path needs one or more values (list of str)"),
-        ("--tp 2 3", "--tp takes one value, got 2: 2 3"),
+        ("--bf16 yes", "--bf16 takes no value but true, got 'yes'; remove it"),
+        ("--tp", "--tp takes one value (int), got none"),
+        ("--data-path --bf16", "--data-path takes one or more values (list of str), got none"),
+        ("--tp 2 3", "--tp takes one value (int), got 2 3"),
         ("--tp 1.5", "--tp: tp takes a whole number such as 4, got '1.5'"),
         ("--tp two", "--tp: tp takes a whole number such as 4, got 'two'"),
         ("--tp none", "--tp: tp takes a whole number such as 4, got 'none'"),
@@ -140,8 +143,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
          "distributed-optimizer, which deals out states and matrices"),
         ("--data-parallel-sharding-strategy optim_grad", "--data-parallel-sharding-strategy cannot be optim_grad: did you "
          "mean optim_grads? (one of no_shard, optim, optim_grads, optim_grads_params)"),
-        ("--data-parallel-sharding-strategy", "--data-parallel-sharding-strategy takes one value such as no_shard, got "
-         "none"),
+        ("--data-parallel-sharding-strategy", "--data-parallel-sharding-strategy takes one value, got none"),
         ("--data-parallel-sharding-strategy optim --dp-strategy fully-sharded", "dp_strategy is given twice: "
          "'distributed-optimizer' by flag --data-parallel-sharding-strategy and 'fully-sharded' by flag --dp-strategy; "
          "keep one of them"),
@@ -150,7 +152,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--window-size 4095,0", "--window-size has no effect: use --sliding-window, which counts the query's own key "
          "too: one more than the left size here; remove it"),
         ("--load=", "--load: load is empty; leave it out or give it a value"),
-        ("--config", "--config takes one value such as run.yaml, got none"),
+        ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
          "deepseek-moe-16b, gemma-7b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, "
@@ -167,7 +169,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
          "--num-layers-per-virtual-pipeline-stage 4 does not divide num_layers / pp = 12 / 2; use one of 1, 2, 3, 6"),
         ("--num-layers 7 --pp 2 --num-layers-per-virtual-pipeline-stage 2", "flag "
          "--num-layers-per-virtual-pipeline-stage 2 does not divide num_layers / pp = 7 / 2; use --vpp, with "
-         "--pipeline-layers where the layers do not divide"),
+         "--pipeline-layers"),
         ("--num-layers 12 --pp 2 --vpp 3 --num-layers-per-virtual-pipeline-stage 3", "vpp is given twice: 3 by flag "
          "--vpp and 2 by flag --num-layers-per-virtual-pipeline-stage; keep one of them"),
         ("--num-layers 12 --pp 3 --decoder-first-pipeline-num-layers 3", "flag --decoder-first-pipeline-num-layers 3 "
@@ -222,3 +224,29 @@ def test_run_options() -> None:
     ]
     assert parse_arguments(["--nonsense", "--help"]).help == "basic"
     assert parse_arguments(["--version"]).version
+
+
+@pytest.mark.parametrize(
+    ("flags", "vpp"),
+    [
+        ("--pp 2", 1),
+        ("--pp 2 --pipeline-schedule zb-v", 2),
+        ("--pp 2 --pipeline-schedule dualpipe-v --vpp 1", 1),
+        ("--pp 2 --pipeline-schedule zb-h1", 1),
+        ("--pp 2 --pipeline-model-parallel-layout Et|t|t|tL", 2),
+        ("--pp 2 --pipeline-layout Et|t|t|tL --vpp 4", 4),
+        ("--pp 2 --pipeline-layout Et|t|tL", 1),
+        ("--pp 2 --pipeline-layout Et|tL --pipeline-schedule zb-v", 1),
+        ("--pipeline-schedule zb-v", 1),
+    ],
+)
+def test_vpp_where_nobody_gives_it(flags: str, vpp: int) -> None:
+    assert parse_arguments(flags.split()).config.parallel.vpp == vpp
+
+
+def test_vpp_follows_the_schedule_that_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel: {pp: 4, pipeline_schedule: zb-v}\n")
+    assert parse_arguments(["--config", str(path)]).config.parallel.vpp == 2
+    other = parse_arguments(["--config", str(path), "--pipeline-schedule", "1f1b"])
+    assert other.config.parallel.vpp == 1 and "vpp" not in other.explicit

@@ -17,8 +17,9 @@ from safetensors import safe_open
 
 from megalite.checkpoint import files
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError, Manifest, seal
+from megalite.checkpoint.manifest import Manifest, seal
 from megalite.cli import generate
+from megalite.config.errors import CheckpointError
 from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.config.validate import validate

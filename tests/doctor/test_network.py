@@ -57,7 +57,7 @@ def test_a_name_that_leads_here() -> None:
     ],
 )
 def test_variables_that_choose(variable: str, value: str, fits: list[str]) -> None:
-    row = chosen(variable, value, ALL, exact=variable == GLOO)
+    row = chosen(variable, value, ALL)
     assert (row.level, row.data["interfaces"]) == ("ok", fits)
 
 
@@ -73,7 +73,7 @@ def test_variables_that_choose(variable: str, value: str, fits: list[str]) -> No
     ],
 )
 def test_variables_that_choose_nothing(variable: str, value: str, says: str) -> None:
-    row = chosen(variable, value, ALL, exact=variable == GLOO)
+    row = chosen(variable, value, ALL)
     assert row.level == "error" and says in row.text and row.remedy is not None
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
+from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.config.describe import replace, value_of
+from megalite.config.errors import CheckpointError
 from megalite.config.run import RunConfig
 from megalite.planner.elastic import _saved, newest_layout, take_layout
 from megalite.planner.search.relayout import LAYOUT

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
 from megalite.training.ending import FILE_NAME, Ending, write_ending
 from megalite.training.non_finite import NonFiniteError

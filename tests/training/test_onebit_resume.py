@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks

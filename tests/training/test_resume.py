@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.config.errors import CheckpointError
 from megalite.optimizers.schedules import Progress
 from megalite.training.resume import load
 from megalite.training.saving import save

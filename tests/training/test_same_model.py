@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.config.errors import CheckpointError
 from megalite.config.model import ModelConfig
 from megalite.training.resume import check_same_model, same_folder
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, seal
+from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest, seal
 from megalite.cli.inspect import main as inspect_main
+from megalite.config.errors import CheckpointError
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.data_parallel.wire import Channel

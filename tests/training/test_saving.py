@@ -16,8 +16,7 @@ import megalite.checkpoint.prune as pruning
 import megalite.checkpoint.safetensors_file as safetensors_file
 import megalite.checkpoint.save as saving
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.optimizers.schedules import Progress
 from megalite.training.resume import refuse_foreign_checkpoints
 from megalite.training.saving import HostMemory, SaveError, Saver

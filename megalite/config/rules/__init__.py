@@ -1,1 +1,1 @@
-"""The rules that a config must keep, one topic a module; `validate` runs them all."""
+"""What a config must keep, one topic a module; `validate` runs all of it."""

@@ -1,177 +1,50 @@
-"""Rules about batch sizes, ramp-up and the length of the run; needs dp and global_batch_size resolved."""
+"""Rules about batch sizes, the length of the run, and the schedules over it; those of batch and length need dp and
+global_batch_size resolved."""
 
-from megalite.config.batch import samples_per_microbatch, steps_until, total_steps
+from megalite.config.batch import decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.parallel import LOCAL_STRATEGIES
-from megalite.config.rules.effect import refuse_idle
-from megalite.config.rules.ranges import BOUNDS
-from megalite.config.rules.schedules import decay_length
-from megalite.config.run import RunConfig
-
-
-def check_run_lengths(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """What is to begin after a warm-up, or to happen every so many steps, begins and happens."""
-    if config.training.train_iters is None and config.training.train_samples is None:
-        return
-    if total_steps(config) == 0:
-        return  # that is said of train_samples
-    d, o, strategy = config.data_parallel, config.optimizer, config.parallel.dp_strategy
-    if d.grad_compression != "none":
-        never = "nothing would ever be compressed"
-        yield _check_warmup(config, "compression_warmup_steps", d.compression_warmup_steps, never)
-    if strategy in LOCAL_STRATEGIES:
-        never = "no rank would ever go by its own gradient"
-        yield _check_warmup(config, "sync_warmup_steps", d.sync_warmup_steps, never)
-    if strategy in ("local-sgd", "diloco"):
-        yield _check_exchanges(config)
-    if o.optimizer in ONEBIT_OPTIMIZERS:
-        if o.freeze_step is None:
-            yield _check_freeze(config)
-        else:
-            yield _check_warmup(config, "freeze_step", o.freeze_step, "nothing would ever be compressed")
-    total = total_steps(config)
-    if d.check_replicas_interval is not None and d.check_replicas_interval > total:
-        remedy = f"use --check-replicas-interval {_share(total)}"
-        names = ["check_replicas_interval"]
-        yield refuse_idle(config, explicit, names, cause=f"with {_length(config)}", remedy=remedy)
-
-
-def _length(config: RunConfig) -> str:
-    samples, total = config.training.train_samples, total_steps(config)
-    if samples is None:
-        return f"train_iters {total}"
-    return f"train_samples {samples}, which is {total} step{'s' if total > 1 else ''}"
-
-
-def _share(total: int) -> int:
-    return max(total // 6, 1)
-
-
-def _freeze_step(total: int) -> str:
-    return f"use --freeze-step {_share(total)}" if total > 1 else "for so short a run use --optimizer adam"
-
-
-def _check_warmup(config: RunConfig, name: str, last: int, never: str) -> Findings:
-    """A warm-up that lasts as long as the run."""
-    total = total_steps(config)
-    if last >= total:
-        share = f"use --{name.replace('_', '-')} {total // 6}"
-        remedy = _freeze_step(total) if name == "freeze_step" else share
-        yield f"{name} {last} is not below {_length(config)}: {never}; {remedy}"
-
-
-def _check_exchanges(config: RunConfig) -> Findings:
-    """Weights that would not be exchanged once, or not be used."""
-    d, total = config.data_parallel, total_steps(config)
-    streams = config.parallel.dp_strategy == "diloco"
-    delay, fragments = (d.sync_delay, d.sync_fragments) if streams else (0, 1)
-    first = d.sync_warmup_steps + d.sync_interval + delay
-    if first > total:
-        terms = {"sync_warmup_steps": d.sync_warmup_steps, "sync_delay": delay}
-        terms = {"sync_interval": d.sync_interval} | {name: size for name, size in terms.items() if size}
-        equals = f" = {first}" if len(terms) > 1 else ""
-        each = (total - d.sync_warmup_steps - delay) // fragments
-        remedy = f"--sync-interval {each * fragments}" if each > delay else f"a run of {first} steps or more"
-        yield (
-            f"{' + '.join(f'{name} {size}' for name, size in terms.items())}{equals} is more than {_length(config)}: "
-            f"some weights would never be exchanged; use {remedy}"
-        )
-
-
-def _check_freeze(config: RunConfig) -> Findings:
-    """The first step at which optimizers/onebit.py may find the second moment stable must leave one to compress.
-
-    That is the second multiple of 1/(1-beta2), or the first one after the warm-up of the learning rate.
-    """
-    o, total = config.optimizer, total_steps(config)
-    every = max(round(1.0 / (1.0 - o.adam_beta2)), 1)
-    earliest = every * max(2, _lr_warmup_steps(config) // every + 1)
-    if earliest >= total:
-        yield (
-            f"optimizer {o.optimizer} without freeze_step ends its warm-up after step {earliest} at the earliest (a multiple "
-            f"of 1/(1-adam_beta2) = {every}, from the second on, after the warm-up of the learning rate), but the run is "
-            f"{_length(config)}: nothing would ever be compressed; {_freeze_step(total)}"
-        )
-
-
-def _lr_warmup_steps(config: RunConfig) -> int:
-    o = config.optimizer
-    length, unit = decay_length(config)
-    warmup = (o.lr_warmup_iters if unit == "iters" else o.lr_warmup_samples) or 0
-    if o.lr_warmup_fraction is not None:
-        assert length is not None, "the length of the run is given"
-        warmup = int(o.lr_warmup_fraction * length)
-    return warmup if unit == "iters" else steps_until(config, warmup)
-
+from megalite.config.rules.rule import Check, Settings, multiples, rules, say
 
 _MOST_SIZES = 10_000
 """Of a ramp-up."""
+_MOST_SAMPLES = 2**40
 
 
-def check_batch(config: RunConfig, _: frozenset[str]) -> Findings:
-    """The global batch must be whole microbatches, at every step of a ramp-up; the run has one length."""
-    yield _check_whole(config)
-    yield _check_length(config)
-
-
-def _check_whole(config: RunConfig) -> Findings:
-    t = config.training
-    unit = samples_per_microbatch(config)
-    product = f"micro_batch_size·dp = {t.micro_batch_size}·{config.parallel.dp} = {unit}"
-    assert t.global_batch_size is not None
-    if t.global_batch_size % unit:
-        yield (
-            f"global_batch_size {t.global_batch_size} is not a multiple of {product}; use "
-            f"{_multiples(t.global_batch_size, unit)}"
-        )
-    if t.rampup_batch_size is not None:
-        yield _check_rampup(config, unit, product)
-
-
-def _check_length(config: RunConfig) -> Findings:
-    t = config.training
-    if t.train_iters is not None and t.train_samples is not None:
-        yield (
-            f"train_iters {t.train_iters} and train_samples {t.train_samples} both set the length of the run; keep one "
-            f"of them"
-        )
-    if t.train_samples is not None and total_steps(config) == 0:
-        yield (
-            f"train_samples {t.train_samples} is less than one batch of {_first_batch(config)}; use at least "
-            f"{_first_batch(config)}"
-        )
-
-
-def check_rampup_form(config: RunConfig) -> Findings:
+def check_rampup_form(c: Settings) -> Findings:
     """START INCREMENT SAMPLES, before anything divides by them."""
-    t = config.training
-    ramp = t.rampup_batch_size
+    ramp, example = c.rampup_batch_size, "e.g. 16 16 100000"
     if ramp is None:
         return
     if len(ramp) != 3:
-        yield (f"rampup_batch_size takes three numbers, START INCREMENT SAMPLES, got {len(ramp)}; e.g. 16 16 100000")
+        yield f"rampup_batch_size takes three numbers, START INCREMENT SAMPLES, got {len(ramp)}; {example}"
         return
     for what, value, low in (("START", ramp[0], 1), ("INCREMENT", ramp[1], 1), ("SAMPLES", ramp[2], 0)):
         if value < low:
-            yield f"rampup_batch_size {what} is {value}; it must be at least {low}, e.g. 16 16 100000"
-        if value >= BOUNDS["train_samples"].high:
-            yield f"rampup_batch_size {what} is {value}; it must be below {BOUNDS['train_samples'].high:.0f}"
-    if t.global_batch_size is None:
-        yield (f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}")
-    elif ramp[1] > 0 and (t.global_batch_size - ramp[0]) // ramp[1] > _MOST_SIZES:
-        sizes = (t.global_batch_size - ramp[0]) // ramp[1]
-        yield (
-            f"rampup_batch_size INCREMENT {ramp[1]} makes {sizes} batch sizes from {ramp[0]} to global_batch_size "
-            f"{t.global_batch_size}, each with a schedule of its own; use {-(-sizes * ramp[1] // _MOST_SIZES)} or more"
+            yield f"rampup_batch_size {what} is {value}; it must be at least {low}, {example}"
+        if value >= _MOST_SAMPLES:
+            yield f"rampup_batch_size {what} is {value}; it must be below {_MOST_SAMPLES}"
+    if c.global_batch_size is None:
+        yield f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
+    elif ramp[1] > 0 and (sizes := (c.global_batch_size - ramp[0]) // ramp[1]) > _MOST_SIZES:
+        yield say(
+            c,
+            f"rampup_batch_size INCREMENT {ramp[1]} makes {sizes} batch sizes from {ramp[0]} to {{global_batch_size}}, each "
+            f"with a schedule of its own; use {-(-sizes * ramp[1] // _MOST_SIZES)} or more",
         )
 
 
-def _check_rampup(config: RunConfig, unit: int, product: str) -> Findings:
-    t = config.training
-    assert t.rampup_batch_size is not None and t.global_batch_size is not None
-    start, increment, _ = t.rampup_batch_size
-    final = t.global_batch_size
+def _whole_microbatches(c: Settings) -> Findings:
+    """At every step of a ramp-up."""
+    unit, final = samples_per_microbatch(c.run), c.global_batch_size
+    assert final is not None
+    product = f"micro_batch_size·dp = {c.micro_batch_size}·{c.dp} = {unit}"
+    if final % unit:
+        yield f"global_batch_size {final} is not a multiple of {product}; use {multiples(final, unit)}"
+    if c.rampup_batch_size is None:
+        return
+    start, increment, _ = c.rampup_batch_size
     if start > final:
         yield (
             f"rampup_batch_size starts at {start}, above global_batch_size {final}; start at a multiple of {unit} up to "
@@ -179,25 +52,199 @@ def _check_rampup(config: RunConfig, unit: int, product: str) -> Findings:
         )
         return
     if start % unit:
-        yield (f"rampup_batch_size START {start} is not a multiple of {product}; use {_multiples(start, unit)}")
+        yield f"rampup_batch_size START {start} is not a multiple of {product}; use {multiples(start, unit)}"
     if increment % unit and start < final:
-        yield (
-            f"rampup_batch_size INCREMENT {increment} is not a multiple of {product}; use {_multiples(increment, unit)}"
-        )
+        yield f"rampup_batch_size INCREMENT {increment} is not a multiple of {product}; use {multiples(increment, unit)}"
     elif (final - start) % increment and not start % unit:
         yield (
             f"rampup_batch_size cannot go from {start} to global_batch_size {final} in increments of {increment}; use "
-            f"an increment of {unit} or global_batch_size {_multiples(final - start, increment, start)}"
+            f"an increment of {unit} or global_batch_size {multiples(final - start, increment, start)}"
         )
 
 
-def _first_batch(config: RunConfig) -> int:
-    t = config.training
-    assert t.global_batch_size is not None
-    return t.rampup_batch_size[0] if t.rampup_batch_size else t.global_batch_size
+def _one_batch(c: Settings) -> Findings:
+    if c.train_samples is not None and total_steps(c.run) == 0:
+        first = c.rampup_batch_size[0] if c.rampup_batch_size else c.global_batch_size
+        yield say(c, f"{{train_samples}} is less than one batch of {first}; use at least {first}")
 
 
-def _multiples(number: int, unit: int, offset: int = 0) -> str:
-    """`8 or 12`: offset plus the multiples of `unit` around `number`."""
-    below = number // unit * unit
-    return f"{below + offset} or {below + unit + offset}" if below else str(unit + offset)
+BATCH: tuple[Check, ...] = (
+    _whole_microbatches,
+    _one_batch,
+    *rules(
+        {
+            "{?train_iters} and {train_samples} both set the length of the run; keep one of them": lambda c: (
+                c.train_samples
+            )
+        }
+    ),
+)
+
+
+def _units(c: Settings) -> Findings:
+    """Everything is counted in the unit in which the length of the run is given."""
+    other = "samples" if c.train_iters is not None else "iters" if c.train_samples is not None else None
+    unit = "iters" if other == "samples" else "samples"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        given = [kind for kind in ("iters", "samples") if getattr(c, f"{name}_{kind}") is not None]
+        if len(given) == 2:
+            yield say(c, f"{{{name}_iters}} and {{{name}_samples}} say the same thing twice; keep one of them")
+        if other in given:
+            yield say(
+                c,
+                f"{{{name}_{other}}} does not go with train_{unit}, in which the length of this run is given; use {name}_{unit}",
+            )
+
+
+def _warmup(c: Settings) -> Findings:
+    names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    given = [f"{{{name}}}" for name in names if getattr(c, name) is not None]
+    if len(given) > 1:
+        yield say(c, f"{' and '.join(given)} both set the length of the warm-up; keep one of them")
+    if c.lr_warmup_init and not given:
+        yield say(c, "{lr_warmup_init} has no effect without a warm-up; add --lr-warmup-iters 100 or remove it")
+    length, unit = decay_length(c.run)
+    warmup = getattr(c, f"lr_warmup_{unit}")
+    if length is not None and warmup and warmup >= length:
+        yield f"lr_warmup_{unit} {warmup} is not shorter than the decay of {length} {unit}; use at most {length - 1}"
+
+
+def _final_decay(c: Settings) -> Findings:
+    if c.lr_decay_style != "WSD":
+        return
+    length, unit = decay_length(c.run)
+    final = getattr(c, f"lr_wsd_decay_{unit}")
+    if final is None:
+        example = max(1, length // 10) if length else 100
+        yield f"lr_decay_style WSD needs the length of its final decay; add --lr-wsd-decay-{unit} {example}"
+    elif length is not None and final > length:
+        yield f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}"
+
+
+_DYNAMIC_SCALE = "initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis"
+SCHEDULES: tuple[Check, ...] = (
+    _units,
+    _warmup,
+    _final_decay,
+    *rules(
+        {
+            "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
+            "{!min_lr|lr_decay_iters|lr_decay_samples} has no effect with {lr_decay_style}; use cosine or remove it": (
+                lambda c: c.lr_decay_style == "constant"
+            ),
+            "{lr_warmup_init} is above {lr}; use 0": lambda c: c.lr_warmup_init > c.lr,
+            "{?lr_wsd_decay_iters|lr_wsd_decay_samples} has no effect with {lr_decay_style}; use --lr-decay-style WSD or "
+            "remove it": lambda c: c.lr_decay_style != "WSD",
+            "{!lr_wsd_decay_style} has no effect with {lr_decay_style}; use --lr-decay-style WSD or remove it": (
+                lambda c: c.lr_decay_style != "WSD"
+            ),
+            "{?start_weight_decay|end_weight_decay} has no effect with {weight_decay_incr_style}; use linear or cosine, or "
+            "remove it": lambda c: c.weight_decay_incr_style == "constant",
+            "{?weight_decay_incr_style} needs start_weight_decay; add --start-weight-decay {=weight_decay}": (
+                lambda c: c.start_weight_decay is None
+            ),
+            "{?weight_decay_incr_style} needs end_weight_decay; add --end-weight-decay {=weight_decay}": (
+                lambda c: c.end_weight_decay is None
+            ),
+            "{!weight_decay} has no effect with {weight_decay_incr_style}, which moves from start_weight_decay to "
+            "end_weight_decay; remove it": lambda c: c.weight_decay_incr_style != "constant",
+            "{?loss_scale} has no effect with {precision}; use --fp16 or remove it": lambda c: c.precision != "fp16",
+            f"{{!{_DYNAMIC_SCALE}}} has no effect with {{precision}}; use --fp16 or remove it": lambda c: (
+                c.precision != "fp16"
+            ),
+            f"{{!{_DYNAMIC_SCALE}}} has no effect with a fixed {{loss_scale}}; remove one of them": (
+                lambda c: c.precision == "fp16" and c.loss_scale is not None
+            ),
+            "{min_loss_scale} is above {initial_loss_scale}; use at most {=initial_loss_scale}": (
+                lambda c: c.precision == "fp16" and c.min_loss_scale > c.initial_loss_scale
+            ),
+        }
+    ),
+)
+
+
+def _length(c: Settings) -> str:
+    samples, total = c.train_samples, total_steps(c.run)
+    return f"train_iters {total}" if samples is None else f"train_samples {samples} ({total} step{'s' * (total > 1)})"
+
+
+def _has_length(c: Settings) -> bool:
+    return (c.train_iters is not None or c.train_samples is not None) and total_steps(c.run) > 0
+
+
+def _warmups(c: Settings) -> Findings:
+    """What is to begin after a warm-up begins."""
+    if not _has_length(c):
+        return  # that is said of train_samples
+    if c.grad_compression != "none":
+        yield _shorter(c, "compression_warmup_steps")
+    if c.dp_strategy in LOCAL_STRATEGIES:
+        yield _shorter(c, "sync_warmup_steps")
+    if c.optimizer in ONEBIT_OPTIMIZERS:
+        yield _onebit_warmup(c) if c.freeze_step is None else _shorter(c, "freeze_step")
+
+
+def _shorter(c: Settings, name: str) -> Findings:
+    total = total_steps(c.run)
+    if getattr(c, name) >= total:
+        yield say(c, f"{{{name}}} is not below {_length(c)}: nothing comes after this warm-up; {_fitting(name, total)}")
+
+
+def _fitting(name: str, total: int) -> str:
+    if name == "freeze_step" and total < 2:
+        return "for so short a run use --optimizer adam"
+    return f"use --{name.replace('_', '-')} {max(total // 6, int(name == 'freeze_step'))}"
+
+
+def _onebit_warmup(c: Settings) -> Findings:
+    """The first step at which optimizers/onebit.py may find the second moment stable must leave one to compress.
+
+    That is the second multiple of 1/(1-beta2), or the first one after the warm-up of the learning rate.
+    """
+    total, every = total_steps(c.run), max(round(1.0 / (1.0 - c.adam_beta2)), 1)
+    earliest = every * max(2, _lr_warmup_steps(c) // every + 1)
+    if earliest >= total:
+        yield say(
+            c,
+            f"{{optimizer}} without freeze_step ends its warm-up after step {earliest} at the earliest (a multiple of "
+            f"1/(1-adam_beta2) = {every}, from the second on, after the warm-up of the learning rate), but the run is "
+            f"{_length(c)}; {_fitting('freeze_step', total)}",
+        )
+
+
+def _lr_warmup_steps(c: Settings) -> int:
+    length, unit = decay_length(c.run)
+    warmup: int = getattr(c, f"lr_warmup_{unit}") or 0
+    if c.lr_warmup_fraction is not None:
+        assert length is not None, "the length of the run is given"
+        warmup = int(c.lr_warmup_fraction * length)
+    return warmup if unit == "iters" else steps_until(c.run, warmup)
+
+
+def _exchanges(c: Settings) -> Findings:
+    """Weights that would not be exchanged once, or not be used."""
+    if not _has_length(c) or c.dp_strategy not in ("local-sgd", "diloco"):
+        return
+    total, streams = total_steps(c.run), c.dp_strategy == "diloco"
+    delay, fragments = (c.sync_delay, c.sync_fragments) if streams else (0, 1)
+    first = c.sync_interval + c.sync_warmup_steps + delay
+    if first > total:
+        each = (total - c.sync_warmup_steps - delay) // fragments
+        remedy = f"--sync-interval {each * fragments}" if each > delay else f"a run of {first} steps or more"
+        yield say(
+            c,
+            f"{{sync_interval}} with {{sync_warmup_steps}} and sync_delay {delay} is {first} steps, more than {_length(c)}: "
+            f"some weights would never be exchanged; use {remedy}",
+        )
+
+
+def _replica_checks(c: Settings) -> Findings:
+    if _has_length(c) and c.gives("check_replicas_interval") and (c.check_replicas_interval or 0) > total_steps(c.run):
+        works = max(total_steps(c.run) // 6, 1)
+        yield say(
+            c,
+            f"{{check_replicas_interval}} has no effect with {_length(c)}; use --check-replicas-interval {works} or remove it",
+        )
+
+
+LENGTHS: tuple[Check, ...] = (_warmups, _exchanges, _replica_checks)

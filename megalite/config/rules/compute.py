@@ -1,153 +1,163 @@
-"""Rules about how layers compute: kernels, recompute, and what goes together.
+"""Rules about the network and how its layers compute: shapes, kernels, recompute.
 
 Whether a kernel works on the device is known when it is built.
 """
 
 from megalite.config.compute import BACKENDS, OPERATIONS, kernel_requests
-from megalite.config.errors import Findings
-from megalite.config.rules.effect import refuse_idle
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
-from megalite.config.values import nearest
+from megalite.config.errors import Findings, nearest
+from megalite.config.rules.rule import Check, Settings, divisors, rules, say
+from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
 """What selective recompute can run again."""
+LLAMA3_SETTINGS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_positions")
 
 
-def check_recompute(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """Modules are for selective recompute, method and number of layers for full recompute."""
-    granularity = config.training.recompute_granularity
-    cause = f"with recompute_granularity {granularity}"
-    if granularity != "selective":
-        remedy = "use --recompute-granularity selective"
-        yield refuse_idle(config, explicit, ["recompute_modules"], cause=cause, remedy=remedy)
-    if granularity != "full":
-        remedy = "use --recompute-granularity full"
-        names = ["recompute_method", "recompute_num_layers"]
-        yield refuse_idle(config, explicit, names, cause=cause, remedy=remedy)
-    yield _check_modules(config)
-    if granularity == "full":
-        yield _check_layers(config)
+def _head_size(c: Settings) -> Findings:
+    heads = c.num_attention_heads
+    if c.kv_channels is None and c.hidden_size % heads:
+        size, _ = divmod(c.hidden_size, heads)
+        yield say(
+            c,
+            f"{{hidden_size}} is not divisible by {{num_attention_heads}}; use hidden_size {(size + 1) * heads}, or say the "
+            f"size of a head with --kv-channels {max(1, size)}",
+        )
 
 
-def _check_modules(config: RunConfig) -> Findings:
-    modules = config.training.recompute_modules
+def _groups(c: Settings) -> Findings:
+    if c.num_attention_heads % c.query_groups:
+        works = divisors(c.num_attention_heads)
+        yield say(c, f"{{num_attention_heads}} is not divisible by {{num_query_groups}}; use num_query_groups {works}")
+
+
+def _has_no_mlp(c: Settings) -> bool:
+    dense = not all(map(c.is_moe_layer, range(c.num_layers)))
+    return (dense or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
+
+
+NETWORK: tuple[Check, ...] = (
+    _head_size,
+    _groups,
+    *rules(
+        {
+            "{hidden_size} with {activation} gives an MLP of width 8·h/3 rounded down to a multiple of 64 = 0; set "
+            "--ffn-hidden-size, e.g. 64": _has_no_mlp,
+            "{?add_qkv_bias} has no effect with add_bias_linear, which gives every linear layer a bias; remove it, or add "
+            "--disable-bias-linear": lambda c: c.add_bias_linear,
+            "a head size of {=head_size} is odd, but rope turns pairs of channels; use an even one, e.g. --kv-channels 64": (
+                lambda c: c.position_embedding_type == "rope" and c.head_size % 2
+            ),
+            "{!rotary_base} has no effect with {position_embedding_type}; use rope or remove it": (
+                lambda c: c.position_embedding_type != "rope"
+            ),
+            "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
+                lambda c: c.position_embedding_type != "rope"
+            ),
+            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear or llama3, or remove it": (
+                lambda c: c.rope_scaling == "none"
+            ),
+            f"{{!{'|'.join(LLAMA3_SETTINGS)}}} has no effect with {{rope_scaling}}; use llama3 or remove it": (
+                lambda c: c.rope_scaling != "llama3"
+            ),
+            "{rope_low_freq_factor} is not below {rope_high_freq_factor}; use less than {=rope_high_freq_factor}": (
+                lambda c: c.rope_scaling == "llama3" and c.rope_low_freq_factor >= c.rope_high_freq_factor
+            ),
+            "{seq_length} is more than {max_position_embeddings}; use --max-position-embeddings {=seq_length} or a shorter "
+            "sequence": lambda c: c.max_position_embeddings is not None and c.seq_length > c.max_position_embeddings,
+        }
+    ),
+)
+
+
+def _kernels(c: Settings) -> Findings:
+    for operation, backend in kernel_requests(c.kernels).items():
+        for kind, name, known in (("operation", operation, [*OPERATIONS]), ("backend", backend, [*BACKENDS])):
+            if name not in known:
+                yield f"kernels {operation}={backend}: no {kind} {name}{nearest(name, known)} (one of {', '.join(known)})"
+
+
+def _merged_attention(c: Settings) -> Findings:
+    tiled = attention_in_tiles(c.run)
+    if tiled is not None and c.attention_backend not in ("auto", "flash"):
+        yield say(
+            c,
+            f"{{attention_backend}} cannot serve {tiled}, whose pieces are merged by what flash alone gives; use flash or auto",
+        )
+
+
+COMPUTE: tuple[Check, ...] = (
+    _kernels,
+    _merged_attention,
+    *rules(
+        {
+            "{?attention_backend} has no effect with {attention_dropout}, for which the probabilities are kept in memory; set "
+            "attention_dropout 0 or remove it": lambda c: c.attention_dropout,
+            "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
+                lambda c: c.tp == 1 or not c.sequence_parallel
+            ),
+            "{?tp_comm_overlap} and fp8 do not go together: a tensor that comes in pieces has no one scale; keep one of them": (
+                lambda c: c.fp8
+            ),
+            "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
+            # Without the first and the last layer, which stay in bf16.
+            "{?fp8} has no effect with {num_layers}; use num_layers 3 or more, or remove it": lambda c: (
+                c.num_layers < 3
+            ),
+        }
+    ),
+)
+
+
+def _modules(c: Settings) -> Findings:
+    modules = c.recompute_modules
     if not modules:
         yield f"recompute_modules is empty; name some of {', '.join(MODULES)}"
-    for module in modules:
+    for module in dict.fromkeys(modules):
         if module not in MODULES:
-            yield (f"recompute_modules has {module} in it{nearest(module, MODULES)} (one of {', '.join(MODULES)})")
+            yield f"recompute_modules has {module} in it{nearest(module, MODULES)} (one of {', '.join(MODULES)})"
         if modules.count(module) > 1:
             yield f"recompute_modules names {module} twice; keep one of them"
-    if config.training.recompute_granularity == "selective":
-        yield _check_covered(config)
 
 
-def _check_covered(config: RunConfig) -> Findings:
+def _covered_modules(c: Settings) -> Findings:
     """A module that another one contains, or that the model has not, would be named in vain."""
-    model, modules = config.model, config.training.recompute_modules
-    if "moe" in modules and model.num_experts is None:
+    if c.recompute_granularity != "selective":
+        return
+    modules = c.recompute_modules
+    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
+    if "moe" in modules and c.num_experts is None:
         yield "recompute_modules moe has no effect without experts; add --num-experts 8 or remove it"
-    with_experts = {model.is_moe_layer(index) for index in range(model.num_layers)}
-    if "mlp" in modules and False not in with_experts:
-        yield (
-            f"recompute_modules mlp has no effect with num_experts {model.num_experts}: no layer has a dense MLP; use "
-            f"moe or remove it"
+    if "mlp" in modules and "mlp" not in around:
+        yield say(
+            c, "recompute_modules mlp has no effect with {num_experts}: no layer has a dense MLP; use moe or remove it"
         )
-    around = ["moe" if has_experts else "mlp" for has_experts in sorted(with_experts)]
-    if "mlp_act" in modules and set(around) <= set(modules):
-        yield (
-            f"recompute_modules mlp_act has no effect with {' and '.join(around)}, which runs the activation again too; "
-            f"remove one of them"
-        )
+    if "mlp_act" in modules and around <= set(modules):
+        within = " and ".join(sorted(around))
+        yield f"recompute_modules mlp_act has no effect with {within}, where it is recomputed too; remove one of them"
 
 
-def _check_layers(config: RunConfig) -> Findings:
-    p, layers = config.parallel, config.model.num_layers
-    stages, count = p.pp * p.vpp, config.training.recompute_num_layers
-    # Without pipeline_layers the cut is not known here, but no stage can have more than this.
-    cut = stage_layers(config)
-    largest = max(cut) if cut else layers - (stages - 1)
-    if count > largest:
-        where = f"a stage of num_layers {layers} cut over pp·vpp = {stages}" if stages > 1 else "the model"
-        yield (f"recompute_num_layers {count} is more than the {largest} layers of {where}; use at most {largest}")
-
-
-FP8_LEAST_LAYERS = 3
-"""The first and the last layer stay in bf16."""
-
-
-def check_compute(config: RunConfig, _: frozenset[str]) -> Findings:
-    """The settings of section `compute` are known, do something and go together."""
-    yield _check_kernels(config)
-    yield _check_attention(config)
-    yield _check_overlap(config)
-    yield _check_fp8(config)
-
-
-def _check_kernels(config: RunConfig) -> Findings:
-    for operation, backend in kernel_requests(config.compute.kernels).items():
-        if operation not in OPERATIONS:
-            known = ", ".join(OPERATIONS)
-            yield f"kernels: no operation {operation}{nearest(operation, OPERATIONS)} (one of {known})"
-        if backend not in BACKENDS:
-            known = ", ".join(BACKENDS)
-            yield (f"kernels: no backend {backend} for {operation}{nearest(backend, BACKENDS)} (one of {known})")
-
-
-def _check_attention(config: RunConfig) -> Findings:
-    backend = config.compute.attention_backend
-    if backend == "auto":
-        return
-    if config.model.attention_dropout > 0.0:
-        yield (
-            f"attention_backend {backend} has no effect with attention_dropout {config.model.attention_dropout:g}, for which "
-            "the probabilities are kept in memory; set attention_dropout 0 or remove it"
-        )
-    tiled = attention_in_tiles(config)
-    if tiled is not None and backend != "flash":
-        yield (
-            f"attention_backend {backend} cannot serve {tiled}, whose pieces are merged by what flash alone gives; "
-            "use flash or auto"
+def _recomputed_layers(c: Settings) -> Findings:
+    stages, cut = c.pp * c.vpp, stage_layers(c.run)
+    # Without a cut by hand it is not known here, but no stage can have more than this.
+    largest = max(cut) if cut else c.num_layers - (stages - 1)
+    if c.recompute_granularity == "full" and c.recompute_num_layers > largest:
+        yield say(
+            c,
+            f"{{recompute_num_layers}} is more than the {largest} layers of a stage of {{num_layers}} cut over pp·vpp = "
+            f"{stages}; use at most {largest}",
         )
 
 
-def attention_in_tiles(config: RunConfig) -> str | None:
-    """The setting for which attention is computed in pieces that are merged, or None."""
-    model, data, parallel = config.model, config.data, config.parallel
-    if model.sliding_window is not None and model.sliding_window < config.training.seq_length:
-        return f"sliding_window {model.sliding_window}"
-    if data.packing == "best-fit":
-        return "packing best-fit"
-    if data.reset_attention_mask:
-        return "reset_attention_mask"
-    if parallel.cp > 1 and parallel.cp_comm_type == "p2p":
-        return f"cp {parallel.cp} with cp_comm_type p2p"
-    return None
-
-
-def _check_overlap(config: RunConfig) -> Findings:
-    if not config.compute.tp_comm_overlap:
-        return
-    if config.parallel.tp == 1 or not config.parallel.sequence_parallel:
-        yield (
-            "tp_comm_overlap has no effect without sequence parallelism; add --tp 2 --sequence-parallel or remove it"
-            if config.parallel.tp == 1
-            else "tp_comm_overlap has no effect without sequence_parallel; add --sequence-parallel or remove it"
-        )
-    if config.compute.fp8:
-        yield (
-            "tp_comm_overlap and fp8 do not go together: a tensor that comes in pieces has no one scale; keep one of them"
-        )
-
-
-def _check_fp8(config: RunConfig) -> Findings:
-    if not config.compute.fp8:
-        return
-    if config.training.precision != "bf16":
-        yield f"fp8 needs precision bf16, not {config.training.precision}; add --bf16"
-    if config.model.num_layers < FP8_LEAST_LAYERS:
-        yield (
-            f"fp8 has no effect with num_layers {config.model.num_layers}, as the first and the last layer stay in bf16; "
-            f"use num_layers {FP8_LEAST_LAYERS} or more, or remove it"
-        )
+RECOMPUTE: tuple[Check, ...] = (
+    *rules(
+        {
+            "{!recompute_modules} has no effect with {recompute_granularity}; use --recompute-granularity selective or "
+            "remove it": lambda c: c.recompute_granularity != "selective",
+            "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "
+            "--recompute-granularity full or remove it": lambda c: c.recompute_granularity != "full",
+        }
+    ),
+    _modules,
+    _covered_modules,
+    _recomputed_layers,
+)

@@ -1,208 +1,180 @@
-"""Rules about data-parallel strategies, compression and networks, and what excludes what."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
+"""Rules about data-parallel strategies, optimizers and number formats: what goes with what."""
 
 from megalite.config.errors import Findings
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.parallel import DP_STRATEGIES, LOCAL_STRATEGIES
-from megalite.config.rules.effect import divisors, refuse_elsewhere, refuse_idle
-from megalite.config.run import RunConfig
+from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say
 
-LLAMA3_SETTINGS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_positions")
-
-
-def check_network(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """Heads, groups, widths and positions must fit one another."""
-    model, s = config.model, config.training.seq_length
-    heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
-        below = model.hidden_size // heads * heads
-        yield (
-            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {heads}; use hidden_size "
-            f"{below + heads}, or say the size of a head with --kv-channels {max(1, model.hidden_size // heads)}"
-        )
-    if heads % model.query_groups:
-        yield (
-            f"num_attention_heads {heads} is not divisible by num_query_groups {model.query_groups}; use "
-            f"num_query_groups {divisors(heads)}"
-        )
-    dense = not all(map(model.is_moe_layer, range(model.num_layers))) or model.moe_ffn_hidden_size is None
-    if dense and model.ffn_size < 1:
-        yield (
-            f"hidden_size {model.hidden_size} with {model.activation} gives an MLP of width 8·h/3 rounded down to a multiple of "
-            f"64 = 0; set --ffn-hidden-size, e.g. 64"
-        )
-    if model.add_qkv_bias and model.add_bias_linear:
-        yield (
-            "add_qkv_bias has no effect with add_bias_linear, which gives every linear layer of attention a bias; remove "
-            "it, or add --disable-bias-linear"
-        )
-    yield _check_rope(config, explicit)
-    if model.max_position_embeddings is not None and s > model.max_position_embeddings:
-        yield (
-            f"seq_length {s} is more than max_position_embeddings {model.max_position_embeddings}; use "
-            f"--max-position-embeddings {s} or a shorter sequence"
-        )
-
-
-def _check_rope(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """RoPE's settings need RoPE, and those of one kind of scaling that kind."""
-    model = config.model
-    positions = f"with position_embedding_type {model.position_embedding_type}"
-    if model.position_embedding_type == "rope":
-        if model.head_size % 2:
-            yield (
-                f"a head size of {model.head_size} is odd, but rope turns pairs of channels; use --kv-channels "
-                f"{model.head_size + 1}"
-            )
-    else:
-        yield refuse_idle(config, explicit, ["rotary_base"], cause=positions, remedy="use rope")
-        if model.rope_scaling != "none":
-            yield (f"rope_scaling {model.rope_scaling} has no effect {positions}; use rope, or --rope-scaling none")
-    scaling = f"with rope_scaling {model.rope_scaling}"
-    if model.rope_scaling == "none":
-        remedy = "use linear or llama3,"
-        yield refuse_idle(config, explicit, ["rope_scaling_factor"], cause=scaling, remedy=remedy)
-    if model.rope_scaling != "llama3":
-        yield refuse_idle(config, explicit, LLAMA3_SETTINGS, cause=scaling, remedy="use llama3")
-    elif model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        yield (
-            f"rope_low_freq_factor {model.rope_low_freq_factor:g} is not below rope_high_freq_factor "
-            f"{model.rope_high_freq_factor:g}; use {model.rope_high_freq_factor / 4:g}"
-        )
-
-
-SERVERS = ("parameter-server", "sharded-parameter-server", "async-parameter-server")
-
-OF_STRATEGIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "overlap_param_gather": (
-            *("distributed-optimizer", "fully-sharded"),
-            *("parameter-server", "sharded-parameter-server"),
-        ),
-        "shard_gradients": ("distributed-optimizer",),
-        "fusion_threshold_mb": ("fused-all-reduce",),
-        "server_chunk_mb": SERVERS,
-        "max_staleness": ("async-parameter-server",),
-        "staleness_aware_lr": ("async-parameter-server",),
-        "sync_interval": ("local-sgd", "diloco"),
-        "sync_warmup_steps": LOCAL_STRATEGIES,
-        "average_optimizer_state": ("local-sgd",),
-        "outer_lr": ("diloco",),
-        "outer_momentum": ("diloco",),
-        "sync_fragments": ("diloco",),
-        "sync_delay": ("diloco",),
-        "sync_mix": ("diloco",),
-        "gossip_graph": ("gossip",),
-        "gossip_algorithm": ("gossip",),
-        "grad_compression": ("all-reduce",),
-        "reduction_order": tuple(name for name in DP_STRATEGIES if name != "async-parameter-server"),
-        "ddp_bucket_size": tuple(
-            name for name in DP_STRATEGIES if name not in ("fused-all-reduce", "sharded-parameter-server")
-        ),
-    }
+_SERVERS = ("parameter-server", "sharded-parameter-server", "async-parameter-server")
+_APART = (*LOCAL_STRATEGIES, "async-parameter-server")
+"""Their ranks take steps of their own."""
+_SPLITS_MAIN = (
+    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
+    "sharded-parameter-server",
 )
-"""Setting -> the strategies that it means something to."""
+"""They can keep main parameters as the bits that bf16 parameters lack."""
+ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_eps")
+"""What every optimizer but SGD goes by: presets give them for Adam."""
 
 
-def check_data_parallel(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """The strategy and what goes over the wire fit together and to the layout."""
-    yield _check_strategy(config, explicit)
-    yield _check_compression(config, explicit)
+def _but(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in without)
 
 
-def _check_strategy(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    p, d = config.parallel, config.data_parallel
-    strategy = p.dp_strategy
-    yield refuse_elsewhere(config, explicit, "dp_strategy", OF_STRATEGIES)
-    if strategy in LOCAL_STRATEGIES and not d.sync_warmup_steps:
-        # Weights are averaged in the order of ranks anyway.
-        cause = f"with dp_strategy {strategy} and sync_warmup_steps 0"
-        remedy = "use --sync-warmup-steps 100,"
-        yield refuse_idle(config, explicit, ["reduction_order"], cause=cause, remedy=remedy)
-    apart = (*LOCAL_STRATEGIES, "async-parameter-server")
-    for axis, size in (("cp", p.cp), ("ep", p.ep)):
-        if strategy in apart and size > 1:
-            yield (
-                f"{axis} {size} does not go with dp_strategy {strategy}: its ranks take steps of their own, and those of "
-                f"{'an' if axis == 'ep' else 'a'} {axis} group would have to take them together; use --{axis} 1, or --dp-strategy all-reduce"
-            )
-    for axis, size in (("pp", p.pp), ("ep", p.ep)):
-        if strategy == "fully-sharded" and size > 1:
-            yield (
-                f"{axis} {size} does not go with dp_strategy fully-sharded, which gathers every layer for every microbatch; "
-                f"use --{axis} 1, or --dp-strategy distributed-optimizer"
-            )
-    if strategy in apart and config.model.num_experts and p.expert_tp != p.tp:
-        yield (
-            f"etp {p.expert_tp} does not go with dp_strategy {strategy} and tp {p.tp}: experts would have other replicas than "
-            f"the rest; use --etp {p.tp}"
-        )
-    if strategy == "async-parameter-server" and config.training.precision == "fp16":
-        yield (
-            "precision fp16 does not go with dp_strategy async-parameter-server: its ranks never agree on a loss scale; "
-            "use --precision bf16"
-        )
-    if strategy == "gossip" and d.gossip_graph == "one-peer" and p.dp is not None and p.dp > 1 and p.dp % 2:
-        yield (
-            f"gossip_graph one-peer pairs up the data-parallel ranks, but dp is {p.dp}; use --gossip-graph ring, or dp "
-            f"{p.dp - 1 if p.dp > 1 else 2} or {p.dp + 1}"
-        )
-    if strategy == "gossip" and d.gossip_graph == "one-peer" and d.gossip_algorithm == "decentlam":
-        yield (
-            "gossip_algorithm decentlam does not go with gossip_graph one-peer: its correction grows without bound from 6 ranks "
-            "on; use --gossip-graph ring"
-        )
-    if strategy == "diloco":
-        yield _check_fragments(config)
-    if d.check_replicas_interval is not None:
-        if p.dp is not None and p.dp * p.cp == 1:
-            cause = "with dp 1, where no weight has a replica"
-            yield refuse_idle(config, explicit, ["check_replicas_interval"], cause=cause, remedy="start more ranks")
-        own = "each rank has weights of its own" if strategy in apart else "no weight is on two ranks"
-        if strategy in (*apart, "fully-sharded"):
-            yield (
-                f"check_replicas_interval {d.check_replicas_interval} has no effect with dp_strategy {strategy}, where "
-                f"{own}; remove it"
-            )
-        if config.optimizer.optimizer == "zero-one-adam":
-            yield (
-                f"check_replicas_interval {d.check_replicas_interval} does not go with optimizer zero-one-adam, whose ranks "
-                "take local steps; remove it"
-            )
+_OF_STRATEGIES = {
+    "overlap_param_gather": ("distributed-optimizer", "fully-sharded", "parameter-server", "sharded-parameter-server"),
+    "shard_gradients": ("distributed-optimizer",),
+    "fusion_threshold_mb": ("fused-all-reduce",),
+    "server_chunk_mb": _SERVERS,
+    "max_staleness|staleness_aware_lr": ("async-parameter-server",),
+    "sync_interval": ("local-sgd", "diloco"),
+    "sync_warmup_steps": LOCAL_STRATEGIES,
+    "average_optimizer_state": ("local-sgd",),
+    "outer_lr|outer_momentum|sync_fragments|sync_delay|sync_mix": ("diloco",),
+    "gossip_graph|gossip_algorithm": ("gossip",),
+    "grad_compression": ("all-reduce",),
+    "reduction_order": _but(DP_STRATEGIES, "async-parameter-server"),
+    "ddp_bucket_size": _but(DP_STRATEGIES, "fused-all-reduce", "sharded-parameter-server"),
+}
+_OF_OPTIMIZERS = {
+    "|".join(ADAM_SETTINGS): _but(OPTIMIZERS, "sgd"),
+    "sgd_momentum|sgd_nesterov": ("sgd",),
+    "lamb_min_coeff|lamb_max_coeff": ("lamb", "onebit-lamb"),
+    "muon_momentum|muon_steps|muon_scale": ("muon",),
+    "freeze_step|freeze_threshold|onebit_scale": ONEBIT_OPTIMIZERS,
+    "local_step_clipper|local_step_scaler|variance_update_scaler": ("zero-one-adam",),
+    "exp_avg_dtype|exp_avg_sq_dtype|stochastic_rounding": ("adam",),
+}
 
 
-def _check_fragments(config: RunConfig) -> Findings:
-    d = config.data_parallel
-    if d.sync_interval % d.sync_fragments:
-        yield (
-            f"sync_interval {d.sync_interval} is not divisible by sync_fragments {d.sync_fragments}; use fragments "
-            f"{divisors(d.sync_interval)}"
+def _fragments(c: Settings) -> Findings:
+    """DiLoCo's."""
+    if c.dp_strategy != "diloco":
+        return
+    between, rest = divmod(c.sync_interval, c.sync_fragments)
+    if rest:
+        works = divisors(c.sync_interval)
+        yield say(c, f"{{sync_interval}} is not divisible by {{sync_fragments}}; use fragments {works}")
+    elif c.sync_delay >= between:
+        yield say(
+            c,
+            f"{{sync_delay}} is not below sync_interval / sync_fragments = {{=sync_interval}}/{{=sync_fragments}} = {between}: "
+            f"the next exchange would start before this one is used; use --sync-delay {between - 1} or less",
         )
-    elif d.sync_delay >= (between := d.sync_interval // d.sync_fragments):
-        yield (
-            f"sync_delay {d.sync_delay} is not below sync_interval / sync_fragments = {d.sync_interval}/{d.sync_fragments} = "
-            f"{between}: the next exchange would start before this one is used; use --sync-delay {between - 1} or less"
-        )
-    if d.sync_fragments > config.model.num_layers:
-        yield (
-            f"sync_fragments {d.sync_fragments} is more than num_layers {config.model.num_layers}: some would be empty; use "
-            f"--sync-fragments {config.model.num_layers} or less"
+    if c.sync_fragments > c.num_layers:
+        yield say(
+            c,
+            "{sync_fragments} is more than {num_layers}: some would be empty; use --sync-fragments {=num_layers} or less",
         )
 
 
-def _check_compression(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    d = config.data_parallel
-    kind = d.grad_compression
-    if kind == "none":
-        yield refuse_idle(
-            config,
-            explicit,
-            ["compression_warmup_steps"],
-            cause="with grad_compression none",
-            remedy="use --grad-compression onebit,",
+def _pairs(c: Settings) -> Findings:
+    if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and c.dp is not None and c.dp > 1 and c.dp % 2:
+        yield say(
+            c,
+            "{gossip_graph} pairs up the data-parallel ranks, but dp is {=dp}; use --gossip-graph ring, or dp "
+            f"{c.dp - 1} or {c.dp + 1}",
         )
-    for name, needs in (("topk_density", "topk"), ("powersgd_rank", "powersgd")):
-        if kind != needs:
-            cause = f"with grad_compression {kind}"
-            yield refuse_idle(config, explicit, [name], cause=cause, remedy=f"use --grad-compression {needs},")
+
+
+def _corrects_momentum(c: Settings) -> bool:
+    return c.dp_strategy == "gossip" and c.gossip_algorithm == "decentlam"
+
+
+def _has_no_state(c: Settings) -> bool:
+    return c.optimizer == "sgd" and not c.sgd_momentum
+
+
+STRATEGY: tuple[Check, ...] = (
+    *owned("dp_strategy", _OF_STRATEGIES),
+    *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
+    *rules(
+        {
+            # Weights are averaged in the order of ranks anyway.
+            "{!reduction_order} has no effect with {dp_strategy} and {sync_warmup_steps}; use --sync-warmup-steps 100, or "
+            "remove it": lambda c: c.dp_strategy in LOCAL_STRATEGIES and not c.sync_warmup_steps,
+            "{?cp|ep} does not go with {dp_strategy}, whose ranks take steps of their own; leave it out, or use --dp-strategy "
+            "all-reduce": lambda c: c.dp_strategy in _APART,
+            "{?pp|ep} does not go with {dp_strategy}, which gathers every layer for every microbatch; leave it out, or use "
+            "--dp-strategy distributed-optimizer": lambda c: c.dp_strategy == "fully-sharded",
+            "{etp} does not go with {dp_strategy} and {tp}: experts would have other replicas than the rest; use --etp {=tp}": (
+                lambda c: c.dp_strategy in _APART and c.num_experts and c.expert_tp != c.tp
+            ),
+            "{precision} does not go with {dp_strategy}: its ranks never agree on a loss scale; use --precision bf16": (
+                lambda c: c.dp_strategy == "async-parameter-server" and c.precision == "fp16"
+            ),
+            "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
+            "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
+            "{!check_replicas_interval} has no effect with dp 1, where no weight has a replica; start more ranks or remove it": (
+                lambda c: c.dp is not None and c.dp * c.cp == 1
+            ),
+            "{?check_replicas_interval} has no effect with {dp_strategy}, which keeps no replicas of weights; remove it": (
+                lambda c: c.dp_strategy in (*_APART, "fully-sharded")
+            ),
+            "{?check_replicas_interval} does not go with {optimizer}, whose ranks take local steps; remove it": (
+                lambda c: c.optimizer == "zero-one-adam"
+            ),
+            "{!compression_warmup_steps} has no effect with {grad_compression}; use --grad-compression onebit, or remove it": (
+                lambda c: c.grad_compression == "none"
+            ),
+        }
+    ),
+    _pairs,
+    _fragments,
+)
+
+OPTIMIZER: tuple[Check, ...] = (
+    *owned("optimizer", _OF_OPTIMIZERS),
+    *rules(
+        {
+            "{!freeze_threshold} has no effect with {freeze_step}, which ends the warm-up; remove one of them": (
+                lambda c: c.freeze_step is not None
+            ),
+            "{?sgd_nesterov} is a form of momentum, but the run has {sgd_momentum}; use --sgd-momentum 0.9, or --no-sgd-nesterov": (
+                _has_no_state
+            ),
+            "{!average_optimizer_state} has no effect with {optimizer} and {sgd_momentum}, which has no state; use "
+            "--sgd-momentum 0.9, or remove it": _has_no_state,
+            "{lamb_min_coeff} is above {lamb_max_coeff}; use at most {=lamb_max_coeff}": (
+                lambda c: c.optimizer in ("lamb", "onebit-lamb") and c.lamb_min_coeff > c.lamb_max_coeff
+            ),
+            "{optimizer} does not go with {dp_strategy}: it exchanges its own state, all of it on every rank; use --dp-strategy "
+            "all-reduce, or --optimizer adam": lambda c: (
+                c.optimizer in ONEBIT_OPTIMIZERS and c.dp_strategy != "all-reduce"
+            ),
+            "{?grad_compression} does not go with {optimizer}, which exchanges no gradients once it is frozen; use "
+            "--grad-compression none": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
+            "{?cp|ep} does not go with {optimizer}, whose ranks take steps of their own; leave it out, or use --optimizer "
+            "onebit-adam": lambda c: c.optimizer == "zero-one-adam",
+            "{optimizer} does not go with {dp_strategy}: it needs whole tensors, of which servers hold parts that change at "
+            "different times; use --optimizer adam": (
+                lambda c: c.optimizer in ("lamb", "muon") and c.dp_strategy == "async-parameter-server"
+            ),
+            "{optimizer} does not go with {dp_strategy}: its trust ratios are of weights that all ranks share; use --optimizer "
+            "adam, or --dp-strategy all-reduce": lambda c: c.optimizer == "lamb" and c.dp_strategy in LOCAL_STRATEGIES,
+            "{gossip_algorithm} corrects the momentum of SGD, not {optimizer}; use --optimizer sgd, or --gossip-algorithm "
+            "d-psgd": lambda c: _corrects_momentum(c) and c.optimizer != "sgd",
+            "{?sgd_nesterov} does not go with {gossip_algorithm}, which corrects plain momentum; use --no-sgd-nesterov": (
+                _corrects_momentum
+            ),
+            "{main_params} keeps the 16 bits that bf16 parameters lack, but this run has {precision}; use --precision bf16 or remove it": (
+                lambda c: c.main_params == "split" and c.precision != "bf16"
+            ),
+            "{main_params} does not go with {dp_strategy}; use --dp-strategy distributed-optimizer, or --main-params fp32": (
+                lambda c: c.main_params == "split" and c.dp_strategy not in _SPLITS_MAIN
+            ),
+            "{main_params} does not go with {optimizer}, which keeps parameters of its own; use --main-params fp32": (
+                lambda c: c.main_params == "split" and c.optimizer == "zero-one-adam"
+            ),
+            "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (
+                lambda c: c.precision == "fp64"
+            ),
+            "{?exp_avg_sq_dtype} with {adam_beta2} stands still when rounded to the nearest, since a step changes less than "
+            "bf16 resolves; add --stochastic-rounding, or use --adam-beta2 0.99": (
+                lambda c: not c.stochastic_rounding and c.adam_beta2 > 1.0 - 2.0**-8
+            ),
+            "{?stochastic_rounding} has no effect with {exp_avg_dtype} and {exp_avg_sq_dtype}; use --exp-avg-dtype bf16 or "
+            "remove it": lambda c: "bf16" not in (c.exp_avg_dtype, c.exp_avg_sq_dtype),
+        }
+    ),
+)

@@ -1,195 +1,263 @@
-"""Rules about ranks: how the axes divide the world and the model, experts included."""
+"""Rules about ranks: how the axes divide the world, the model, its experts, and its pipeline's stages."""
 
 import math
 
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.rules.effect import divisors, next_multiple, refuse_idle, shown
-from megalite.config.rules.pipeline import check_pipeline, check_stages
-from megalite.config.run import RunConfig
+from megalite.config.rules.rule import Check, Settings, divisors, rules, say
+from megalite.config.run import stage_layers
 
 
-def check_experts(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """Expert settings need experts; with them, routing must make sense and the grid of experts must divide."""
-    p, model = config.parallel, config.model
-    if model.num_experts is None:
-        if p.ep > 1:
-            yield f"ep {p.ep} has no effect without experts; add --num-experts {p.ep * 2} or use ep 1"
-        names = ["etp"] + [name for name in settings() if name.startswith("moe_")]
-        yield refuse_idle(config, explicit, names, cause="without experts", remedy="add --num-experts 8")
-        return
-    yield _check_router(config)
-    yield _check_capacity(config, explicit)
-    yield _check_grid(config)
-    yield _check_cuts(config)
-
-
-def _check_router(config: RunConfig) -> Findings:
-    model = config.model
-    experts, topk = model.num_experts, model.moe_router_topk
-    assert experts is not None
-    if topk > experts:
-        yield f"moe_router_topk {topk} is more than num_experts {experts}; use at most {experts}"
-    if topk == 1 and not model.moe_router_pre_softmax:
-        yield (
-            "moe_router_topk 1 without moe_router_pre_softmax gives every chosen expert the weight 1, from which the "
-            "router learns nothing; add --moe-router-pre-softmax, or use --moe-router-topk 2"
-        )
-    if model.moe_first_dense_layers >= model.num_layers:
-        yield (
-            f"moe_first_dense_layers {model.moe_first_dense_layers} leaves none of num_layers {model.num_layers} to "
-            f"experts; use at most {model.num_layers - 1}, or remove num_experts {experts}"
-        )
-
-
-def _check_capacity(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    model = config.model
-    factor = model.moe_expert_capacity_factor
-    assert model.num_experts is not None
-    if factor is None:
-        yield refuse_idle(
-            config,
-            explicit,
-            ["moe_token_drop_policy"],
-            cause="without moe_expert_capacity_factor, because no token is dropped",
-            remedy="add --moe-expert-capacity-factor 1.25",
-        )
-    elif factor * model.moe_router_topk >= model.num_experts:
-        share = model.num_experts / model.moe_router_topk
-        yield (
-            f"moe_expert_capacity_factor {factor:g} has no effect with num_experts {model.num_experts} and "
-            f"moe_router_topk {model.moe_router_topk}: from {share:g} on, an expert has room for every token; use less "
-            f"or remove it"
-        )
-
-
-def _check_grid(config: RunConfig) -> Findings:
-    p, experts = config.parallel, config.model.num_experts
-    assert p.dp is not None and experts is not None
-    if experts % p.ep:
-        yield (
-            f"num_experts {experts} is not divisible by ep {p.ep}; use ep "
-            f"{divisors(math.gcd(experts, max(1, p.tp * p.cp * p.dp // p.expert_tp)))}"
-        )
-    stage_ranks, expert_ranks = p.tp * p.cp * p.dp, p.expert_tp * p.ep
-    if stage_ranks % expert_ranks:
-        yield (
-            f"the tp·cp·dp = {stage_ranks} ranks of a pipeline stage are not a multiple of etp·ep = "
-            f"{p.expert_tp}·{p.ep} = {expert_ranks}; choose etp·ep among {divisors(stage_ranks)}"
-        )
-    own_grid = p.ep > 1 or p.expert_tp != p.tp
-    if p.rank_order == "tp-cp-ep-pp-dp" and p.pp > 1 and own_grid and expert_ranks != p.tp * p.cp:
-        yield (
-            f"rank_order {p.rank_order} with pp {p.pp} puts experts and the rest of a layer into one pipeline only if "
-            f"etp·ep = {p.expert_tp}·{p.ep} = {expert_ranks} is tp·cp = {p.tp}·{p.cp} = {p.tp * p.cp}; use --rank-order "
-            f"tp-cp-ep-dp-pp"
-        )
-
-
-def _check_cuts(config: RunConfig) -> Findings:
-    """Widths over the tensor-parallel ranks inside and beside experts, tokens over tp."""
-    p, model, s = config.parallel, config.model, config.training.seq_length
-    assert p.dp is not None
-    if model.expert_ffn_size % p.expert_tp:
-        name = "moe_ffn_hidden_size" if model.moe_ffn_hidden_size else "ffn_hidden_size"
-        yield (
-            f"{name} {model.expert_ffn_size} is not divisible by etp {p.expert_tp}; use etp "
-            f"{divisors(math.gcd(model.expert_ffn_size, p.tp * p.cp * p.dp // p.ep))}"
-        )
-    shared = model.moe_shared_expert_intermediate_size
-    if shared is not None and shared % p.tp:
-        yield (
-            f"{shown(config, 'moe_shared_expert_intermediate_size')} is not divisible by tp {p.tp}; use tp "
-            f"{divisors(math.gcd(shared, model.query_groups))}"
-        )
-    if s % (p.tp * p.cp):
-        product = f"tp·cp = {p.tp * p.cp}" if p.cp > 1 else f"tp {p.tp}"
-        step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
-        yield (
-            f"seq_length {s} is not divisible by {product}, over which the layers of num_experts {model.num_experts} "
-            f"split the tokens; use a multiple, e.g. {-(-s // step) * step}"
-        )
-
-
-def resolve_dp(config: RunConfig, world_size: int) -> int:
+def resolve_dp(c: Settings, world_size: int) -> int:
     """The data-parallel size: what tp·pp·cp leaves of the world.
 
     Raises:
         ConfigError: the world does not divide, or dp was given as another number.
     """
-    p = config.parallel
     if world_size < 1:
         raise ConfigError(f"world size is {world_size}; it must be at least 1")
-    model_ranks = p.tp * p.pp * p.cp
-    if world_size % model_ranks:
-        below = world_size // model_ranks * model_ranks
-        works = f"{below} or {below + model_ranks} ranks" if below else f"{model_ranks} ranks"
+    model_ranks = c.tp * c.pp * c.cp
+    dp, rest = divmod(world_size, model_ranks)
+    if rest:
+        works = f"{dp * model_ranks} or {(dp + 1) * model_ranks} ranks" if dp else f"{model_ranks} ranks"
         if world_size == 1:  # most likely started without a launcher
             nodes = f"--nnodes {-(-model_ranks // 8)} " if model_ranks > 8 else ""
             works += f" (torchrun {nodes}--nproc-per-node {min(model_ranks, 8)} -m megalite.cli.main train ...)"
         raise ConfigError(
-            f"world size {world_size} is not a multiple of tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {model_ranks}; start "
+            f"world size {world_size} is not a multiple of tp·pp·cp = {c.tp}·{c.pp}·{c.cp} = {model_ranks}; start "
             f"{works}, or choose tp, pp, cp with a product among {divisors(world_size)}"
         )
-    dp = world_size // model_ranks
-    if p.dp not in (None, dp):
+    if c.dp not in (None, dp):
         raise ConfigError(
-            f"dp {p.dp} does not fit: world size {world_size} / (tp·pp·cp = {model_ranks}) is {dp}; use --dp {dp} or "
-            f"start {model_ranks * (p.dp or 1)} ranks"
+            f"dp {c.dp} does not fit: world size {world_size} / (tp·pp·cp = {model_ranks}) is {dp}; use --dp {dp} or "
+            f"start {model_ranks * (c.dp or 1)} ranks"
         )
     return dp
 
 
-def check_layout(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """Axes that need company, and settings of one axis that have no effect without it."""
-    p = config.parallel
-    yield check_pipeline(config, explicit)
-    if p.sequence_parallel and p.tp == 1:
-        yield "sequence_parallel has no effect with tp 1; use tp 2 or more, or --no-sequence-parallel"
-    if config.training.device == "cpu" and p.distributed_backend == "nccl":
-        yield "distributed_backend nccl cannot run on device cpu; use gloo or auto"
-    if p.cp == 1:
-        remedy = "use cp 2 or more,"
-        yield refuse_idle(config, explicit, ["cp_comm_type"], cause="with cp 1", remedy=remedy)
+def _late_trace(c: Settings) -> Findings:
+    late = [step for step in c.trace_steps if c.train_iters is not None and step > c.train_iters]
+    if c.trace and late:
+        yield say(
+            c, f"{{trace_steps}} has {late[0]} in it, but {{train_iters}} is the last; use steps up to {{=train_iters}}"
+        )
 
 
-def check_model_cuts(config: RunConfig, _: frozenset[str]) -> Findings:
-    """Heads, groups, MLP width, vocabulary, sequence and layers must divide over the axes that split them."""
-    p, model = config.parallel, config.model
-    widths = {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.query_groups}
-    if not all(model.is_moe_layer(index) for index in range(model.num_layers)):
-        widths["ffn_hidden_size"] = model.ffn_size
+_GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+LAYOUT: tuple[Check, ...] = (
+    *rules(
+        {
+            "{?vpp} has no effect with {pp}; use pp 2 or more, or vpp 1": lambda c: c.pp == 1,
+            "{?pipeline_schedule} and {pipeline_schedule_file} both name the schedule; remove one of them": (
+                lambda c: c.pipeline_schedule_file
+            ),
+            "{!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory} has no effect with {pp}; use pp 2 or more, "
+            "or remove it": lambda c: c.pp == 1,
+            f"{{?{_GROUP}}} has no effect with schedule {{=schedule_name}}; use --vpp 2 with --pipeline-schedule interleaved "
+            "or remove it": lambda c: c.schedule_name != "interleaved",
+            "{!pipeline_warmup} has no effect with schedule {=schedule_name}; use --pipeline-schedule 1f1b or remove it": (
+                lambda c: c.schedule_name != "1f1b"
+            ),
+            "{!pipeline_costs} has no effect with schedule {=schedule_name}; use --pipeline-schedule auto or remove it": (
+                lambda c: c.schedule_name != "auto"
+            ),
+            "{?pipeline_layers} and {pipeline_layout} both cut the model; remove one of them": lambda c: (
+                c.pipeline_layout
+            ),
+            "{?recompute_ahead} has no effect with {recompute_granularity}; use --recompute-granularity full or remove it": (
+                lambda c: c.recompute_granularity != "full"
+            ),
+            "{?recompute_ahead} has no effect with {pp}, where no gradient is waited for; use pp 2 or more, or remove it": (
+                lambda c: c.pp == 1
+            ),
+            "{?recompute_ahead} does not change {pipeline_schedule_file}: write the R actions into the file (megalite schedule "
+            "--recompute-ahead --write-csv) and remove it": lambda c: c.pipeline_schedule_file,
+            "{?recompute_method|recompute_num_layers} does not go with recompute_ahead, which recomputes whole stages; remove "
+            "one of them": lambda c: c.recompute_ahead,
+            "{?pipeline_memory_limit} is no size with its unit; use e.g. 12GiB or 800MB": (
+                lambda c: parse_byte_size(c.pipeline_memory_limit or "") is None
+            ),
+            "{!trace_steps} has no effect without trace; add --trace or remove it": lambda c: not c.trace,
+            "{?sequence_parallel} has no effect with {tp}; use tp 2 or more, or --no-sequence-parallel": lambda c: (
+                c.tp == 1
+            ),
+            "{distributed_backend} cannot run on {device}; use gloo or auto": (
+                lambda c: c.device == "cpu" and c.distributed_backend == "nccl"
+            ),
+            "{!cp_comm_type} has no effect with {cp}; use cp 2 or more, or remove it": lambda c: c.cp == 1,
+        }
+    ),
+    _late_trace,
+)
+
+
+def _ranks(c: Settings) -> int:
+    """Of a pipeline stage."""
+    assert c.dp is not None
+    return c.tp * c.cp * c.dp
+
+
+def _grid(c: Settings) -> Findings:
+    """The ranks of a stage, dealt out to experts."""
+    if c.num_experts is None:
+        return
+    stage, grid = _ranks(c), c.expert_tp * c.ep
+    if c.num_experts % c.ep:
+        works = divisors(math.gcd(c.num_experts, max(1, stage // c.expert_tp)))
+        yield say(c, f"{{num_experts}} is not divisible by {{ep}}; use ep {works}")
+    if stage % grid:
+        yield (
+            f"the tp·cp·dp = {stage} ranks of a pipeline stage are not a multiple of etp·ep = {c.expert_tp}·{c.ep} = {grid}; "
+            f"choose etp·ep among {divisors(stage)}"
+        )
+    own_grid = c.ep > 1 or c.expert_tp != c.tp
+    if c.rank_order == "tp-cp-ep-pp-dp" and c.pp > 1 and own_grid and grid != c.tp * c.cp:
+        yield say(
+            c,
+            "{rank_order} with {pp} puts experts and the rest of a layer into one pipeline only if etp·ep = "
+            f"{c.expert_tp}·{c.ep} = {grid} is tp·cp = {c.tp}·{c.cp} = {c.tp * c.cp}; use --rank-order tp-cp-ep-dp-pp",
+        )
+
+
+def _expert_widths(c: Settings) -> Findings:
+    """Widths over the tensor-parallel ranks inside and beside experts."""
+    if c.num_experts is None:
+        return
+    if c.expert_ffn_size % c.expert_tp:
+        name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
+        works = divisors(math.gcd(c.expert_ffn_size, _ranks(c) // c.ep))
+        yield f"{name} {c.expert_ffn_size} is not divisible by etp {c.expert_tp}; use etp {works}"
+    shared = c.moe_shared_expert_intermediate_size
+    if shared is not None and shared % c.tp:
+        works = divisors(math.gcd(shared, c.query_groups))
+        yield say(c, f"{{moe_shared_expert_intermediate_size}} is not divisible by {{tp}}; use tp {works}")
+
+
+def _capacity(c: Settings) -> Findings:
+    if c.num_experts is not None and c.moe_expert_capacity_factor is not None:
+        share = c.num_experts / c.moe_router_topk
+        if c.moe_expert_capacity_factor >= share:
+            yield say(
+                c,
+                "{moe_expert_capacity_factor} has no effect with {num_experts} and {moe_router_topk}: every token has room "
+                f"in its experts; use less than {share:g} or remove it",
+            )
+
+
+_MOE = "|".join(name for name in settings() if name.startswith("moe_"))
+EXPERTS: tuple[Check, ...] = (
+    *rules(
+        {
+            "{?ep} has no effect without experts; add --num-experts {=ep} or use ep 1": lambda c: c.num_experts is None,
+            f"{{!etp|{_MOE}}} has no effect without experts; add --num-experts 8 or remove it": lambda c: (
+                c.num_experts is None
+            ),
+            "{moe_router_topk} is more than {num_experts}; use at most {=num_experts}": (
+                lambda c: c.num_experts is not None and c.moe_router_topk > c.num_experts
+            ),
+            "{moe_router_topk} without moe_router_pre_softmax gives every chosen expert the weight 1, from which the router "
+            "learns nothing; add --moe-router-pre-softmax, or use --moe-router-topk 2": (
+                lambda c: c.num_experts is not None and c.moe_router_topk == 1 and not c.moe_router_pre_softmax
+            ),
+            "{moe_first_dense_layers} leaves none of {num_layers} to experts; use less than {=num_layers}, or remove "
+            "{num_experts}": lambda c: c.num_experts is not None and c.moe_first_dense_layers >= c.num_layers,
+            "{!moe_token_drop_policy} has no effect without moe_expert_capacity_factor, because no token is dropped; add "
+            "--moe-expert-capacity-factor 1.25 or remove it": (
+                lambda c: c.num_experts is not None and c.moe_expert_capacity_factor is None
+            ),
+        }
+    ),
+    _capacity,
+    _grid,
+    _expert_widths,
+)
+
+
+def _widths(c: Settings) -> Findings:
+    """Heads, groups and the dense MLP over tp."""
+    widths = {"num_attention_heads": c.num_attention_heads, "num_query_groups": c.query_groups}
+    if not all(map(c.is_moe_layer, range(c.num_layers))):
+        widths["ffn_hidden_size"] = c.ffn_size
     for name, size in widths.items():
-        if size % p.tp:
-            yield (f"{name} {size} is not divisible by tp {p.tp}; use tp {divisors(math.gcd(*widths.values()))}")
-            break  # what is named works for all
-    if model.vocab_size is not None and model.padded_vocab_size % p.tp:
-        multiple = model.make_vocab_size_divisible_by
-        yield (
-            f"the vocabulary of {model.vocab_size}, padded to {model.padded_vocab_size} by "
-            f"make_vocab_size_divisible_by {multiple}, is not divisible by tp {p.tp}; use "
-            f"--make-vocab-size-divisible-by {math.lcm(multiple, p.tp)}"
+        if size % c.tp:
+            yield f"{name} {size} is not divisible by tp {c.tp}; use tp {divisors(math.gcd(*widths.values()))}"
+            return  # what is named works for all
+
+
+def _vocabulary(c: Settings) -> Findings:
+    if c.vocab_size is not None and c.padded_vocab_size % c.tp:
+        multiple = math.lcm(c.make_vocab_size_divisible_by, c.tp)
+        yield say(
+            c,
+            f"the vocabulary of {{=vocab_size}}, padded to {c.padded_vocab_size} by {{make_vocab_size_divisible_by}}, is not "
+            f"divisible by {{tp}}; use --make-vocab-size-divisible-by {multiple}",
         )
-    yield _check_sequence(config)
-    yield check_stages(config)
 
 
-def _check_sequence(config: RunConfig) -> Findings:
-    p, s = config.parallel, config.training.seq_length
+def _sequence(c: Settings) -> Findings:
+    """Tokens over cp, and over tp where the residual stream or the experts' tokens are split over it."""
+    over_tp = "sequence_parallel" if c.sequence_parallel else "num_experts" if c.num_experts is not None else None
     # One number that works for both.
-    step = math.lcm(p.tp * p.cp if p.sequence_parallel else 1, 2 * p.cp if p.cp > 1 else 1)
-    if s % (2 * p.cp) and p.cp > 1:
-        yield f"seq_length {s} is not divisible by 2·cp = {2 * p.cp}; use a multiple, e.g. {next_multiple(s, step)}"
-    elif p.sequence_parallel and s % (p.tp * p.cp):
-        product = f"tp·cp = {p.tp * p.cp}" if p.cp > 1 else f"tp {p.tp}"
-        yield (
-            f"seq_length {s} is not divisible by {product}, which sequence_parallel needs; use a multiple, e.g. "
-            f"{next_multiple(s, step)}"
+    halves, ranks = 2 * c.cp if c.cp > 1 else 1, c.tp * c.cp if over_tp else 1
+    step = math.lcm(halves, ranks)
+    works = f"use a multiple, e.g. {-(-c.seq_length // step) * step}"
+    if c.seq_length % halves:
+        yield say(c, f"{{seq_length}} is not divisible by 2·cp = {halves}; {works}")
+    elif over_tp and c.seq_length % ranks:
+        product = f"tp·cp = {ranks}" if c.cp > 1 else f"tp {ranks}"
+        yield say(
+            c, f"{{seq_length}} is not divisible by {product}, over which {{{over_tp}}} splits the tokens; {works}"
         )
-    groups = config.model.query_groups
-    if p.cp > 1 and p.cp_comm_type == "a2a" and groups // p.tp % p.cp:
-        yield (
-            f"cp_comm_type a2a deals out the num_query_groups/tp = {groups}/{p.tp} = {groups // p.tp} key/value heads of a "
-            f"rank over cp, but they are not divisible by cp {p.cp}; use cp {divisors(groups // p.tp)}, or "
-            f"--cp-comm-type p2p"
+
+
+def _exchanged_heads(c: Settings) -> Findings:
+    heads = c.query_groups // c.tp
+    if c.cp > 1 and c.cp_comm_type == "a2a" and heads % c.cp:
+        yield say(
+            c,
+            f"{{cp_comm_type}} deals out the num_query_groups/tp = {c.query_groups}/{c.tp} = {heads} key/value heads of a "
+            f"rank over cp, but they are not divisible by {{cp}}; use cp {divisors(heads)}, or --cp-comm-type p2p",
         )
+
+
+def _stages(c: Settings) -> Findings:
+    """Each stage has something to do, and a cut that was given has the layers and stages that there are."""
+    stages, cut = c.pp * c.vpp, stage_layers(c.run)
+    product = f"pp·vpp = {c.pp}·{c.vpp} = {stages} stages"
+    # Only a cut by hand can leave the first and last stage to embedding and head alone.
+    if c.num_layers < (stages if cut is None else max(stages - 2, 1)):
+        yield say(
+            c,
+            f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages} or more, or pp·vpp up "
+            "to {=num_layers}",
+        )
+        return
+    if cut is None:
+        return
+    given = f"{'pipeline_layers' if c.pipeline_layers is not None else 'pipeline_layout, in layers'} {_commas(cut)}"
+    even = _commas(_even(c.num_layers, stages))
+    if len(cut) != stages:
+        remedy = f"--vpp {len(cut) // c.pp} or " if len(cut) % c.pp == 0 and c.pp > 1 else ""
+        yield f"{given} has {len(cut)} entries, but there are {product}; use {remedy}{even}"
+    elif 0 in cut[1:-1] or cut == [0]:
+        yield (
+            f"{given} leaves stage {cut.index(0, min(1, stages - 1))} without a layer; only the first, which has the "
+            f"embedding, and the last, which has the head, can do without: use {even}"
+        )
+    elif sum(cut) != c.num_layers:
+        yield f"{given} adds up to {sum(cut)}, but num_layers is {c.num_layers}; use {even}"
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """A cut that works; later stages get the rest, not more than one layer more. With too few the ends go without."""
+    if layers >= stages:
+        return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
+    return [int(layers == stages - 1), *[1] * (stages - 2), 0]
+
+
+def _commas(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+CUTS: tuple[Check, ...] = (_widths, _vocabulary, _sequence, _exchanged_heads, _stages)

@@ -1,177 +1,266 @@
-"""Rules of a run beside its numbers: hang limits, stops, reports, elastic starts."""
+"""Rules about a run beside its numbers: data, checkpoints, hang limits, stops, reports, elastic starts."""
 
+from collections.abc import Callable
 from pathlib import PurePath
 
-from megalite.config.errors import Findings
-from megalite.config.optimizer import ONEBIT_OPTIMIZERS
-from megalite.config.rules.effect import refuse_idle, shown
-from megalite.config.rules.files import save_folder
-from megalite.config.run import RunConfig
-from megalite.config.values import nearest
-
-
-def check_hang_timeout(config: RunConfig, _: frozenset[str]) -> Findings:
-    """Collectives must not fail, naming no rank, before the watch can say which one stands still."""
-    p = config.parallel
-    assert p.dp is not None
-    hang, collective = p.hang_timeout_minutes, p.distributed_timeout_minutes
-    saving, alone = p.hang_save_timeout_minutes, p.tp * p.pp * p.cp * p.dp == 1
-    if hang is not None and not alone and hang >= collective:
-        yield (
-            f"hang_timeout_minutes {hang:g} is not below distributed_timeout_minutes {collective:g}: collectives would "
-            f"fail before anyone could say which rank stands still; use --hang-timeout-minutes {0.8 * collective:g} or "
-            f"--distributed-timeout-minutes {1.25 * hang:g}"
-        )
-    if saving is None:
-        return
-    if p.hang_timeout == 0:
-        yield (f"hang_save_timeout_minutes {saving:g} has no effect with hang_timeout_minutes 0; remove one of them")
-    if saving < p.hang_timeout:
-        yield (
-            f"hang_save_timeout_minutes {saving:g} is below hang_timeout_minutes {p.hang_timeout:g}, and is for what "
-            f"may take longer; use --hang-save-timeout-minutes {p.hang_timeout:g} or "
-            f"--hang-timeout-minutes {saving:g}"
-        )
-    if saving >= collective and not alone:
-        yield (
-            f"hang_save_timeout_minutes {saving:g} is not below distributed_timeout_minutes {collective:g}: collectives would "
-            f"fail before anyone could say which rank stands still; use --hang-save-timeout-minutes {0.9 * collective:g} or "
-            f"--distributed-timeout-minutes {saving / 0.9:g}"
-        )
-
+from megalite.config.data import PATH_SETTINGS, parse_data_path, parse_split
+from megalite.config.describe import settings
+from megalite.config.errors import Findings, nearest
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
+from megalite.config.rules.rule import Check, Settings, rules, say
+from megalite.config.run import save_folder, saves
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Those that may stop a run; SIGINT always does."""
-
-
-def check_stops(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """What stops a run has somewhere to save, and policies for faults have an effect."""
-    t = config.training
-    for name in ("exit_duration_in_mins", "exit_file"):
-        if getattr(t, name) is not None and config.checkpoint.save is None and config.logging.run_dir is None:
-            yield (
-                f"{shown(config, name)} would stop the run with nothing saved; add --save checkpoints or --run-dir runs/1"
-            )
-    for name in t.exit_signals:
-        if name not in EXIT_SIGNALS:
-            yield (
-                f"exit_signals cannot have {name}{nearest(name, EXIT_SIGNALS)} (any of {', '.join(EXIT_SIGNALS)}; Ctrl-C, "
-                "SIGINT, always stops a run)"
-            )
-    yield _check_non_finite(config, explicit)
-    if config.logging.loss_spike_threshold == 0:
-        cause = "with loss_spike_threshold 0"
-        remedy = "use --loss-spike-threshold 10"
-        yield refuse_idle(config, explicit, ["loss_spike_window"], cause=cause, remedy=remedy)
-
-
-def _check_non_finite(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    t = config.training
-    if t.on_non_finite == "stop":
-        if t.precision != "fp16" or t.loss_scale is not None:
-            cause = "with on_non_finite stop"
-            remedy = "use --on-non-finite skip"
-            yield refuse_idle(config, explicit, ["max_consecutive_skips"], cause=cause, remedy=remedy)
-        return
-    if not t.check_for_nan_in_loss_and_grad:
-        yield (
-            "on_non_finite skip does not go with check_for_nan_in_loss_and_grad false, which lets such steps pass; keep "
-            "one of them"
-        )
-    if config.parallel.dp_strategy == "async-parameter-server":
-        yield (
-            "on_non_finite skip does not go with dp_strategy async-parameter-server, where the server waits for a push in "
-            "every step; use --on-non-finite stop"
-        )
-
-
 WRITERS = ("csv", "wandb")
 """What `metrics` can name beside metrics.jsonl and TensorBoard."""
-
-
-def check_visibility(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """Settings of what is shown that need a folder, or one another."""
-    yield _check_metrics(config, explicit)
-    if config.logging.timing_log_level == 0:
-        yield refuse_idle(
-            config,
-            explicit,
-            ["straggler_threshold"],
-            cause="with timing_log_level 0",
-            remedy="use --timing-log-level 1",
-        )
-    yield _check_profile(config, explicit)
-    yield _check_memory_history(config)
-
-
-def _check_metrics(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    logging = config.logging
-    for name in logging.metrics:
-        if name not in WRITERS:
-            yield f"metrics has {name!r} in it{nearest(name, WRITERS)}; each is one of {', '.join(WRITERS)}"
-    if "csv" in logging.metrics and logging.run_dir is None:
-        yield "metrics csv has no folder to write to; add --run-dir runs/mine"
-    if "wandb" not in logging.metrics:
-        names = ["wandb_project", "wandb_entity", "wandb_exp_name"]
-        yield refuse_idle(config, explicit, names, cause="without metrics wandb", remedy="add --metrics wandb")
-    elif logging.wandb_project is None:
-        yield "metrics wandb needs a project to write to; add --wandb-project NAME"
-    elif logging.wandb_exp_name is None and logging.run_dir is None:
-        yield "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME"
-
-
-def _check_profile(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    logging, steps = config.logging, config.training.train_iters
-    start, end = logging.profile_step_start, logging.profile_step_end
-    if not logging.profile:
-        names = ["profile_step_start", "profile_step_end", "profile_ranks"]
-        yield refuse_idle(config, explicit, names, cause="without profile", remedy="add --profile")
-        return
-    if logging.run_dir is None:
-        yield "profile has no folder to write to; add --run-dir runs/mine"
-    if end <= start:
-        yield (
-            f"profile_step_start {start} and profile_step_end {end} leave no step to profile; use "
-            f"--profile-step-end {start + 2}"
-        )
-    if steps is not None and end > steps + 1:
-        remedy = f"--profile-step-start {min(start, steps)} --profile-step-end {steps + 1}"
-        yield (
-            f"profile_step_end {end} is beyond the last step: train_iters is {steps}; use "
-            f"{remedy if steps > 1 else '--train-iters 12'}"
-        )
-    p = config.parallel
-    world = p.tp * p.pp * p.cp * (p.dp or 1)
-    missing = [rank for rank in logging.profile_ranks if rank >= world]
-    if missing:
-        yield (f"profile_ranks has {missing[0]} in it, but ranks go from 0 to {world - 1}; use --profile-ranks 0")
-
-
-def _check_memory_history(config: RunConfig) -> Findings:
-    if not config.logging.record_memory_history:
-        return
-    if config.training.device == "cpu":
-        yield "record_memory_history has no effect with device cpu; use --device cuda or remove it"
-    if config.logging.run_dir is None:
-        yield "record_memory_history has no folder to write to; add --run-dir runs/mine"
-
-
 STRATEGIES = ("all-reduce", "distributed-optimizer", "fully-sharded")
 """The strategies that the planner chooses among."""
-_OF_ONE_LAYOUT = (
-    *("pipeline_schedule_file", "pipeline_costs", "pipeline_memory_limit", "recompute_ahead"),
-    *("recompute_method", "recompute_num_layers"),
+
+
+def _sources(c: Settings) -> list[str]:
+    """The settings that name tokens: one, if all is well."""
+    per_split = [name for name in PATH_SETTINGS[1:] if getattr(c, name)]
+    return (["data_path"] if c.data_path else []) + per_split[:1] + (["mock_data"] if c.mock_data else [])
+
+
+def _from_splits(c: Settings) -> bool:
+    return len(_sources(c)) == 1 and not c.data_path and not c.mock_data
+
+
+def _two_sources(c: Settings) -> Findings:
+    if len(sources := _sources(c)) > 1:
+        yield say(c, f"{{{sources[0]}}} and {{{sources[1]}}} are two sources of tokens; keep one of them")
+
+
+def _split_without_data_path(c: Settings) -> Findings:
+    if c.split is not None and not c.data_path and len(sources := _sources(c)) < 2:
+        cause = f"with {sources[0]}" if sources else "without data_path"
+        yield say(c, f"{{split}} has no effect {cause}; use data_path or remove it")
+
+
+def _parsed(parse: Callable[..., object], *names: str) -> list[Check]:
+    """What a parser has to say against the text of each setting."""
+
+    def of(name: str) -> Check:
+        def check(c: Settings) -> Findings:
+            if getattr(c, name):
+                parse(getattr(c, name), name)
+            yield from ()
+
+        return check
+
+    return [of(name) for name in names]
+
+
+def _end_of_document(c: Settings) -> Findings:
+    used = [name for name in _DOCUMENTS.split("|") if getattr(c, name)]
+    source = c.data_path or c.train_data_path
+    known = c.tokenizer_model or c.vocab_file or c.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer")
+    if used and source and not known and c.packing == "stream":
+        yield (
+            f"{used[0]} needs the token that ends a document; add the tokenizer that made {source[-1]} "
+            f"(--tokenizer-model FILE), or remove it"
+        )
+
+
+def _bpe_files(c: Settings) -> Findings:
+    if (c.vocab_file is None) != (c.merge_file is None):
+        missing, given = ("merge_file", "vocab_file") if c.vocab_file else ("vocab_file", "merge_file")
+        yield say(c, f"{{{given}}} needs {missing}; add --{missing.replace('_', '-')}")
+
+
+_DOCUMENTS = "eod_mask_loss|reset_attention_mask|reset_position_ids"
+DATA: tuple[Check, ...] = (
+    _two_sources,
+    _split_without_data_path,
+    *_parsed(parse_data_path, *PATH_SETTINGS),
+    *_parsed(lambda split, _: parse_split(split), "split"),
+    _end_of_document,
+    _bpe_files,
+    *rules(
+        {
+            "{?valid_data_path|test_data_path} needs train_data_path; add it, or use data_path with split": (
+                lambda c: _from_splits(c) and not c.train_data_path
+            ),
+            "{?eval_interval} needs data to evaluate on; add --valid-data-path or remove it": (
+                lambda c: _from_splits(c) and not c.valid_data_path
+            ),
+            "{?test_data_path} has no effect without eval_interval: the test split is evaluated at the end of a run that also "
+            "validates; add --eval-interval 100 or remove it": lambda c: _from_splits(c) and c.eval_interval is None,
+            "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
+            f"{{!packing|data_order|data_cache_path|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use "
+            "data_path or remove it": lambda c: c.mock_data and not c.data_path,
+            "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
+            "data_order megalite": lambda c: c.data_order == "megatron",
+            f"{{!data_cache_path|{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other, each "
+            "begins at position 0, and no index is kept; use packing stream or remove it": (
+                lambda c: c.packing == "best-fit" and not c.mock_data
+            ),
+            "{?reset_position_ids} has no effect with {position_embedding_type}; use rope or learned_absolute, or remove it": (
+                lambda c: c.position_embedding_type == "none"
+            ),
+            "{?tokenizer_model} and {vocab_file} are two tokenizers; keep one of them": lambda c: c.vocab_file,
+            "{?tiktoken_pattern} has no effect with {tokenizer_type}; use TikTokenizer or remove it": (
+                lambda c: c.tokenizer_type not in (None, "TikTokenizer")
+            ),
+            "{?tiktoken_pattern} has no effect without a tiktoken file; add --tokenizer-model FILE or remove it": (
+                lambda c: c.tokenizer_model is None
+            ),
+            "{!eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it": (
+                lambda c: c.eval_interval is None
+            ),
+        }
+    ),
 )
 
 
-def check_elastic(config: RunConfig, explicit: frozenset[str]) -> Findings:
-    """An elastic run goes on from what it saves, and its numbers do not depend on how many ranks there are."""
-    p, c, t = config.parallel, config.checkpoint, config.training
-    if not p.elastic:
-        remedy = "add --elastic"
-        yield refuse_idle(config, explicit, ["elastic_cluster"], cause="without elastic", remedy=remedy)
+def _unreached_saves(c: Settings) -> Findings:
+    if c.keep_every is not None and c.save_interval is not None and c.keep_every % c.save_interval:
+        works = -(-c.keep_every // c.save_interval) * c.save_interval
+        yield say(
+            c,
+            "{keep_every} is not a multiple of {save_interval}, so that few or none of its steps are ever saved; use e.g. "
+            f"--keep-every {works}",
+        )
+
+
+CHECKPOINT: tuple[Check, ...] = (
+    *rules(
+        {
+            "{?save_interval|exit_interval|exit_duration_in_mins|exit_file} has nowhere to save; add --save checkpoints or "
+            "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
+            "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
+            "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
+            "{?keep_every} has no effect without keep_latest: all checkpoints are kept; add --keep-latest 2 or remove it": (
+                lambda c: c.keep_latest is None
+            ),
+            "{?ckpt_step|finetune|fresh_if_missing} has no effect without load; add --load FOLDER or remove it": (
+                lambda c: c.load is None
+            ),
+        }
+    ),
+    _unreached_saves,
+)
+
+
+def _below_collectives(c: Settings) -> Findings:
+    """Collectives must not fail, naming no rank, before the watch can say which one stands still."""
+    assert c.dp is not None
+    for name, share in (("hang_timeout_minutes", 0.8), ("hang_save_timeout_minutes", 0.9)):
+        minutes, limit = getattr(c, name), c.distributed_timeout_minutes
+        if minutes is not None and c.tp * c.pp * c.cp * c.dp > 1 and minutes >= limit:
+            yield say(
+                c,
+                f"{{{name}}} is not below {{distributed_timeout_minutes}}: collectives would fail before anyone could say which "
+                f"rank stands still; use --{name.replace('_', '-')} {share * limit:g} or --distributed-timeout-minutes "
+                f"{minutes / share:g}",
+            )
+
+
+HANG: tuple[Check, ...] = (
+    _below_collectives,
+    *rules(
+        {
+            "{?hang_save_timeout_minutes} has no effect with {hang_timeout_minutes}; remove one of them": (
+                lambda c: c.hang_timeout == 0
+            ),
+            "{?hang_save_timeout_minutes} is below hang_timeout_minutes {=hang_timeout}, and is for what may take longer; use "
+            "--hang-save-timeout-minutes {=hang_timeout} or --hang-timeout-minutes {=hang_save_timeout_minutes}": (
+                lambda c: c.hang_save_timeout < c.hang_timeout
+            ),
+        }
+    ),
+)
+
+
+def _names(c: Settings) -> Findings:
+    """Words that lists may hold."""
+    for setting, known in (("exit_signals", EXIT_SIGNALS), ("metrics", WRITERS)):
+        for name in getattr(c, setting):
+            if name not in known:
+                yield f"{setting} has {name} in it{nearest(name, known)} (any of {', '.join(known)})"
+
+
+STOPS: tuple[Check, ...] = (
+    _names,
+    *rules(
+        {
+            "{!max_consecutive_skips} has no effect with {on_non_finite}; use --on-non-finite skip or remove it": (
+                lambda c: c.on_non_finite == "stop" and (c.precision != "fp16" or c.loss_scale is not None)
+            ),
+            "{?on_non_finite} does not go with {check_for_nan_in_loss_and_grad}, which lets such steps pass; keep one of them": (
+                lambda c: not c.check_for_nan_in_loss_and_grad
+            ),
+            "{?on_non_finite} does not go with {dp_strategy}, where the server waits for a push in every step; use "
+            "--on-non-finite stop": lambda c: c.dp_strategy == "async-parameter-server",
+            "{!loss_spike_window} has no effect with {loss_spike_threshold}; use --loss-spike-threshold 10 or remove it": (
+                lambda c: c.loss_spike_threshold == 0
+            ),
+        }
+    ),
+)
+
+
+def _profile(c: Settings) -> Findings:
+    if not c.profile:
         return
-    if t.global_batch_size is None:
+    start, end, steps = c.profile_step_start, c.profile_step_end, c.train_iters
+    if end <= start:
+        yield say(
+            c,
+            f"{{profile_step_start}} and {{profile_step_end}} leave no step to profile; use --profile-step-end {start + 2}",
+        )
+    if steps is not None and end > steps + 1:
+        remedy = f"--profile-step-start {min(start, steps)} --profile-step-end {steps + 1}"
+        yield say(
+            c,
+            "{profile_step_end} is beyond the last step: train_iters is {=train_iters}; use "
+            f"{remedy if steps > 1 else '--train-iters 12'}",
+        )
+    world = c.tp * c.pp * c.cp * (c.dp or 1)
+    if missing := [rank for rank in c.profile_ranks if rank >= world]:
+        yield f"profile_ranks has {missing[0]} in it, but ranks go from 0 to {world - 1}; use --profile-ranks 0"
+
+
+VISIBILITY: tuple[Check, ...] = (
+    *rules(
+        {
+            "{?profile|record_memory_history|trace} has no folder to write to; add --run-dir runs/mine": (
+                lambda c: c.run_dir is None
+            ),
+            "metrics csv has no folder to write to; add --run-dir runs/mine": (
+                lambda c: "csv" in c.metrics and c.run_dir is None
+            ),
+            "{!wandb_project|wandb_entity|wandb_exp_name} has no effect without metrics wandb; add --metrics wandb or remove it": (
+                lambda c: "wandb" not in c.metrics
+            ),
+            "metrics wandb needs a project to write to; add --wandb-project NAME": (
+                lambda c: "wandb" in c.metrics and c.wandb_project is None
+            ),
+            "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME": (
+                lambda c: "wandb" in c.metrics and c.wandb_exp_name is None and c.run_dir is None
+            ),
+            "{!straggler_threshold} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
+                lambda c: c.timing_log_level == 0
+            ),
+            "{!profile_step_start|profile_step_end|profile_ranks} has no effect without profile; add --profile or remove it": (
+                lambda c: not c.profile
+            ),
+            "{?record_memory_history} has no effect with {device}; use --device cuda or remove it": lambda c: (
+                c.device == "cpu"
+            ),
+        }
+    ),
+    _profile,
+)
+
+
+def _elastic(c: Settings) -> Findings:
+    """An elastic run goes on from what it saves, and its numbers do not depend on how many ranks there are."""
+    if not c.elastic:
+        return
+    if c.global_batch_size is None:
         yield (
             "elastic needs global_batch_size: by default it is micro_batch_size·dp, which depends on the ranks; add e.g. "
             "--global-batch-size 512"
@@ -182,37 +271,34 @@ def check_elastic(config: RunConfig, explicit: frozenset[str]) -> Findings:
             f"elastic needs {missing}: a run whose ranks change goes on from its last checkpoint; add --save-interval 100 "
             "--load FOLDER --fresh-if-missing"
         )
-    save = save_folder(config)
+    save = save_folder(c.run)
     if save is not None and c.load is not None and PurePath(save) != PurePath(c.load):
-        yield f"elastic goes on from what it saves, but load is {c.load} and save {save}; use --load {save}"
+        yield say(
+            c, f"elastic goes on from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
+        )
     for name in ("finetune", "ckpt_step"):
-        value = getattr(c, name)
-        if value not in (None, False):
-            yield (
-                f"elastic and {shown(config, name)} contradict: each restart would begin there again; remove one of them"
-            )
-    yield _check_numbers(config)
+        if getattr(c, name) != settings()[name].default:
+            yield say(c, f"elastic and {{{name}}} contradict: each restart would begin there again; remove one of them")
     for name in _OF_ONE_LAYOUT:
-        if name in explicit:
-            yield (f"elastic and {shown(config, name)} contradict: that is for one layout; remove one of them")
-    if p.pipeline_schedule == "auto":
-        yield (
-            "elastic and pipeline_schedule auto contradict: that is built for one layout; use --pipeline-schedule 1f1b, or "
-            "leave it out"
-        )
+        if name in c.explicit:
+            yield say(c, f"elastic and {{{name}}} contradict: that is for one layout; remove one of them")
+    if c.pipeline_schedule == "auto":
+        yield say(c, "elastic and {pipeline_schedule} contradict: that is for one layout; use --pipeline-schedule 1f1b")
+    for name, works in (("dp_strategy", STRATEGIES), ("grad_compression", ("none",)), ("optimizer", _NOT_ONEBIT)):
+        if getattr(c, name) not in works:
+            yield say(
+                c,
+                f"elastic and {{{name}}} contradict: its numbers depend on the number of ranks; use "
+                f"{' or '.join(works)}, or leave out --elastic",
+            )
 
 
-def _check_numbers(config: RunConfig) -> Findings:
-    p, d, o = config.parallel, config.data_parallel, config.optimizer
-    depends = None
-    if p.dp_strategy not in STRATEGIES:
-        depends, remedy = f"dp_strategy {p.dp_strategy}", f"use one of {', '.join(STRATEGIES)}"
-    elif d.grad_compression != "none":
-        depends, remedy = f"grad_compression {d.grad_compression}", "use none"
-    elif o.optimizer in ONEBIT_OPTIMIZERS:
-        depends, remedy = f"optimizer {o.optimizer}", "use adam"
-    if depends is not None:
-        yield (
-            f"elastic and {depends} contradict: its numbers, or what a rank has of its own, depend on the number of ranks; "
-            f"{remedy}, or leave out --elastic"
-        )
+_OF_ONE_LAYOUT = (
+    *("pipeline_schedule_file", "pipeline_costs", "pipeline_memory_limit", "recompute_ahead"),
+    *("recompute_method", "recompute_num_layers"),
+)
+_NOT_ONEBIT = tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)
+ELASTIC: tuple[Check, ...] = (
+    *rules({"{!elastic_cluster} has no effect without elastic; add --elastic or remove it": lambda c: not c.elastic}),
+    _elastic,
+)

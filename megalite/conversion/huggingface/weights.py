@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
 from megalite.config.data import DataConfig
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import FAMILIES, Family, choose_family
 from megalite.conversion.huggingface.tokenizer import export_tokenizer

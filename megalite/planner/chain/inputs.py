@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.errors import ConfigError
-from megalite.config.records import OR_ZERO, build, read_yaml
+from megalite.config.reading import OR_ZERO, build, read_yaml
 from megalite.config.values import nearest
 
 _CLUSTER_KIND = "chain cluster"

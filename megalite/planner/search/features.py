@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import head_forward_flops, layer_forward_flops
 from megalite.pipeline.ir.generators.many_chunks import smallest_group
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement

@@ -7,11 +7,10 @@ from typing import Any
 
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings, values_of
-from megalite.config.errors import ConfigError, Problems
-from megalite.config.rules.data_parallel import check_data_parallel
-from megalite.config.rules.optimizers import check_optimizer
+from megalite.config.errors import ConfigError
+from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
+from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 
@@ -178,10 +177,7 @@ def _possible_strategies(config: RunConfig) -> list[str]:
         zero = name == "zero-2"
         strategy = "distributed-optimizer" if zero else name
         tried = with_settings(config, dp=2, dp_strategy=strategy, shard_gradients=zero)
-        problems = Problems()
-        problems.extend(check_data_parallel(tried, not_default(tried)))
-        problems.extend(check_optimizer(tried, not_default(tried)))
-        if not problems.found:
+        if not check_rules(tried, not_default(tried), *STRATEGY, *OPTIMIZER).found:
             found.append(name)
     return found
 

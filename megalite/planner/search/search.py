@@ -15,8 +15,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory
 from megalite.partition.pipeline import placement_of, plan_stages

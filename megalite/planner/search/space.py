@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.batch import batch_sizes
-from megalite.config.rules.pipeline import stage_layers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES, Request
 

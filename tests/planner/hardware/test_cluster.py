@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megalite.config.errors import ConfigError
-from megalite.config.records import plain
+from megalite.config.reading import plain
 from megalite.planner.hardware import (
     Efficiency,
     cluster_names,

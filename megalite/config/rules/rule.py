@@ -1,0 +1,114 @@
+"""The settings as rules see them, and the tables that most rules are a line of.
+
+A line is the text of the error, and when it is one. In a text `{ep}` is `ep 2` and `{=ep}` is `2`.
+`{!a|b}` is each of these settings that the user gave, `{?a|b}` each that differs from its default: one error for each, none
+without.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from megalite.config.compute import ComputeConfig
+from megalite.config.data import DataConfig
+from megalite.config.describe import sections, settings, values_of
+from megalite.config.errors import Findings, Reported
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import DataParallelConfig, ParallelConfig
+from megalite.config.run import RunConfig
+from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingConfig
+
+
+class _Numerics(OptimizerConfig, DataConfig, TrainingConfig, ComputeConfig):
+    """Sections of the step."""
+
+
+class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, CheckpointConfig, LoggingConfig):
+    """Every setting by its name, with what sections derive from theirs; `see` makes one."""
+
+    run: RunConfig
+    """The same, for functions that take a RunConfig."""
+    explicit: frozenset[str]
+    """Settings that the user gave."""
+
+    def gives(self, name: str) -> bool:
+        """The user gave it, and not to turn it off."""
+        value = getattr(self, name)
+        return name in self.explicit and value is not None and value is not False
+
+
+def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
+    """The settings for rules; to read one of `wrong` raises Reported."""
+
+    def refuse(_: object) -> None:
+        raise Reported
+
+    seen: Settings = object.__new__(type("Seen", (Settings,), dict.fromkeys(wrong, property(refuse))))
+    vars(seen).update(values_of(config), explicit=explicit)
+    vars(seen)["run"] = RunConfig(**dict.fromkeys(sections(), seen))
+    return seen
+
+
+Check = Callable[[Settings], Findings]
+"""A rule; what it yields is wrong."""
+_NAMED = re.compile(r"\{([=!?]?)([\w|]+)\}")
+
+
+def _value(c: Settings, name: str) -> str:
+    value = getattr(c, name)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return ("," if isinstance(next(iter(value), None), int) else " ").join(map(str, value))
+    return str(value)
+
+
+def say(c: Settings, text: str) -> str:
+    """A text with its settings: `recompute_modules mlp moe`, `ep 2`, and for a switch its name alone."""
+
+    def shown(found: re.Match[str]) -> str:
+        value = _value(c, found[2])
+        return value if found[1] else found[2] if value == "True" else f"{found[2]} {value}"
+
+    return _NAMED.sub(shown, text)
+
+
+def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
+    """Text of an error -> when it is one."""
+    for text, when in table.items():
+        for mark, names in [found for found in _NAMED.findall(text) if found[0] in ("!", "?")] or [("", "")]:
+            for name in names.split("|"):
+                yield _rule(text.replace(f"{{{mark}{names}}}", f"{{{name}}}"), when, mark, name)
+
+
+def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -> Check:
+    def check(c: Settings) -> Findings:
+        given = not mark or (c.gives(name) if mark == "!" else getattr(c, name) != settings()[name].default)
+        if given and when(c):
+            yield say(c, text)
+
+    return check
+
+
+def owned(setting: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Check]:
+    """Settings (with | between) -> the values of `setting` that they mean something to."""
+
+    def elsewhere(known: tuple[str, ...]) -> Callable[[Settings], bool]:
+        return lambda c: getattr(c, setting) not in known
+
+    for names, known in owners.items():
+        remedy = f"use --{setting.replace('_', '-')} {known[0]} or remove it"
+        yield from rules({f"{{!{names}}} has no effect with {{{setting}}}; {remedy}": elsewhere(known)})
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number: `1, 2, 3, 6`."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+
+
+def multiples(number: int, unit: int, offset: int = 0) -> str:
+    """`8 or 12`: offset plus the multiples of `unit` around `number`."""
+    below = number // unit * unit
+    return f"{below + offset} or {below + unit + offset}" if below else str(unit + offset)
