@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
@@ -22,9 +23,7 @@ from megalite.topology.group import DONE, Group
 from megalite.topology.layout import sequence_spans
 
 
-def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Group, seq_length: int, visibility: Visibility
-) -> torch.Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: int, visibility: Visibility) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see.
 
     Kept for the backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block
@@ -66,7 +65,7 @@ class _Ring:
             for tile in tiles:
                 yield samples, tile
 
-    def keys_and_values(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def keys_and_values(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """At step i the keys and values of the rank i places back; the next ones are under way meanwhile."""
         if self.cp.size == 1:
             yield 0, k, v
@@ -82,7 +81,7 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         b, heads, rows, d = q.shape
         wide = _wide(q.dtype)
         out = q.new_zeros((rows, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
@@ -101,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         ring: _Ring = ctx.ring
         wide = _wide(q.dtype)
@@ -141,7 +140,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _merge(out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor) -> None:
+def _merge(out: Tensor, logsumexp: Tensor, tile_out: Tensor, tile_logsumexp: Tensor) -> None:
     """In place: `out` and `logsumexp` of some keys become those of these and the tile's keys."""
     both = torch.logaddexp(logsumexp, tile_logsumexp)
     out.mul_((logsumexp - both).exp_().unsqueeze(-1))

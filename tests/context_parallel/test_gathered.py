@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.context_parallel.ulysses import gather_sequence
 from megalite.topology.group import Group
@@ -11,7 +12,7 @@ from tests.support.ranks import RankContext, run_ranks
 SHAPE = (24, 2, 24, 3)
 
 
-def gathered(context: RankContext, cp: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered(context: RankContext, cp: int, dim: int) -> tuple[Tensor, Tensor]:
     group = context.topology(cp=cp).cp if cp > 1 else Group.solo("cp")
     x = rows_of(drawn(0, *SHAPE), group.rank, cp, dim).requires_grad_()
     y = gather_sequence(x, cp=group, dim=dim, seq_length=SHAPE[dim])

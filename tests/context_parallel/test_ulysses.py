@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
 from megalite.topology.group import Group
@@ -10,14 +11,14 @@ from tests.support.ranks import RankContext, run_ranks
 
 S, B, GROUPS, REST = 24, 2, 12, (3, 5)
 
-Found = dict[str, torch.Tensor]
+Found = dict[str, Tensor]
 
 
 def group_of(context: RankContext, cp: int) -> Group:
     return context.topology(cp=cp).cp if cp > 1 else Group.solo("cp")
 
 
-def heads_of(tensor: torch.Tensor, rank: int, cp: int) -> torch.Tensor:
+def heads_of(tensor: Tensor, rank: int, cp: int) -> Tensor:
     return tensor.chunk(cp, dim=2)[rank]
 
 
@@ -60,7 +61,7 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
     calls: list[int] = []
 
     class Counter(Group):
-        def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        def all_to_all_equal(self, output: Tensor, tensor: Tensor) -> None:
             calls.append(tensor.numel())
             super().all_to_all_equal(output, tensor)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.kernels import matmul, registry, self_check
@@ -22,11 +23,11 @@ OPERATIONS = ("matmul", "weight_grad")
 pytestmark = pytest.mark.skipif(why_not_onednn("cpu") is not None, reason=str(why_not_onednn("cpu")))
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_right(found: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_right(found: Tensor, exact: Tensor) -> None:
     """To fp32's rounding of the largest element."""
     assert found.dtype == torch.float32 and found.shape == exact.shape
     assert (found.double() - exact).abs().max() <= 1e-5 * exact.abs().max().clamp(min=1e-3)

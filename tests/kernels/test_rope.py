@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.layer_ops import apply_rope, rope_frequencies, rope_tables
 
 
-def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> torch.Tensor:
+def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> Tensor:
     return rope_frequencies(
         head_size,
         base,
@@ -20,12 +21,12 @@ def frequencies(head_size: int, base: float, scaling: str = "none", original: in
     )
 
 
-def rows(positions: torch.Tensor, theta: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+def rows(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Tables of positions [s], as apply_rope takes them."""
     return [table[:, None, None] for table in rope_tables(positions, theta, dtype)]
 
 
-def turned(x: torch.Tensor, base: float) -> torch.Tensor:
+def turned(x: Tensor, base: float) -> Tensor:
     s, d = x.shape[0], x.shape[3]
     out = torch.empty_like(x)
     for position in range(s):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
@@ -29,7 +30,7 @@ def config_at(index: int) -> Any:
     return config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **CONFIGS[index])
 
 
-def global_input(lonely: bool) -> torch.Tensor:
+def global_input(lonely: bool) -> Tensor:
     """[s, sequences, h]; with `lonely` all tokens go to the first experts (see `set_lonely`)."""
     x = draw(1, S, SEQUENCES, H)
     return x.abs() if lonely else x
@@ -39,7 +40,7 @@ def set_lonely(layer: MoELayer) -> None:
     layer.router.weight.data.copy_(-torch.arange(4.0)[:, None].expand(4, H))
 
 
-def zigzag(topology: Topology) -> torch.Tensor:
+def zigzag(topology: Topology) -> Tensor:
     """Positions of this cp rank: chunks r and 2cp-1-r."""
     chunks = torch.arange(S).chunk(2 * topology.cp.size)
     return torch.cat((chunks[topology.cp.rank], chunks[2 * topology.cp.size - 1 - topology.cp.rank]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
@@ -51,7 +52,7 @@ class Stack(torch.nn.Module):
         self.down = RowParallelLinear("down", (H, F_SIZE), std=0.5, bias=True, factory=factory)
         self.head = self.table.weight if tied else factory.parameter("head", (V, H), shard_dim=0, std=1.0)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         gate, up = self.up(x).chunk(2, dim=-1)
         x = x + self.down(gate.sigmoid() * up)
@@ -78,11 +79,11 @@ def build(tp: Group, *, sp: bool, tied: bool, dtype: torch.dtype, main_grad: boo
     return stack
 
 
-def tokens(microbatch: int) -> torch.Tensor:
+def tokens(microbatch: int) -> Tensor:
     return torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(microbatch))
 
 
-def play(stack: Stack, order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, int], Products]:
+def play(stack: Stack, order: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, int], Products]:
     """Run the actions; gradients, matrix products by kind of action, and all that was counted."""
     deferred, found = DeferredWeightGradients(), Products()
     attach_deferred(stack, deferred)
@@ -103,7 +104,7 @@ def play(stack: Stack, order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor],
     return gradients(stack), products, found
 
 
-def gradients(stack: Stack) -> dict[str, torch.Tensor]:
+def gradients(stack: Stack) -> dict[str, Tensor]:
     """By name, wherever they are; the parameters that have a main gradient have no other."""
     made = {}
     for name, parameter in sharded(stack).items():
@@ -200,7 +201,7 @@ class Owed:
     def start(self) -> None:
         self.events.append(f"start {self.name}")
 
-    def compute(self) -> torch.Tensor | None:
+    def compute(self) -> Tensor | None:
         self.events.append(f"compute {self.name}")
         return None
 
@@ -241,7 +242,7 @@ def test_what_has_run_is_freed_before_the_next_product() -> None:
     deferred, freed = DeferredWeightGradients(), list[bool]()
 
     class Last(Owed):
-        def compute(self) -> torch.Tensor | None:
+        def compute(self) -> Tensor | None:
             freed.append(first() is None)
             return None
 

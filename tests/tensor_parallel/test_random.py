@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.layer_ops import masked_dropout
 from megalite.tensor_parallel.random import DropoutStream, fill_normal, keep_mask
@@ -12,7 +13,7 @@ from megalite.topology.layout import ShardSpec
 CPU = torch.device("cpu")
 
 
-def whole(shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, std: float = 1.0) -> torch.Tensor:
+def whole(shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, std: float = 1.0) -> Tensor:
     tensor = torch.empty(shape, dtype=torch.float64)
     fill_normal(tensor, ShardSpec.whole(name, shape), dim=dim, std=std, seed=seed)
     return tensor
@@ -70,7 +71,7 @@ def dropped(
     site: str = "a",
     seed: int = 3,
     p: float = 0.3,
-) -> torch.Tensor:
+) -> Tensor:
     rows = list(range(12)) if rows is None else rows
     x = X[rows, : len(ids)]
     stream = DropoutStream(seed, ids)

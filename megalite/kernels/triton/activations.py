@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import (
     accumulator,
@@ -155,7 +156,7 @@ def cut(n: int, itemsize: int) -> Cut:
 
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
         flat = rows_of(x)
         rows, n = flat.shape
         y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -169,7 +170,7 @@ class _BiasGelu(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, bias = ctx.saved_tensors
         (rows, n), flat = x.shape, rows_of(dy)
         dx = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -189,7 +190,7 @@ class _BiasGelu(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
         flat = rows_of(x)
         ctx.save_for_backward(flat)
         ctx.kind = kind
@@ -197,12 +198,12 @@ class _Gated(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return _gated(x, rows_of(dy), ctx.kind).view(*dy.shape[:-1], x.shape[1]), None
 
 
-def _gated(x: torch.Tensor, dy: torch.Tensor | None, kind: int) -> torch.Tensor:
+def _gated(x: Tensor, dy: Tensor | None, kind: int) -> Tensor:
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n if dy is None else 2 * n), dtype=x.dtype, device=x.device)
     if out.numel():
@@ -218,7 +219,7 @@ def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, An
     return {"KIND": kind, **sizes, "ACC": accumulator(dtype), "num_warps": tile.warps}
 
 
-def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; keeps x.
 
     The bias's gradient comes in the same pass as that of x, in the same order in every run on a device.
@@ -226,11 +227,11 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False)
     return _BiasGelu.apply(x, bias, TANH.value if tanh else ERF.value)
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """See `layer_ops.swiglu`; keeps x alone."""
     return _Gated.apply(x, SILU.value)
 
 
-def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.geglu`; keeps x alone."""
     return _Gated.apply(x, TANH.value if tanh else ERF.value)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
 
@@ -140,9 +141,7 @@ def _backward(
         begin += BLOCK
 
 
-def cross_entropy_forward(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
     A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits
@@ -175,8 +174,8 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor:
+    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+) -> Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
     Where the gradient of a token is 0 (it is ignored) the row becomes exactly 0, whatever its logits are.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, which is settled when their modules are imported."""
@@ -71,7 +72,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """x [..., n] as [rows, n] with dense rows: a view where there is one, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

@@ -9,6 +9,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import (
     Tile,
@@ -64,29 +65,13 @@ def row_sums_kernel(
 
 
 @triton.jit
-def _of_input(
-    g: tl.tensor,
-    normed: tl.tensor,
-    inverse: tl.tensor,
-    sums: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
-    CENTRED: tl.constexpr,
-    N: tl.constexpr,
-) -> tl.tensor:
-    """(g - mean(g) - normed · mean(g · normed)) · inverse, RMSNorm without the first mean; both are in `sums`, if any."""
+def _row_mean(values: tl.tensor, sums: tl.tensor, row: tl.tensor, rows: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """[ROWS, 1]: as `sums` has it, if there are any, else of the rows at hand, which are 0 outside."""
     if sums is not None:
-        along = tl.load(sums + row, mask=row < rows, other=0.0)
+        mean = tl.load(sums + row, mask=row < rows, other=0.0)
     else:
-        along = tl.sum(g * normed, 1) / N  # g is 0 outside
-    out = g - normed * along[:, None]
-    if CENTRED:
-        if sums is not None:
-            plain = tl.load(sums + rows + row, mask=row < rows, other=0.0)
-        else:
-            plain = tl.sum(g, 1) / N
-        out -= plain[:, None]
-    return out * inverse
+        mean = tl.sum(values, 1) / N
+    return mean[:, None]
 
 
 @triton.jit
@@ -179,7 +164,11 @@ def backward_kernel(
         dweight += g * normed
         # From the cache in every turn: registers for it would be one tensor too many.
         factor = tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
-        out = _of_input(g * factor[None, :], normed, inverse, sums, row, rows, CENTRED, N)
+        g = g * factor[None, :]
+        out = g - normed * _row_mean(g * normed, sums, row, rows, N)
+        if CENTRED:
+            out -= _row_mean(g, sums, row + rows, 2 * rows, N)
+        out *= inverse
         if dtotal is not None:
             out += tl.load(dtotal + place * dtotal_stride + column[None, :], mask=here, other=0.0).to(ACC)
         tl.store(dz + dense, out.to(dz.dtype.element_ty), mask=here)
@@ -218,18 +207,18 @@ def backward_grid(rows: int, n: int, tile: Tile, device: torch.device) -> tuple[
 
 
 def gradients(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    z: torch.Tensor,
-    weight: torch.Tensor,
-    keep: torch.Tensor | None,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    keep: Tensor | None,
     scale: float,
-    statistics: torch.Tensor,
+    statistics: Tensor,
     offset: float,
     *,
     branch: torch.dtype | None = None,
     bias: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dz, dbranch, sums [kinds, n]) of what `normalise` made, as `backward_kernel` says.
 
     Args:

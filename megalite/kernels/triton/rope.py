@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import Tile, accumulator, next_power_of_2
 
@@ -58,7 +59,7 @@ def rope_tile(half: int, itemsize: int) -> Tile:
     return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     length, batch, heads, size = x.shape
@@ -82,17 +83,17 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, back=False)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _rotate(dy, *ctx.saved_tensors, back=True), None, None
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
 
     x may be a slice of the fused projection: its strides are free but for the last. The tables get no gradient.

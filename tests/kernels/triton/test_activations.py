@@ -6,31 +6,32 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels import layer_ops
 from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
 from tests.kernels.triton.exact import DTYPES, compare, distance, numbers, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
-def gelu(z: torch.Tensor, tanh: bool) -> torch.Tensor:
+def gelu(z: Tensor, tanh: bool) -> Tensor:
     if tanh:
         return z * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
     return z * 0.5 * torch.erfc(-z / math.sqrt(2.0))
 
 
-def exact_bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
+def exact_bias_gelu(x: Tensor, bias: Tensor | None, *, tanh: bool = False) -> Tensor:
     return gelu(x if bias is None else x + bias, tanh)
 
 
-def gated(x: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def gated(x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
     f = x.shape[-1] // 2
     return activate(x[..., :f]) * x[..., f:]
 
 
-def silu(z: torch.Tensor) -> torch.Tensor:
+def silu(z: Tensor) -> Tensor:
     return z / (1.0 + torch.exp(-z))
 
 
@@ -89,7 +90,7 @@ def test_rows_that_programs_share(device: torch.device) -> None:
     [lambda x: x[:, ::2, :8], lambda x: x.transpose(0, 1), lambda x: x.transpose(1, 2), lambda x: x[0, 0]],
     ids=["slice", "rows swapped", "no dense dimension", "one row"],
 )
-def test_any_strides(view: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+def test_any_strides(view: Callable[[Tensor], Tensor], device: torch.device) -> None:
     x = view(numbers(4, 6, 10, device=device))
     compare(bias_gelu, exact_bias_gelu, [x, numbers(x.shape[-1], device=device, seed=1)])
     compare(*GATED["swiglu"], [x])
@@ -144,7 +145,7 @@ def test_the_same_bits_in_two_runs(tanh: bool, shape: tuple[int, int], device: t
 def test_keep_their_input_alone(device: torch.device) -> None:
     x = numbers(4, 3, 64, dtype=torch.bfloat16, device=device).requires_grad_()
     bias = numbers(64, dtype=torch.bfloat16, device=device).requires_grad_()
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         bias_gelu(x, bias)
         for function, _ in GATED.values():

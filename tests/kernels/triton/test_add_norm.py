@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels import layer_ops
 from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
@@ -12,25 +13,23 @@ from tests.kernels.triton.exact import DTYPES, assert_near, compare, distance, n
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS, P = 1e-3, 0.25
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def ours(zero_centered: bool = False, kernel: Callable[..., Pair] = add_norm) -> Callable[..., Pair]:
-    def function(
-        branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, *rest: torch.Tensor | None
-    ) -> Pair:
+    def function(branch: Tensor, bias: Tensor | None, keep: Tensor | None, *rest: Tensor | None) -> Pair:
         return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
 
     return function
 
 
 def exact(
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
+    branch: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
     offset: float = 0.0,
 ) -> Pair:
     part = branch if bias is None else branch + bias
@@ -48,7 +47,7 @@ def arguments(
     bias: bool = True,
     keep: bool = True,
     norm_bias: bool = True,
-) -> list[torch.Tensor | None]:
+) -> list[Tensor | None]:
     n = shape[-1]
     make = partial(numbers, dtype=dtype, device=device)
     return [
@@ -190,7 +189,7 @@ def test_keeps_the_sum_and_the_mask(device: torch.device) -> None:
         value.requires_grad_() if value is not None and value.is_floating_point() else value
         for value in arguments((4, 3, 64), device, torch.bfloat16)
     ]
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         _, total = ours()(*inputs)
     known = {value.data_ptr() for value in (total, inputs[2], inputs[4])}

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.layer_ops import layer_norm, rms_norm
 from megalite.kernels.triton.norms import layernorm, rmsnorm
@@ -17,11 +18,11 @@ KINDS = pytest.mark.parametrize("kind", FUNCTIONS)
 OURS = pytest.mark.parametrize("kind", ["rms", "layer"])
 
 
-def ours(kind: str, zero_centered: bool = False) -> Callable[..., torch.Tensor]:
+def ours(kind: str, zero_centered: bool = False) -> Callable[..., Tensor]:
     return partial(FUNCTIONS[kind], eps=EPS, zero_centered=zero_centered)
 
 
-def exact(kind: str, zero_centered: bool = False) -> Callable[..., torch.Tensor]:
+def exact(kind: str, zero_centered: bool = False) -> Callable[..., Tensor]:
     offset = float(zero_centered)
     if kind.endswith("rms"):
         return lambda x, weight: norm(x, weight, None, EPS, offset)
@@ -33,7 +34,7 @@ def limit_of(kind: str, dtype: torch.dtype) -> float:
     return LIMITS[dtype] * (4 if kind == "torch layer" and dtype in (torch.bfloat16, torch.float16) else 1)
 
 
-def parameters(kind: str, n: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def parameters(kind: str, n: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     weight, bias = (numbers(n, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
     return [weight] if kind.endswith("rms") else [weight, bias]
 
@@ -101,7 +102,7 @@ def test_no_rows(kind: str, device: torch.device) -> None:
     ],
     ids=["slice", "rows swapped", "no dense dimension", "expanded", "one row", "every other column"],
 )
-def test_any_strides(kind: str, view: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+def test_any_strides(kind: str, view: Callable[[Tensor], Tensor], device: torch.device) -> None:
     x = view(numbers(4, 6, 50, device=device))
     compare(ours(kind), exact(kind), [x, *parameters(kind, x.shape[-1], torch.float64, device)])
 
@@ -182,7 +183,7 @@ def test_the_same_bits_in_two_runs(kind: str, shape: tuple[int, int], device: to
 def test_keeps_its_input_and_a_number_or_two_a_row(kind: str, device: torch.device) -> None:
     x = numbers(4, 3, 64, dtype=torch.bfloat16, device=device).requires_grad_()
     rest = [value.requires_grad_() for value in parameters(kind, 64, torch.bfloat16, device)]
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours(kind)(x, *rest)
     known = {value.data_ptr() for value in (x, *rest)}

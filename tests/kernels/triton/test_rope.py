@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.triton.rope import rope
 from tests.kernels.triton.exact import DTYPES, LIMITS, assert_near, distance, numbers, run
@@ -11,19 +12,19 @@ from tests.kernels.triton.exact import DTYPES, LIMITS, assert_near, distance, nu
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A pair (x_i, x_{i+d/2}) is one complex number."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.double(), sin.double())
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def tables(length: int, batch: int, half: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(length: int, batch: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = 3.0 * numbers(length, batch, 1, half, device=device, seed=7)
     return angles.cos().float(), angles.sin().float()
 
 
-def check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, limit: float | None = None) -> None:
+def check(x: Tensor, cos: Tensor, sin: Tensor, limit: float | None = None) -> None:
     grad = numbers(*x.shape, dtype=x.dtype, device=x.device, seed=3)
     (y,), (dx,) = run(lambda v: rope(v, cos, sin), [x], [grad])
     (exact_y,), (exact_dx,) = run(lambda v: exact(v, cos, sin), [x.double()], [grad.double()])
@@ -66,7 +67,7 @@ def test_values_and_gradients(
     ],
     ids=["slice", "batch first", "no dense dimension", "expanded"],
 )
-def test_any_strides(view: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+def test_any_strides(view: Callable[[Tensor], Tensor], device: torch.device) -> None:
     """Queries and keys are slices of one projection's output."""
     x = view(numbers(3, 3, 3, 12, device=device))
     check(x, *tables(len(x), x.shape[1], x.shape[-1] // 2, device))
@@ -121,7 +122,7 @@ def test_the_same_bits_in_two_runs(device: torch.device) -> None:
 
 def test_keeps_the_tables_alone(device: torch.device) -> None:
     x, (cos, sin) = numbers(6, 2, 3, 32, device=device).requires_grad_(), tables(6, 1, 16, device)
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         rope(x, cos, sin)
     assert {value.data_ptr() for value in kept} == {cos.data_ptr(), sin.data_ptr()}
