@@ -11,7 +11,7 @@ from megalite.kernels import probes
 from megalite.kernels.cross_entropy import cross_entropy_forward
 from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
 from megalite.kernels.registry import IMPLEMENTATIONS, Use
-from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward, unfused_attention
+from megalite.kernels.unfused_attention import unfused_attention
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.topology.group import Group
 from tests.kernels.apex.conftest import Adapter
@@ -126,17 +126,6 @@ def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: 
     wide = [tensor.double() for tensor in (q, k, v)]
     exact = through(lambda *x: unfused_attention(*x, visible=visible, **given), wide)
     assert_near(found, exact, SOFTMAX[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_torchs_own_is_the_masked_softmax_to_the_bit(dtype: torch.dtype) -> None:
-    tensors = [drawn(2, 4, 20, 8, dtype=dtype, seed=seed) for seed in range(3)]
-    given = {"keep": drawn(2, 4, 20, 20) >= -0.5, "p": 0.3}
-    visible = torch.ones(20, 20, dtype=torch.bool).tril()
-    causal = causal_softmax_forward, causal_softmax_backward
-    found = through(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), tensors)
-    right = through(lambda *x: unfused_attention(*x, visible=visible, **given), tensors)
-    assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
 @pytest.mark.parametrize(
