@@ -199,9 +199,3 @@ def test_exchanges_start_before_the_tiles_that_hide_them_and_carry_what_the_docs
         assert forward == [*exchange * (cp - 1), "tile"]
         assert backward == [*exchange, *steps_with_gradients, "wait gradients"]
         assert elements == {name: (cp - 1) * block for name in ("forward", "backward", "gradients")}
-
-
-def test_documents_must_be_those_of_the_batch() -> None:
-    q, k, v, _ = Case().whole()
-    with pytest.raises(AssertionError):
-        ring_attention(q, k, v, cp=Group.solo("cp"), seq_length=S, visibility=Visibility(document_starts=((0,),)))

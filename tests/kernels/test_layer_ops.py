@@ -1,4 +1,4 @@
-"""Rotary embedding against complex numbers: pair i of a head is the number x_i + j·x_{i+d/2}, turned by pos·θ_i."""
+"""Dropout, and rotary embedding against complex numbers: pair i of a head is the number x_i + j·x_{i+d/2}, turned by pos·θ_i."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.layer_ops import apply_rope, rope_frequencies, rope_tables
+from megalite.kernels.layer_ops import apply_rope, masked_dropout, rope_frequencies, rope_tables
 
 
 def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> Tensor:
@@ -101,3 +101,23 @@ def test_llama3_scaling_by_wavelength(wavelength: float, slowed: float) -> None:
     assert math.isclose(2 * math.pi / float(plain[1]), wavelength, rel_tol=1e-12)
     assert math.isclose(float(plain[1] / scaled[1]), slowed, rel_tol=1e-12)
     assert scaled[0] == plain[0]
+
+
+def test_dropout_with_a_given_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 7, dtype=torch.float64, generator=generator).requires_grad_()
+    keep = torch.rand(5, 2, 7, generator=generator) >= 0.25
+    grad = torch.randn(5, 2, 7, dtype=torch.float64, generator=generator)
+    y = masked_dropout(x, keep, 0.25)
+    y.backward(grad)
+    assert x.grad is not None
+    torch.testing.assert_close(y, torch.where(keep, x / 0.75, 0.0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(x.grad, torch.where(keep, grad / 0.75, 0.0), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dropout_keeps_one_byte_an_element(dtype: torch.dtype) -> None:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        masked_dropout(torch.ones(40, dtype=dtype).requires_grad_(), torch.ones(40, dtype=torch.bool), 0.1)
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bool, 40)]
