@@ -16,12 +16,9 @@ from torch import Tensor
 class TileKind(Enum):
     """Which of a tile's (row, column) pairs are visible; rows are queries, columns are keys."""
 
-    FULL = "full"
-    """All of a rectangle."""
-    CAUSAL = "causal"
-    """Row i of a square sees the columns j <= i."""
-    EDGE = "edge"
-    """Row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed."""
+    FULL = "full"  # all of a rectangle
+    CAUSAL = "causal"  # row i of a square sees the columns j <= i
+    EDGE = "edge"  # row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed
 
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -18,8 +18,7 @@ from megalite.config.errors import ConfigError
 from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
 
-SCORES = 1 << 20
-"""Elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold."""
+SCORES = 1 << 20  # elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold
 
 
 def why_not_blocked(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -88,8 +87,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, g
 
 
 BLOCKED_BECAUSE = "quicker than torch's flash in bf16 on processors like this one"
-_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""Of torch's SDPBackend."""
+_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # of torch's SDPBackend
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,9 @@ class AttentionShape:
 class AttentionChoice(NamedTuple):
     """What computes causal attention."""
 
-    kernel: Callable[..., Tensor]
-    """Takes what `causal_attention` takes."""
-    backend: str
-    """flash, cudnn, efficient, blocked or math."""
-    why: str
-    """Asked for, or torch's choice, or what was measured."""
+    kernel: Callable[..., Tensor]  # takes what `causal_attention` takes
+    backend: str  # flash, cudnn, efficient, blocked or math
+    why: str  # asked for, or torch's choice, or what was measured
 
 
 def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> AttentionChoice:
@@ -238,5 +233,4 @@ _KERNELS: Mapping[tuple[str, str], Callable[..., Tensor]] = MappingProxyType(
         ("efficient", "cuda"): _pinned(_efficient),
         ("math", "cuda"): _pinned(_math),
     }
-)
-"""Backend and device -> the kernel."""
+)  # backend and device -> the kernel

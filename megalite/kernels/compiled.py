@@ -73,8 +73,7 @@ _FORMULAS: dict[Kernel, Kernel] = {
     add_dropped: _add_dropped,
     swiglu: _swiglu,
     geglu: _geglu,
-}
-"""A kernel of torch -> what is compiled in its place."""
+}  # A kernel of torch -> what is compiled in its place
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 17
-"""Logits of a block: half a mebibyte of fp32."""
+_BLOCK = 1 << 17  # logits of a block: half a mebibyte of fp32
 
 
 def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, ...]]:

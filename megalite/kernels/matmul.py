@@ -40,8 +40,7 @@ class Products:
         return self._matmul(grad_y, weight)
 
 
-PLAIN = Products(matmul)
-"""By torch's kernel."""
+PLAIN = Products(matmul)  # by torch's kernel
 
 
 def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
@@ -137,14 +136,9 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16
-"""Both dimensions of a weight must be multiples: 16-byte rows of what is multiplied."""
-
-Quantise = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
-"""As `quantise`."""
-
-_SMALLEST = 2.0**-100
-"""Where the largest element is below it (all are 0, say), its scale."""
+ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
+Quantise = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # as `quantise`
+_SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
 
 
 def why_not_fp8(device: torch.device) -> str | None:

@@ -16,8 +16,7 @@ class MomentSettings(TypedDict):
     beta1: float
     beta2: float
     eps: float
-    step: int
-    """Number of this update, from 1."""
+    step: int  # number of this update, from 1
 
 
 class AdamSettings(MomentSettings):
@@ -58,8 +57,7 @@ def adam(
         copy.copy_(param)
 
 
-ROW = 1 << 10
-"""Elements whose squares are added up in their own precision."""
+ROW = 1 << 10  # elements whose squares are added up in their own precision
 
 
 def norm(values: Tensor) -> Tensor:
@@ -75,10 +73,8 @@ def norm(values: Tensor) -> Tensor:
 class Direction:
     """m̂/(√v̂ + ε) = scale·m/(√v + eps) in one update."""
 
-    scale: float
-    """√(1 - β₂ᵗ)/(1 - β₁ᵗ)"""
-    eps: float
-    """ε·√(1 - β₂ᵗ)"""
+    scale: float  # √(1 - β₂ᵗ)/(1 - β₁ᵗ)
+    eps: float  # ε·√(1 - β₂ᵗ)
 
     @classmethod
     def at(cls, step: int, *, beta1: float, beta2: float, eps: float, frozen: int | None = None) -> "Direction":

@@ -17,8 +17,7 @@ EXTENSIONS = (
     "fused_rotary_positional_embedding",
     "scaled_upper_triang_masked_softmax_cuda",
     "xentropy_cuda",
-)
-"""Compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup."""
+)  # compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup
 
 _FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer_norm.py", "optimizers/fused_adam.py")
 """What the package of that name has if it is NVIDIA's."""

@@ -37,10 +37,8 @@ class Use:
     """What a module asks a kernel for, as far as it knows when it is built."""
 
     device: str
-    dtype: torch.dtype
-    """Of activations, or of a flat tensor."""
-    size: int
-    """Of the last dimension; for an optimizer's operation the number of elements."""
+    dtype: torch.dtype  # of activations, or of a flat tensor
+    size: int  # of the last dimension; for an optimizer's operation the number of elements
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,10 @@ class Implementation:
 
     operation: str
     backend: str
-    place: str
-    """Its function, or its functions with commas between, in a module below megalite.kernels: `module:name`."""
+    place: str  # its function, or its functions with commas between, in a module below megalite.kernels: `module:name`
     dtypes: tuple[torch.dtype, ...] = ALL
-    extension: str | None = None
-    """Of apex."""
-    limit: Callable[[int], str | None] | None = None
-    """Why it does not take a size of a type that it takes, or None."""
+    extension: str | None = None  # of apex
+    limit: Callable[[int], str | None] | None = None  # why it does not take a size of a type that it takes, or None
 
     def load(self) -> Any:
         """The function, or the tuple of functions. Imports the module."""
@@ -132,8 +127,7 @@ _ROWS = (
 )
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Implementation]] = MappingProxyType(
     {operation: {row.backend: row for row in _ROWS if row.operation == operation} for operation in OPERATIONS}
-)
-"""Operation -> backend -> its kernel."""
+)  # operation -> backend -> its kernel
 
 
 @dataclass(frozen=True)
@@ -144,12 +138,9 @@ class Rule:
     device: str
     """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
     order: tuple[str, ...]
-    because: str
-    """Measured where, with what; or assumed, and from what."""
-    dtypes: frozenset[str] = frozenset()
-    """Empty: any."""
-    from_size: int = 0
-    """It holds for this size of the last dimension and up; the largest that fits wins."""
+    because: str  # measured where, with what; or assumed, and from what
+    dtypes: frozenset[str] = frozenset()  # empty: any
+    from_size: int = 0  # it holds for this size of the last dimension and up; the largest that fits wins
 
 
 @dataclass(frozen=True)
@@ -221,8 +212,7 @@ class Choice:
     operation: str
     use: Use
     backend: str
-    why: str
-    """Asked for, or which rule of the table of preferences."""
+    why: str  # asked for, or which rule of the table of preferences
 
 
 class Kernels:

@@ -161,5 +161,4 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "adam": (_adam, adam),
         "lamb": (_lamb, (lamb_moments, lamb_step)),
     }
-)
-"""Operation -> what runs a kernel on inputs, and torch's kernel."""
+)  # operation -> what runs a kernel on inputs, and torch's kernel

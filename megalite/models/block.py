@@ -18,8 +18,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 
 FEED_FORWARD: Registry[Callable[..., torch.nn.Module]] = Registry(
     "feed-forward", {"experts": "megalite.models.moe.layer:MoELayer"}
-)
-"""What a layer may have in place of an MLP."""
+)  # what a layer may have in place of an MLP
 
 
 class Block(torch.nn.Module):

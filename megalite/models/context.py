@@ -13,8 +13,7 @@ from megalite.topology.group import Group
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
-NAMES = (LOAD_BALANCING_LOSS, Z_LOSS)
-"""Every term there is, in the order in which they are reported."""
+NAMES = (LOAD_BALANCING_LOSS, Z_LOSS)  # every term there is, in the order in which they are reported
 
 
 class AuxiliaryLosses:
@@ -132,8 +131,7 @@ def _with_room(tensor: Tensor, used: int, room: int) -> Tensor:
     return larger
 
 
-CAUSAL = Visibility()
-"""All that came before."""
+CAUSAL = Visibility()  # all that came before
 
 
 @dataclass(frozen=True, kw_only=True)

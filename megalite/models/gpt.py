@@ -113,8 +113,8 @@ class GPTStage(torch.nn.Module):
         self.embedding: Embedding | None = None
         if has_embedding:
             shared_here = config.tie_embeddings and has_head
-            uses, tied = 2 if shared_here else 1, config.tie_embeddings and not has_head
-            self.embedding = Embedding(config, factory=factory, tied=tied, uses=uses)
+            uses = 2 if shared_here else 1
+            self.embedding = Embedding(config, factory=factory, tied=config.tie_embeddings and not has_head, uses=uses)
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
             self.layers[str(index)] = Block(

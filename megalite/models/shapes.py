@@ -23,12 +23,9 @@ class ParameterShape:
 
     name: str
     shape: tuple[int, ...]
-    shard_dim: int | None
-    """Dimension that tensor parallelism splits; None: every rank of the group holds it whole."""
-    decay: bool
-    """Weight decay applies (matrices); not to norms and biases."""
-    init: Init
-    """normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream."""
+    shard_dim: int | None  # dimension that tensor parallelism splits; None: every rank of the group holds it whole
+    decay: bool  # weight decay applies (matrices); not to norms and biases
+    init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
     expert: bool = False
     """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim` is split over expert-tp ranks."""
 

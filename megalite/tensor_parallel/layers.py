@@ -113,8 +113,7 @@ class ColumnParallelLinear(torch.nn.Module):
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap = False
-    """With sequence parallelism: multiply each rank's rows as they arrive."""
+    overlap = False  # with sequence parallelism: multiply each rank's rows as they arrive
 
     def __init__(
         self,

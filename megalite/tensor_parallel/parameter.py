@@ -19,20 +19,15 @@ from megalite.topology.layout import ShardSpec
 class ParameterInfo:
     """Facts that optimizer, gradient reduction and checkpoints need of one parameter."""
 
-    spec: ShardSpec
-    """Name, global shape and local slice."""
+    spec: ShardSpec  # name, global shape and local slice
     shard_dim: int | None
     """Dimension that tensor parallelism (of experts: expert tensor parallelism) splits; None: replicated over tp."""
-    decay: bool
-    """Weight decay applies."""
-    partial_over_tp: bool
-    """Replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp."""
+    decay: bool  # weight decay applies
+    partial_over_tp: bool  # replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp
     expert: bool = False
     """Dimension 0 runs over experts, which expert parallelism splits; gradients are summed over expert-dp, not dp."""
-    tied: bool = False
-    """The word embedding where two stages hold a copy: sum the gradients over the embedding group."""
-    uses: int = 1
-    """Gradient contributions of one microbatch: 2 where one parameter is both embedding and head."""
+    tied: bool = False  # the word embedding where two stages hold a copy: sum the gradients over the embedding group
+    uses: int = 1  # gradient contributions of one microbatch: 2 where one parameter is both embedding and head
     orthogonal: bool = False
     """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
 
@@ -90,8 +85,7 @@ class WeightGradient:
     parameter: ShardedParameter
     product: Callable[[Tensor | None], Tensor | None]
     """Adds the gradient to the main gradient; without one returns it, like the weight in shape."""
-    start: Callable[[], None] = _nothing
-    """Starts the communication that `product` needs."""
+    start: Callable[[], None] = _nothing  # starts the communication that `product` needs
 
     def compute(self) -> Tensor | None:
         main_grad = self.parameter.main_grad

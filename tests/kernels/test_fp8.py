@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megalite.kernels.matmul import E4M3, E5M2, PLAIN, Fp8Products, quantise, why_not_fp8
 
-SHAPE = (6, 2, 64, 48)
-"""Rows in two dimensions, i, o."""
+SHAPE = (6, 2, 64, 48)  # rows in two dimensions, i, o
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

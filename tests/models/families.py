@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 
-Weights = dict[str, Tensor]
-"""Full tensors by name."""
+Weights = dict[str, Tensor]  # full tensors by name
 
 
 def from_gpt2(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 
-Weights = dict[str, Tensor]
-"""By the name after `layers.i.moe.`."""
+Weights = dict[str, Tensor]  # by the name after `layers.i.moe.`
 
 
 @dataclass
@@ -18,12 +17,9 @@ class Expected:
     """What the layer should give for whole sequences x [s, b, h]."""
 
     y: Tensor
-    balance: Tensor
-    """E·Σ f_e·P_e, summed over the sequences."""
-    z: Tensor
-    """logsumexp², summed over the tokens."""
-    kept: Tensor
-    """[s, b, E]: 1 where the expert takes the token."""
+    balance: Tensor  # E·Σ f_e·P_e, summed over the sequences
+    z: Tensor  # logsumexp², summed over the tokens
+    kept: Tensor  # [s, b, E]: 1 where the expert takes the token
 
 
 def draw(seed: int, *shape: int) -> Tensor:

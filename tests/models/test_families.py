@@ -43,10 +43,8 @@ class Family:
     """A preset in small, and the configuration of transformers that is the same model."""
 
     preset: str
-    changes: dict[str, Any]
-    """To the preset, besides SMALL."""
-    kind: str
-    """transformers' model: `Llama` for LlamaForCausalLM."""
+    changes: dict[str, Any]  # to the preset, besides SMALL
+    kind: str  # transformers' model: `Llama` for LlamaForCausalLM
     theirs: dict[str, Any]
     mapping: Callable[..., Weights] = from_llama
 

@@ -22,8 +22,7 @@ CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT, "moe_token_drop_policy": "position", **GATED},
-]
-"""Several a call: the pool's workers make their groups once."""
+]  # several a call: the pool's workers make their groups once
 
 
 def config_at(index: int) -> Any:

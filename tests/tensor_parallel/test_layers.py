@@ -13,8 +13,7 @@ from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
 S, B, K, V, H = 8, 2, 12, 24, 6
-START = 0.5
-"""What main_grad holds before: gradients are added, not written."""
+START = 0.5  # what main_grad holds before: gradients are added, not written
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

@@ -15,8 +15,7 @@ from megalite.tensor_parallel.mappings import (
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
-S, REST = 8, (2, 3)
-"""Whole sequence and the other dimensions."""
+S, REST = 8, (2, 3)  # whole sequence and the other dimensions
 
 MAPPINGS = {
     "reduce_from": reduce_from_tensor_parallel_region,

@@ -15,8 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.kernels.probes import extension, softmax_limit
 
 _HALVES = (torch.bfloat16, torch.float16)
-INT_ELEMENTS = 2**31
-"""From here on the offsets of most kernels, C++ ints, overflow."""
+INT_ELEMENTS = 2**31  # from here on the offsets of most kernels, C++ ints, overflow
 
 
 def check_elements(operation: str, x: Tensor) -> None:

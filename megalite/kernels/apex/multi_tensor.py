@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings, norm
 
-CHUNK = 1 << 16
-"""Elements a block takes, as apex's own callers have it."""
+CHUNK = 1 << 16  # elements a block takes, as apex's own callers have it
 
 
 @cache
@@ -61,8 +60,7 @@ _UNCLIPPED = torch.zeros(1), 1.0
 """A norm of all gradients and the largest that it may be. The norm is read by the host: on the device, where the callers of
 apex's other functions have it, reading it would end the process."""
 
-_KEEP = 1.0
-"""A beta with which a moment stays as it is, but for denormal numbers, which apex is built to take for 0."""
+_KEEP = 1.0  # a beta with which a moment stays as it is, but for denormal numbers, which apex is built to take for 0
 
 
 def lamb_moments(

@@ -18,8 +18,7 @@ from megalite.kernels.triton.launch import (
 )
 
 SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RESIDENT = 7
-"""Programs of bias_gelu's backward a multiprocessor, as many as its registers hold."""
+RESIDENT = 7  # programs of bias_gelu's backward a multiprocessor, as many as its registers hold
 
 
 @triton.jit
@@ -141,8 +140,7 @@ class Cut(NamedTuple):
 
     rows: int
     block: int
-    across: int
-    """Blocks to a row."""
+    across: int  # blocks to a row
     warps: int
 
 

@@ -10,25 +10,17 @@ from torch import Tensor
 
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
 
-WIDEST = 4096
-"""Columns that a program holds at a time. Whole rows of 64k and more would leave the registers."""
-
-RESIDENT = 4
-"""Programs a multiprocessor should have: rows are cut into parts where there are fewer of them."""
-
-MERGED = 256
-"""Parts of rows that a program merges."""
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The first running maximum: finite, since -inf - -inf is no number."""
+WIDEST = 4096  # columns that a program holds at a time. Whole rows of 64k and more would leave the registers.
+RESIDENT = 4  # programs a multiprocessor should have: rows are cut into parts where there are fewer of them
+MERGED = 256  # parts of rows that a program merges
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first running maximum: finite, since -inf - -inf is no number
 
 
 class Cut(NamedTuple):
     """How [n, v] logits are shared out: grid (n, parts), each program a span of one row, block by block."""
 
     parts: int
-    span: int
-    """Columns of a part, a multiple of `block`."""
+    span: int  # columns of a part, a multiple of `block`
     block: int
     warps: int
 

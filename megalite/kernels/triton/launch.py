@@ -14,17 +14,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDEST_BLOCK = 8192
 """Elements of a row that one program holds in registers at a time; longer rows are gone over in a loop."""
 
-TILE = 2048
-"""Elements that a program takes at once where rows are shorter than that."""
+TILE = 2048  # elements that a program takes at once where rows are shorter than that
 
 
 class Tile(NamedTuple):
     """What one program holds at a time."""
 
-    rows: int
-    """Rows, a power of two."""
-    block: int
-    """Columns, a power of two; where less than the row's length, the program loops over them."""
+    rows: int  # rows, a power of two
+    block: int  # columns, a power of two; where less than the row's length, the program loops over them
     warps: int
 
 

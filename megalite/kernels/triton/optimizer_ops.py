@@ -12,9 +12,7 @@ from torch import Tensor
 from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings
 from megalite.kernels.triton.launch import programs, warps
 
-BLOCK = 1024
-"""Elements of a program."""
-
+BLOCK = 1024  # elements of a program
 PER_THREAD = 4
 """Elements: one load of 16 bytes from each fp32 tensor. With twice as many, bf16 gradients would be loaded 16 bytes
 at a time too, and then be moved between threads by way of shared memory."""
@@ -162,11 +160,8 @@ def lamb_step(
     _launch(_lamb_step, (param, exp_avg, exp_avg_sq), (rate * direction.scale, direction.eps, rate * weight_decay))
 
 
-NORM_BLOCK = 4096
-"""Elements that a program adds up at a time."""
-
-RESIDENT = 4
-"""Programs per multiprocessor."""
+NORM_BLOCK = 4096  # elements that a program adds up at a time
+RESIDENT = 4  # programs per multiprocessor
 
 
 @triton.jit

@@ -19,11 +19,8 @@ def rope_kernel(
     y: tl.tensor,
     rows: tl.tensor,
     batch: tl.tensor,
-    s_stride: tl.tensor,
-    b_stride: tl.tensor,
-    head_stride: tl.tensor,
-    cos_s_stride: tl.tensor,
-    cos_b_stride: tl.tensor,
+    strides: tl.tuple,
+    cos_strides: tl.tuple,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BACK: tl.constexpr,
@@ -38,12 +35,12 @@ def rope_kernel(
     token = row // HEADS
     position = (token // batch).to(tl.int64)
     sequence = (token % batch).to(tl.int64)
-    angle = (position * cos_s_stride + sequence * cos_b_stride)[:, None] + column
+    angle = (position * cos_strides[0] + sequence * cos_strides[1])[:, None] + column
     c = tl.load(cos + angle, mask=here, other=0.0).to(ACC)
     s = tl.load(sin + angle, mask=here, other=0.0).to(ACC)
     if BACK:
         s = -s
-    place = position * s_stride + sequence * b_stride + (row % HEADS).to(tl.int64) * head_stride
+    place = position * strides[0] + sequence * strides[1] + (row % HEADS).to(tl.int64) * strides[2]
     first_at = x + place[:, None] + column
     first = tl.load(first_at, mask=here, other=0.0).to(ACC)
     second = tl.load(first_at + HALF, mask=here, other=0.0).to(ACC)
@@ -68,8 +65,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
         rows, half = length * batch * heads, size // 2
         tile = rope_tile(half, x.element_size())
         rope_kernel[(triton.cdiv(rows, tile.rows),)](
-            *(x, cos, sin, y, rows, batch, x.stride(0), x.stride(1), x.stride(2)),
-            *(cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1)),
+            *(x, cos, sin, y, rows, batch, x.stride()[:3], (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))),
             HEADS=heads,
             HALF=half,
             BACK=back,

@@ -22,18 +22,12 @@ from megalite.topology.group import Group
 class Route:
     """How the rows of one microbatch travel, as seen by this rank."""
 
-    pairs: Tensor
-    """[m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent."""
-    sent: list[int]
-    """Rows for each rank of ep."""
-    received: list[int]
-    """Rows from each rank of ep."""
-    gathered: list[int]
-    """Rows that each rank of expert_tp has received; all of them come together before the experts."""
-    by_expert: Tensor | None
-    """The order of those by expert; None: they come in it."""
-    counts: list[int]
-    """Rows of each local expert."""
+    pairs: Tensor  # [m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent
+    sent: list[int]  # rows for each rank of ep
+    received: list[int]  # rows from each rank of ep
+    gathered: list[int]  # rows that each rank of expert_tp has received; all of them come together before the experts
+    by_expert: Tensor | None  # the order of those by expert; None: they come in it
+    counts: list[int]  # rows of each local expert
 
 
 def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -> Route:

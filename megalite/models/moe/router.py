@@ -13,8 +13,7 @@ from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
 from megalite.topology.group import Group
 
-WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}
-"""Weights are compared in so many steps from 0 to 1."""
+WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared in so many steps from 0 to 1
 
 
 @torch.no_grad()
@@ -75,12 +74,9 @@ def _place_in_run(values: Tensor) -> Tensor:
 class Routing:
     """Where this rank's tokens [s_local, b] go."""
 
-    weights: Tensor
-    """[s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)."""
-    chosen: Tensor
-    """[s_local, b, k]: the experts."""
-    kept: Tensor | None
-    """[s_local, b, k]: false where the expert is full; None: no expert can be."""
+    weights: Tensor  # [s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)
+    chosen: Tensor  # [s_local, b, k]: the experts
+    kept: Tensor | None  # [s_local, b, k]: false where the expert is full; None: no expert can be
 
 
 class Router(torch.nn.Module):

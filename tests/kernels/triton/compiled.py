@@ -28,8 +28,7 @@ from triton.runtime.jit import JITFunction
 import megalite.kernels.triton
 from tests.kernels.triton.real_sizes import CALLS
 
-MULTIPROCESSORS = 132
-"""Of an H100."""
+MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,10 @@ class Compiled:
     call: str
     kernel: str
     warps: int
-    registers: int
-    """A thread."""
-    stack: int
-    """Bytes a thread, which is where registers are spilled to."""
+    registers: int  # A thread
+    stack: int  # bytes a thread, which is where registers are spilled to
     local: int
-    loads: Mapping[int, int]
-    """Loads from global memory: bits that a thread gets at once -> number of instructions."""
+    loads: Mapping[int, int]  # loads from global memory: bits that a thread gets at once -> number of instructions
     stores: Mapping[int, int]
 
 

@@ -98,5 +98,4 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "lamb": lambda: lambs(1 << 24, norms=True),
     "lamb, no norms": lambda: lambs(1 << 24, norms=False),
     "l2norm": lambda: l2norm([empty(1 << 30, dtype=dtype) for dtype in (FP32, BF16)]),
-}
-"""A name -> a call; each compiles one to six kernels, at a quarter of a second each."""
+}  # A name -> a call; each compiles one to six kernels, at a quarter of a second each

@@ -54,8 +54,7 @@ class Case:
     ours: Callable[..., Outputs]
     exact: Callable[..., Outputs]
     inputs: Callable[[Draw, Draw], list[Tensor | None]]
-    kept: int = 0
-    """Numbers a row that it keeps for the backward besides its inputs and outputs."""
+    kept: int = 0  # numbers a row that it keeps for the backward besides its inputs and outputs
     shapes: tuple[tuple[int, ...], ...] = ((3, 2, 96), (21, 100), (1, 2100))
 
 
