@@ -32,13 +32,7 @@ def _parts(sequence: Tensor, rank: int, cp_size: int) -> list[Tensor]:
 
 
 def gather_sequence(tensor: Tensor, cp: Group, dim: int, seq_length: int) -> Tensor:
-    """The rows of all cp ranks in true order: dimension `dim` grows from s/cp to s.
-
-    Args:
-        tensor: dimension `dim` holds the rows of `sequence_spans`.
-        cp: the ranks that share the sequence; with one rank the tensor itself is returned.
-        dim: the dimension of the sequence.
-        seq_length: s.
+    """The rows of all cp ranks in true order: dimension `dim`, the rows of `sequence_spans`, grows from s/cp to s.
 
     Collectives: forward all-gather, backward reduce-scatter, over cp.
     """
@@ -63,11 +57,8 @@ def gather_sequence(tensor: Tensor, cp: Group, dim: int, seq_length: int) -> Ten
 def sequence_to_heads(packed: Tensor, cp: Group, seq_length: int) -> Tensor:
     """Split the heads instead of the sequence: [s/cp, b, groups, ...] -> [s, b, groups/cp, ...], in true order.
 
-    Args:
-        packed: rows of `sequence_spans`; rank r of cp gets the r-th of cp equal parts of dimension 2, so that groups
-            of queries with their key and value stay together ([s/cp, b, groups, queries + 2, d]).
-        cp: the ranks that share the sequence; its size divides the groups.
-        seq_length: s.
+    Rank r of cp gets the r-th of cp equal parts of dimension 2, so that groups of queries with their key and value stay
+    together ([s/cp, b, groups, queries + 2, d]).
 
     Collectives: one all-to-all of equal parts over cp, forward and backward.
     """

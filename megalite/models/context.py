@@ -56,16 +56,13 @@ class _Attach(torch.autograd.Function):
 class NextTokens:
     """One new token per row, behind those that a cache holds; rows may hold different numbers of tokens.
 
-    Args:
-        positions: int64 [b]: where each row's new token stands, which is how many are before it.
-        first, stop: the columns of the cache that some row sees, the new token's own among them.
-        visible: boolean [b, 1, 1, stop - first]: which of them each row sees; None: every row sees all of them.
+    The columns `first` to `stop` of the cache are those that some row sees, the new token's own among them.
     """
 
-    positions: Tensor
+    positions: Tensor  # int64 [b]: where each row's new token stands, which is how many are before it
     first: int
     stop: int
-    visible: Tensor | None
+    visible: Tensor | None  # boolean [b, 1, 1, stop - first], which columns a row sees; None: all of them
 
     @classmethod
     def after(cls, lengths: Sequence[int], *, window: int | None, device: torch.device) -> "NextTokens":
@@ -81,11 +78,9 @@ class NextTokens:
 class KeyValueCache:
     """One entry an attention layer: keys and values [b, groups/tp, room, d], of which each row fills a beginning.
 
-    Room doubles when it is used up, so that on average a token is copied no more than once however long the text gets.
-    What no token has filled is zero: hidden keys have no weight, but a weight of zero makes no number of a NaN.
-
-    Args:
-        limit: tokens that a row will have at most.
+    Room doubles when it is used up, so that on average a token is copied no more than once however long the text gets, up
+    to the `limit` of tokens that a row will have. What no token has filled is zero: hidden keys have no weight, but a
+    weight of zero makes no number of a NaN.
     """
 
     def __init__(self, limit: int) -> None:
@@ -138,28 +133,19 @@ CAUSAL = Visibility()  # all that came before
 class ForwardContext:
     """One microbatch on its way through the stages.
 
-    Args:
-        seq_length: tokens of the whole sequence, over all cp ranks.
-        positions: where in the sequence this rank's rows are, int64 [s/cp], ascending.
-        position_ids: what position embeddings count: `positions`, or [s/cp, b] where each document begins at 0.
-        stream: keys the dropout masks; None in evaluation, where nothing is dropped.
-        rope: cos and sin of the position ids, [s/cp, b or 1, 1, d/2], if the model has them.
-        visibility: which keys a query sees.
-        auxiliary: where layers add terms to the objective; None in evaluation.
-        generating: the tokens after these are not known yet, so nothing may depend on how many there will be:
-            experts take every token, whatever their capacity.
-        next_tokens: the rows are one token each, behind those that a cache holds.
+    While text is `generating` the tokens after these are not known yet, so nothing may depend on how many there will be:
+    experts take every token, whatever their capacity.
     """
 
-    seq_length: int
-    positions: Tensor
-    position_ids: Tensor
-    stream: DropoutStream | None = None
-    rope: tuple[Tensor, Tensor] | None = None
+    seq_length: int  # tokens of the whole sequence, over all cp ranks
+    positions: Tensor  # where in the sequence this rank's rows are, int64 [s/cp], ascending
+    position_ids: Tensor  # `positions`, or [s/cp, b] where each document begins at 0: what position embeddings count
+    stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped
+    rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
     visibility: Visibility = CAUSAL
-    auxiliary: AuxiliaryLosses | None = None
+    auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
     generating: bool = False
-    next_tokens: NextTokens | None = None
+    next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds
 
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
         """What stays of x [s/cp, b, h], split over the ranks of `region` as well; None: everything.

@@ -84,13 +84,8 @@ class Head(torch.nn.Module):
 class GPTStage(torch.nn.Module):
     """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
 
-    Args:
-        factory: where and how parameters are made; also carries the groups.
-        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies.
-        word: the weight of the embedding, if that is in another stage of this rank: the head then takes it.
-        seq_length: tokens of a whole sequence.
-        recompute: which activations the backward computes again.
-        cp_comm_type: how attention sees a sequence that is split over cp: `p2p` or `a2a`.
+    With tied embeddings and one of the two, the weight here is one of two copies; `word` is the weight of the embedding, if
+    that is in another stage of this rank: the head then takes it.
     """
 
     def __init__(

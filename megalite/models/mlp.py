@@ -27,9 +27,7 @@ def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callabl
 class MLP(torch.nn.Module):
     """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs.
 
-    Args:
-        recompute: with `mlp_act` the activation's output is not kept; None where the MLP as a whole runs again.
-        ffn_size: width f; default the dense MLP's.
+    `ffn_size` is the width f, by default the dense MLP's. `recompute` is None where the MLP as a whole runs again.
     """
 
     def __init__(

@@ -14,11 +14,8 @@ from torch.utils.checkpoint import checkpoint
 class Recompute:
     """The plan of a run, the same for every stage.
 
-    Args:
-        granularity: none, selective (`modules`) or full (whole layers).
-        modules: what selective recompute runs again.
-        method: of full recompute: `uniform` makes units of `num_layers` layers, of which only the input is kept;
-            `block` recomputes the first `num_layers` layers of each stage one by one and keeps the others' activations.
+    Granularity none, selective (`modules` run again) or full (whole layers): by `uniform` units of `num_layers` layers, of
+    which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
@@ -65,12 +62,8 @@ class _Remade:
 def not_saving(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Operations inside keep neither `tensor` nor views of it; their backward works on `make(*inputs)` instead.
 
-    Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
-
-    Args:
-        tensor: the output of `make(*inputs)`, in its own memory.
-        make: gives the same bits and memory layout again; called without gradients.
-        inputs: tensors that stay in memory until the backward anyway.
+    `make`, of inputs that stay in memory until the backward anyway, gives the same bits and memory layout as `tensor`, which
+    has its own memory. Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
     """
     storage, dtype = tensor.untyped_storage().data_ptr(), tensor.dtype
     # Detached: what is kept in place of a view must keep memory alive, not the graph behind it.

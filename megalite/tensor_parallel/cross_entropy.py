@@ -39,12 +39,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def merge_ranks(stats: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, log Σ exp z) of each token, [n], of what the ranks' columns add to them.
-
-    Args:
-        stats: [ranks, 3, n], of each rank's forward.
-        owner: [n], the rank that has the label's column.
-    """
+    """(loss, log Σ exp z) of each token, [n], of each rank's `stats` [ranks, 3, n] and the label's rank `owner` [n]."""
     maximum, total, picked = stats.unbind(1)
     highest = maximum.amax(dim=0)
     log_total = (total * (maximum - highest).exp()).sum(dim=0).log()
@@ -62,13 +57,12 @@ def vocab_parallel_cross_entropy(
     tp: Group,
     kernel: Kernel = (cross_entropy_forward, cross_entropy_backward),
 ) -> Tensor:
-    """Loss of each token, [s, b], in fp32 (fp64 for fp64 logits).
+    """Loss of each token, [s, b], in fp32 (fp64 for fp64 logits), for labels [s, b] below `vocab_size`.
 
     Args:
         logits: [s, b, V/tp], fresh from a GEMM; columns for ids at or above `vocab_size` are padding. They are
             overwritten and take no part, so the numbers do not depend on how far the vocabulary is padded. A kernel
             may put the gradient in their place.
-        labels: [s, b] ids below `vocab_size`.
         first: the id of this rank's first column.
 
     Collectives: one all-gather of three numbers a token / none.

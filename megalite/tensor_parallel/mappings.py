@@ -1,9 +1,7 @@
-"""The conjugate communication pairs of tensor parallelism.
+"""The conjugate communication pairs of tensor parallelism (arXiv 1909.08053, section 3; 2205.05198, section 4).
 
-`reduce_from` is Megatron-LM's g (arXiv 1909.08053, section 3); its f, and the gather before a column-parallel layer, are
-part of `layers.linear`, as their backward overlaps the weight gradient. The sequence-parallel pair reduce-scatters after
-a row-parallel layer (arXiv 2205.05198, section 4). Activations are [s, b, h]; the sequence is dimension 0, which
-collectives can split without a copy.
+Megatron-LM's f, and the gather before a column-parallel layer, are part of `layers.linear`, as their backward overlaps the
+weight gradient. Activations are [s, b, h]; the sequence is dimension 0, which collectives can split without a copy.
 """
 
 from torch import Tensor
@@ -23,10 +21,6 @@ def _reduce_scattered(x: Tensor, tp: Group) -> Tensor:
     output = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
     tp.reduce_scatter(output, x.contiguous())
     return output
-
-
-def _own_part(x: Tensor, tp: Group) -> Tensor:
-    return x.tensor_split(tp.size, dim=0)[tp.rank]
 
 
 def _reduced(x: Tensor, tp: Group) -> Tensor:
@@ -50,7 +44,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """
     if tp.size == 1:
         return x
-    return conjugate(x, lambda x: _own_part(x, tp).contiguous(), lambda grad: gather_along_sequence(grad, tp))
+    return conjugate(x, lambda x: x.chunk(tp.size)[tp.rank].contiguous(), lambda grad: gather_along_sequence(grad, tp))
 
 
 def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
@@ -60,7 +54,7 @@ def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """
     if tp.size == 1:
         return x
-    return conjugate(x, lambda x: gather_along_sequence(x, tp), lambda grad: _own_part(grad, tp))
+    return conjugate(x, lambda x: gather_along_sequence(x, tp), lambda grad: grad.chunk(tp.size)[tp.rank])
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:

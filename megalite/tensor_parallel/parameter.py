@@ -37,6 +37,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     `main_grad`, once set, is the buffer that gradients are summed in, and `grad_ready` is called each time one
     microbatch's contribution is in it. `deferred`, once set, can put off the products that make the gradient.
+    `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
     """
 
     info: ParameterInfo
@@ -45,12 +46,10 @@ class ShardedParameter(torch.nn.Parameter):
     grad_ready: Callable[[], None] | None = None
     deferred: DeferredWeightGradients | None = None
     accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
-    """The kernel that adds grad_yᵀ·x to a main gradient."""
     _main_grad: Tensor | None = None
 
     @property
     def main_grad(self) -> Tensor | None:
-        """See the class."""
         if self.grad_wanted is not None:
             self.grad_wanted()
         return self._main_grad
@@ -163,11 +162,10 @@ class ParameterFactory:
         return self.tp if self.sequence_parallel else Group.solo("tp")
 
     def kernel(self, operation: str, size: int) -> Any:
-        """The kernel of an operation on activations, with a last dimension of `size`; see `Kernels.get`."""
+        """`Kernels.get` for activations with a last dimension of `size`."""
         return self.kernels.get(operation, device=self.device, dtype=self.dtype, size=size)
 
     def fuses(self, operation: str, size: int) -> bool:
-        """Likewise for `Kernels.fuses`."""
         return self.kernels.fuses(operation, device=self.device, dtype=self.dtype, size=size)
 
     def parameter(

@@ -2,12 +2,10 @@
 
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
-Each expert of a mixture counts as a separate tensor.
 
-Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index),
-and a rank uses its part. So the mask of an element is the same for every tp, pp, dp and microbatch size; replicated
-regions agree and split regions are independent by construction; recomputing a forward draws the same mask; and no
-generator state exists that a checkpoint would have to hold.
+Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index), and a
+rank uses its part. So masks are the same in every layout, a recomputed forward draws the same, and there is no generator
+state that a checkpoint would have to hold.
 """
 
 import hashlib

@@ -2,9 +2,8 @@
 
 The all-gather before a column-parallel layer becomes tp - 1 steps round the ring of ranks, under each of which the rows
 that have arrived are multiplied; the reduce-scatter after a row-parallel layer becomes as many steps of a sum that
-follows its rows, under each of which the next addend is multiplied. The backward of each is the other. The bytes are
-those of the collectives. Source: the overlap of Megatron-LM's --tp-comm-overlap; decomposition as in Wang et al., ASPLOS
-2023 (Overlap communication with dependent computation via decomposition).
+follows its rows, under each of which the next addend is multiplied. The backward of each is the other. As Megatron-LM's
+--tp-comm-overlap and Wang et al., ASPLOS 2023 (Overlap communication with dependent computation via decomposition).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +20,7 @@ from megalite.topology.group import DONE, Group, Work
 
 
 def arriving(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's part with its rank, this rank's own first; the next one is under way until it is asked for.
-
-    Args:
-        part: contiguous.
+    """Each rank's contiguous part with its rank, this rank's own first; the next one is under way until it is asked for.
 
     Collectives: tp - 1 exchanges with the neighbours.
     """
@@ -52,8 +48,7 @@ class _LastAddend:
 def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work]:
     """This rank's part of the sum over ranks, complete after `wait()`; sums go in the order of the ring.
 
-    Args:
-        make: what this rank adds to another one's part, in its own contiguous memory; called once per rank.
+    `make(rank)` is what this rank adds to another one's part, in its own contiguous memory; called once per rank.
 
     Collectives: tp - 1 exchanges with the neighbours.
     """

@@ -28,9 +28,8 @@ def within_capacity(
 
     Args:
         weights: [s_local, b, k] of this rank's tokens; `chosen` are the experts, int64.
-        positions: [s_local], where in the sequence the tokens are.
+        positions: [s_local], where in the sequence the tokens are; all ranks of `sequence` have every position once.
         drop_last: take the first tokens, whatever their weights.
-        sequence: the ranks over which the sequence is split; together they have every position once.
 
     Returns:
         bool [s_local, b, k]: the pair is taken.
