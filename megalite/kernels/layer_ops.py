@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
 
 
@@ -148,32 +149,22 @@ def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     return _Gated.apply(x, "tanh" if tanh else "none")
 
 
-def rope_frequencies(
-    head_size: int,
-    base: float,
-    *,
-    scaling: str,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_positions: int,
-) -> Tensor:
+def rope_frequencies(config: ModelConfig) -> Tensor:
     """θ_i = base^(-2i/d) [d/2] in fp64, slowed down for sequences longer than those first trained on.
 
-    Args:
-        scaling: `none`; `linear`: every θ / factor (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783): by
-            the turns that a pair makes within the original positions. Fewer than low_freq_factor: θ / factor; more
-            than high_freq_factor: θ; in between the two are mixed linearly in the number of turns.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: as the settings of these names.
+    Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
+    makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
+    the two are mixed linearly in the number of turns.
     """
-    theta = base ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    if scaling == "none":
+    size, factor, low = config.head_size, config.rope_scaling_factor, config.rope_low_freq_factor
+    theta = config.rotary_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if config.rope_scaling == "none":
         return theta
-    if scaling == "linear":
+    if config.rope_scaling == "linear":
         return theta / factor
-    assert scaling == "llama3", scaling
-    turns = original_max_positions * theta / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    assert config.rope_scaling == "llama3", config.rope_scaling
+    turns = config.rope_original_max_positions * theta / (2 * math.pi)
+    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
     return theta * (kept + (1.0 - kept) / factor)
 
 

@@ -203,20 +203,11 @@ class GPTStage(torch.nn.Module):
         if config.position_embedding_type != "rope":
             return None
         if self._rope is None or self._rope[0].shape[0] < stop:
-            frequencies = rope_frequencies(
-                config.head_size,
-                config.rotary_base,
-                scaling=config.rope_scaling,
-                factor=config.rope_scaling_factor,
-                low_freq_factor=config.rope_low_freq_factor,
-                high_freq_factor=config.rope_high_freq_factor,
-                original_max_positions=config.rope_original_max_positions,
-            )
             dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
             # Twice as many as before: a long generated text would otherwise have them made again for each token.
             known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
-            self._rope = rope_tables(positions, frequencies.to(self.device), dtype)
+            self._rope = rope_tables(positions, rope_frequencies(config), dtype)
         cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 

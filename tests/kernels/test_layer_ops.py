@@ -6,19 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.model import ModelConfig
 from megalite.kernels.layer_ops import apply_rope, masked_dropout, rope_frequencies, rope_tables
 
 
 def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> Tensor:
-    return rope_frequencies(
-        head_size,
-        base,
-        scaling=scaling,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_positions=original,
-    )
+    scaled = {"rope_scaling_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+    scaled |= {"rope_scaling": scaling, "rope_original_max_positions": original}
+    return rope_frequencies(ModelConfig(kv_channels=head_size, rotary_base=base, **scaled))
 
 
 def rows(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
