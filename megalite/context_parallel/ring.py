@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
@@ -22,24 +23,15 @@ from megalite.topology.group import DONE, Group
 from megalite.topology.layout import sequence_spans
 
 
-def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Group, seq_length: int, visibility: Visibility
-) -> torch.Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see.
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: int, visibility: Visibility) -> Tensor:
+    """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see, [b, heads, s/cp, d].
 
-    Kept for the backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block
-    of keys is under way while the tiles of the present one are computed, and in the backward the sums of dk and dv
-    follow one step behind.
+    The result is a view of memory [s/cp, b, heads, d], so that the output projection reads it in place. Kept for the
+    backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block of keys is under
+    way while the tiles of the present one are computed, and in the backward the sums of dk and dv follow one step behind.
 
     Args:
-        q: [b, heads, s/cp, d], the rows of `sequence_spans`.
-        k, v: [b, groups, s/cp, d] with heads a multiple of groups.
-        cp: the ranks that share the sequence; with one rank the same code runs without communication.
-        seq_length: s.
-        visibility: which keys a query sees; `document_starts`, if given, are those of the b samples.
-
-    Returns:
-        [b, heads, s/cp, d], a view of memory [s/cp, b, heads, d], so that the output projection reads it in place.
+        q: [b, heads, s/cp, d], the rows of `sequence_spans`; k, v: [b, groups, s/cp, d], heads a multiple of groups.
 
     Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
     cp - 1 of their gradients in fp32 (fp64 for fp64).
@@ -58,17 +50,14 @@ class _Ring:
 
     def tiles(self, step: int) -> Iterator[tuple[slice, Tile]]:
         """Samples and tiles of this rank's queries against the keys that it has at `step`."""
-        spans = [
-            sequence_spans(self.seq_length, cp_rank=rank % self.cp.size, cp_size=self.cp.size)
-            for rank in (self.cp.rank, self.cp.rank - step)
-        ]
+        rank, size = self.cp.rank, self.cp.size
+        spans = [sequence_spans(self.seq_length, cp_rank=r % size, cp_size=size) for r in (rank, rank - step)]
         for samples, tiles in batch_tiles(self.visibility, *spans):
-            for tile in tiles:
-                yield samples, tile
+            yield from ((samples, tile) for tile in tiles)
 
-    def keys_and_values(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def keys_and_values(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """At step i the keys and values of the rank i places back; the next ones are under way meanwhile."""
-        if self.cp.size == 1:
+        if self.cp.size == 1:  # nothing to send: no copy
             yield 0, k, v
             return
         present = torch.stack((k, v))
@@ -82,18 +71,15 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring) -> torch.Tensor:
-        b, heads, rows, d = q.shape
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        b, heads, length, d = q.shape
         wide = _wide(q.dtype)
-        out = q.new_zeros((rows, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
-        logsumexp = q.new_full((b, heads, rows), float("-inf"), dtype=wide)
+        out = q.new_zeros((length, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
+        logsumexp = q.new_full((b, heads, length), float("-inf"), dtype=wide)
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
-                queries, columns = slice(*tile.q), slice(*tile.k)
-                found = tile_forward(
-                    q[samples, :, queries], keys[samples, :, columns], values[samples, :, columns], tile.kind
-                )
-                _merge(out[samples, :, queries], logsumexp[samples, :, queries], *found)
+                rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
+                _merge(out[rows], logsumexp[rows], *tile_forward(q[rows], keys[columns], values[columns], tile.kind))
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, logsumexp)
@@ -101,7 +87,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         ring: _Ring = ctx.ring
         wide = _wide(q.dtype)
@@ -110,19 +96,12 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
             for samples, tile in ring.tiles(step):
-                queries, columns = slice(*tile.q), slice(*tile.k)
-                dq, dk, dv = tile_backward(
-                    grad_out[samples, :, queries],
-                    q[samples, :, queries],
-                    keys[samples, :, columns],
-                    values[samples, :, columns],
-                    out[samples, :, queries],
-                    logsumexp[samples, :, queries],
-                    tile.kind,
-                )
-                grad_q[samples, :, queries] += dq
-                grad_kv[0, samples, :, columns] += dk
-                grad_kv[1, samples, :, columns] += dv
+                rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
+                inputs = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
+                dq, dk, dv = tile_backward(*inputs, tile.kind)
+                grad_q[rows] += dq
+                grad_kv[0][columns] += dk
+                grad_kv[1][columns] += dv
             if step == 0:
                 own = grad_kv  # stays at home; what the other ranks add comes last
                 continue
@@ -141,7 +120,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _merge(out: torch.Tensor, logsumexp: torch.Tensor, tile_out: torch.Tensor, tile_logsumexp: torch.Tensor) -> None:
+def _merge(out: Tensor, logsumexp: Tensor, tile_out: Tensor, tile_logsumexp: Tensor) -> None:
     """In place: `out` and `logsumexp` of some keys become those of these and the tile's keys."""
     both = torch.logaddexp(logsumexp, tile_logsumexp)
     out.mul_((logsumexp - both).exp_().unsqueeze(-1))

@@ -19,12 +19,10 @@ WINDOW_BLOCK = 2048
 
 @dataclass(frozen=True)
 class Visibility:
-    """The rule by which the query at position p sees the key at position c: always c <= p, and
+    """The rule by which the query at position p sees the key at position c: c <= p, and what is given of the others.
 
-    Args:
-        window: p - c < window, if given (Mistral's sliding window: a token sees itself and window - 1 before it).
-        document_starts: p and c lie in the same document, if given: for each sample of the batch the ascending
-            first positions of its documents, beginning with 0.
+    p - c < window (Mistral's sliding window: a token sees itself and window - 1 before it). p and c lie in the same
+    document; of each sample of the batch `document_starts` are the ascending first positions of its documents, from 0.
     """
 
     window: int | None = None
@@ -46,7 +44,6 @@ class Tile:
     kind: TileKind
 
     def shifted(self, rows: int, columns: int) -> "Tile":
-        """The same tile with its origin moved."""
         return Tile((self.q[0] + rows, self.q[1] + rows), (self.k[0] + columns, self.k[1] + columns), self.kind)
 
 
@@ -56,11 +53,8 @@ def tiles(q: Span, k: Span, window: int | None = None, starts: tuple[int, ...] |
     The tiles do not overlap, cover {(p, c): q0 <= p < q1, k0 <= c < k1, c <= p, p - c < window, same document} and
     nothing else, and are in true positions.
     """
-    if starts is None:
-        return list(_band(q, k, window))
     found: list[Tile] = []
-    end = max(q[1], k[1])
-    for first, stop in zip(starts, (*starts[1:], max(end, starts[-1]))):
+    for first, stop in pairwise((*(starts or (0,)), max(q[1], k[1]))):
         rows = max(q[0], first), min(q[1], stop)
         columns = max(k[0], first), min(k[1], stop)
         if rows[0] < rows[1] and columns[0] < columns[1]:
@@ -92,18 +86,14 @@ def _band(q: Span, k: Span, window: int | None) -> Iterator[Tile]:
             yield _triangle((a, b), (a - window + 1, b - window + 1), TileKind.EDGE)
             yield from _full((a, b), (b - window + 1, k1))
         else:
-            yield from _window_blocks((a, b), window)
-
-
-def _window_blocks(rows: Span, window: int) -> Iterator[Tile]:
-    """Rows of which both bounds move, in blocks of which the far edge and the diagonal do not meet."""
-    block = max(min(window - 1, WINDOW_BLOCK), 1)
-    for a in range(rows[0], rows[1], block):
-        b = min(a + block, rows[1])
-        if window > 1:
-            yield _triangle((a, b), (a - window + 1, b - window + 1), TileKind.EDGE)
-            yield from _full((a, b), (b - window + 1, a))
-        yield _triangle((a, b), (a, b), TileKind.CAUSAL)
+            # Both bounds move: in blocks of which the far edge and the diagonal do not meet.
+            block = max(min(window - 1, WINDOW_BLOCK), 1)
+            for first in range(a, b, block):
+                stop = min(first + block, b)
+                if window > 1:
+                    yield _triangle((first, stop), (first - window + 1, stop - window + 1), TileKind.EDGE)
+                    yield from _full((first, stop), (stop - window + 1, first))
+                yield _triangle((first, stop), (first, stop), TileKind.CAUSAL)
 
 
 def _full(q: Span, k: Span) -> Iterator[Tile]:
@@ -120,13 +110,10 @@ def _triangle(q: Span, k: Span, kind: TileKind) -> Tile:
 def local_tiles(
     queries: tuple[Span, ...], keys: tuple[Span, ...], window: int | None, starts: tuple[int, ...] | None
 ) -> tuple[Tile, ...]:
-    """The visible pairs of one rank's queries and one rank's keys, in local rows and columns.
+    """The visible pairs of one rank's queries and one rank's keys, in local rows and columns, for one sample.
 
-    Args:
-        queries, keys: the spans of true positions that the rows and columns hold, in their order, ascending.
-        window, starts: as in `Visibility`, for one sample.
-
-    Cached: every layer of a step asks for the same.
+    `queries` and `keys` are the spans of true positions that the rows and columns hold, in their order, ascending. Cached:
+    every layer of a step asks for the same.
     """
     if window is not None and queries[-1][1] - 1 - keys[0][0] < window:
         window = None
@@ -149,21 +136,22 @@ def local_tiles(
 
 def _merged(found: list[Tile]) -> list[Tile]:
     """Full rectangles that share a whole side become one; one launch of a large tile is faster than two."""
-    full = [tile for tile in found if tile.kind is TileKind.FULL]
+    full = [(tile.q, tile.k) for tile in found if tile.kind is TileKind.FULL]
     rest = [tile for tile in found if tile.kind is not TileKind.FULL]
-    across: list[Tile] = []
-    for tile in sorted(full, key=lambda tile: (tile.q, tile.k)):
-        if across and across[-1].q == tile.q and across[-1].k[1] == tile.k[0]:
-            across[-1] = Tile(tile.q, (across[-1].k[0], tile.k[1]), TileKind.FULL)
+    across = _joined(full)
+    below = _joined([(k, q) for q, k in across])
+    return sorted([*(Tile(q, k, TileKind.FULL) for k, q in below), *rest], key=lambda tile: (tile.q, tile.k))
+
+
+def _joined(pairs: list[tuple[Span, Span]]) -> list[tuple[Span, Span]]:
+    """Of pairs that are equal in their first span those whose second spans touch become one."""
+    found: list[tuple[Span, Span]] = []
+    for same, span in sorted(pairs):
+        if found and found[-1][0] == same and found[-1][1][1] == span[0]:
+            found[-1] = same, (found[-1][1][0], span[1])
         else:
-            across.append(tile)
-    below: list[Tile] = []
-    for tile in sorted(across, key=lambda tile: (tile.k, tile.q)):
-        if below and below[-1].k == tile.k and below[-1].q[1] == tile.q[0]:
-            below[-1] = Tile((below[-1].q[0], tile.q[1]), tile.k, TileKind.FULL)
-        else:
-            below.append(tile)
-    return sorted(below + rest, key=lambda tile: (tile.q, tile.k))
+            found.append((same, span))
+    return found
 
 
 def batch_tiles(
@@ -176,11 +164,9 @@ def batch_tiles(
     if visibility.document_starts is None:
         cut = local_tiles(queries, keys, visibility.window, None)
         return [(slice(None), cut)] if cut else []
-    found = []
-    first = 0
+    found, stop = [], 0
     for starts, samples in groupby(visibility.document_starts):
-        stop = first + len(list(samples))
+        first, stop = stop, stop + len(list(samples))
         if cut := local_tiles(queries, keys, visibility.window, starts):
             found.append((slice(first, stop), cut))
-        first = stop
     return found

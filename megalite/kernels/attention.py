@@ -6,78 +6,59 @@ tiles computed at different times, or with keys of other ranks, merge into the e
 
 import math
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class TileKind(Enum):
     """Which of a tile's (row, column) pairs are visible; rows are queries, columns are keys."""
 
-    FULL = "full"
-    """All of a rectangle."""
-
-    CAUSAL = "causal"
-    """Row i of a square sees the columns j <= i."""
-
-    EDGE = "edge"
-    """Row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed."""
+    FULL = "full"  # all of a rectangle
+    CAUSAL = "causal"  # row i of a square sees the columns j <= i
+    EDGE = "edge"  # row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed
 
 
-_HALF = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v with a causal mask.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """softmax(q·kᵀ/sqrt(d))·v for q [b, heads, s_q, d] and k, v [b, groups, s_k, d], heads a multiple of groups.
 
-    Args:
-        q: [b, heads, s_q, d].
-        k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q if causal.
-        causal: False where every key is visible (one query after a cache).
-
-    Collectives: none.
+    With a causal mask, and then s_k = s_q; or without, where every key is visible (one query after a cache).
     """
     repeats = q.shape[1] // k.shape[1]
-    if repeats == 1 or (q.is_cuda and q.dtype in _HALF):
+    if repeats == 1 or (q.is_cuda and q.dtype in HALVES):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
     # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
     k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, visible: torch.Tensor | None
-) -> torch.Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v of one query a row against the keys of a cache.
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None) -> Tensor:
+    """softmax(q·kᵀ/sqrt(d))·v of one query a row, [b, heads, 1, d], against the keys of a cache, [b, groups, n, d].
 
     The query heads that share a key/value head are the rows of one product: the cache is read once and not repeated.
 
     Args:
-        q: [b, heads, 1, d].
-        k, v: [b, groups, n, d] with heads a multiple of groups.
         visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
-
-    Collectives: none.
     """
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
     return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, d)
 
 
-def tile_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: TileKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_forward(q: Tensor, k: Tensor, v: Tensor, kind: TileKind) -> tuple[Tensor, Tensor]:
     """softmax(S)·v and log Σ exp S over the visible keys of one tile, S = q·kᵀ/sqrt(d); outside autograd.
 
     Args:
         q: [b, heads, s_q, d].
         k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q unless `kind` is FULL.
-        kind: what of the tile is visible.
 
     Returns:
         [b, heads, s_q, d] in q's dtype; [b, heads, s_q] in fp32, or fp64 for fp64.
-
-    Collectives: none.
     """
     if kind is TileKind.EDGE:
         out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL)
@@ -94,28 +75,16 @@ def tile_forward(
 
 
 def tile_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    kind: TileKind,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What one tile adds to the gradients of q, k and v.
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, kind: TileKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one tile adds to the gradients of q, k and v: [b, heads, s_q, d] and twice [b, groups, s_k, d], in q's dtype.
 
     With P = exp(S - logsumexp) and D = rowsum(grad_out·out), both of the whole softmax over every tile,
     dS = P·(grad_out·vᵀ - D); so the sum over tiles is the gradient.
 
     Args:
-        grad_out, out: [b, heads, s_q, d], of all tiles merged.
+        grad_out, out: [b, heads, s_q, d], of all tiles merged; and so is `logsumexp` [b, heads, s_q].
         q, k, v, kind: as in `tile_forward`.
-        logsumexp: [b, heads, s_q], of all tiles merged.
-
-    Returns:
-        [b, heads, s_q, d] and twice [b, groups, s_k, d], in q's dtype.
-
-    Collectives: none.
     """
     if kind is TileKind.EDGE:
         grad_out, q, k, v, out, logsumexp = (t.flip(2) for t in (grad_out, q, k, v, out, logsumexp))
@@ -128,89 +97,72 @@ def tile_backward(
         return _cuda_flash_backward(grad_out, q, k, v, out, logsumexp, causal)
     groups = k.shape[1]
     k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
-    if _fused_on_cpu(q):
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, logsumexp, 0.0, causal
-        )
-    else:
-        grads = _plain_backward(grad_out, q, k, v, out, logsumexp, causal)
-    return grads[0], _for_each_group(grads[1], groups), _for_each_group(grads[2], groups)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    backward = (
+        partial(fused, dropout_p=0.0, is_causal=causal) if _fused_on_cpu(q) else partial(_backward, causal=causal)
+    )
+    dq, dk, dv = backward(grad_out, q, k, v, out, logsumexp)
+    return dq, _for_each_group(dk, groups), _for_each_group(dv, groups)
 
 
-def _fused_on_cuda(q: torch.Tensor) -> bool:
-    return q.is_cuda and q.dtype in _HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _fused_on_cuda(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _fused_on_cpu(q: torch.Tensor) -> bool:
+def _fused_on_cpu(q: Tensor) -> bool:
     return q.is_cpu
 
 
-def _cuda_flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """The flash kernel takes grouped keys as they are."""
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, logsumexp
 
 
 def _cuda_flash_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Without dropout the random state is not read, and dense sequences have no cumulative lengths."""
     seed = q.new_empty(2, dtype=torch.uint64)
     saved = (grad_out, q, k, v, out, logsumexp, None, None, q.shape[2], k.shape[2])
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*saved, 0.0, causal, seed, seed.new_empty(()))
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """The tensor as fused kernels read it: they follow every stride but the last."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def for_every_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def for_every_head(tensor: Tensor, heads: int) -> Tensor:
     """Keys or values [b, groups, s, d] -> [b, heads, s, d]."""
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
-def _for_each_group(grad: torch.Tensor, groups: int) -> torch.Tensor:
+def _for_each_group(grad: Tensor, groups: int) -> Tensor:
     """The adjoint of `for_every_head`: [b, heads, s, d] -> [b, groups, s, d]."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q·kᵀ/sqrt(d) in fp32 or fp64, -inf where hidden."""
-    if q.dtype in _HALF:
+    if q.dtype in HALVES:
         q, k = q.float(), k.float()
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+    scores = (q @ k.mT) / math.sqrt(q.shape[-1])
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
     return scores
 
 
-def _plain_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """`tile_backward` in matrix products, where no fused kernel takes the type."""
     dtype = q.dtype
     probabilities = (_scores(q, k, causal) - logsumexp.unsqueeze(-1)).exp()
     grad_out, q, k, v, out = (tensor.to(probabilities.dtype) for tensor in (grad_out, q, k, v, out))
-    grad_v = probabilities.transpose(-2, -1) @ grad_out
     inner = (grad_out * out).sum(dim=-1, keepdim=True)
-    grad_scores = probabilities * (grad_out @ v.transpose(-2, -1) - inner) / math.sqrt(q.shape[-1])
-    grad_q = grad_scores @ k
-    grad_k = grad_scores.transpose(-2, -1) @ q
-    return grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype)
+    grad_scores = probabilities * (grad_out @ v.mT - inner) / math.sqrt(q.shape[-1])
+    grads = grad_scores @ k, grad_scores.mT @ q, probabilities.mT @ grad_out
+    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megalite.config.errors import ConfigError
-from megalite.kernels.attention import causal_attention, for_every_head, readable
+from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
 
-SCORES = 1 << 20
-"""Elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold."""
+SCORES = 1 << 20  # elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold
 
 
 def why_not_blocked(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -36,7 +36,7 @@ class _Blocked(torch.autograd.Function):
     """Of [n, s, d]: n heads, of all samples."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for heads, rows, keys, p in _probabilities(q, k):
@@ -44,7 +44,7 @@ class _Blocked(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = ctx.saved_tensors
         half, scale = q.dtype, 1.0 / math.sqrt(q.shape[2])
         grad_out = grad_out.contiguous()
@@ -61,7 +61,7 @@ class _Blocked(torch.autograd.Function):
         return grad_q, grad_k.to(half), grad_v.to(half)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
+def _probabilities(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice, Tensor]]:
     """(heads, queries, the keys that they see, their probabilities [heads, queries, keys] in fp32) of each block."""
     count, seq, size = q.shape
     queries = 128 if seq <= 1024 else 256  # small blocks leave out more, large ones read the keys less often
@@ -77,18 +77,8 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, sl
             yield heads, slice(start, stop), slice(0, stop), scores.softmax(dim=-1)
 
 
-def blocked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool = False
-) -> torch.Tensor:
-    """`causal_attention` of bf16 tensors on a CPU; without a mask it is that.
-
-    Args:
-        q: [b, heads, s, d].
-        k, v: [b, groups, s, d] with heads a multiple of groups.
-        grouped: as of other kernels; without meaning here.
-
-    Collectives: none.
-    """
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool = False) -> Tensor:
+    """`causal_attention` of bf16 tensors on a CPU; without a mask it is that. `grouped` is without meaning here."""
     if not causal:
         return causal_attention(q, k, v, causal=False)
     b, heads, seq, size = q.shape
@@ -96,44 +86,33 @@ def blocked_attention(
     return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(b, heads, seq, size)
 
 
-_HALF = (torch.bfloat16, torch.float16)
 BLOCKED_BECAUSE = "quicker than torch's flash in bf16 on processors like this one"
-_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""Of torch's SDPBackend."""
+_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # of torch's SDPBackend
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention looks like."""
+    """What one rank's attention looks like: query heads, and groups of key and value heads."""
 
     device: torch.device
     dtype: torch.dtype
     heads: int
-    """Query heads."""
     groups: int
-    """Key and value heads."""
     head_size: int
 
-    def tensors(self, seq: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of one sample, of zeros."""
-
-        def zeros(heads: int) -> torch.Tensor:
-            shape = (1, heads, seq, self.head_size)
-            return torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=True)
-
-        return zeros(self.heads), zeros(self.groups), zeros(self.groups)
+    def tensors(self, seq: int, *, grouped: bool = True) -> list[Tensor]:
+        """Queries, keys and values of one sample, of zeros; without `grouped` keys and values for every head."""
+        groups = self.groups if grouped else self.heads
+        shapes = [(1, heads, seq, self.head_size) for heads in (self.heads, groups, groups)]
+        return [torch.zeros(each, dtype=self.dtype, device=self.device, requires_grad=True) for each in shapes]
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
+class AttentionChoice(NamedTuple):
     """What computes causal attention."""
 
-    kernel: Callable[..., torch.Tensor]
-    """Takes what `causal_attention` takes."""
-    backend: str
-    """flash, cudnn, efficient, blocked or math."""
-    why: str
-    """Asked for, or torch's choice, or what was measured."""
+    kernel: Callable[..., Tensor]  # takes what `causal_attention` takes
+    backend: str  # flash, cudnn, efficient, blocked or math
+    why: str  # asked for, or torch's choice, or what was measured
 
 
 def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> AttentionChoice:
@@ -156,17 +135,18 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
     reason = _why_not(backend, shape)
     if reason is None:
         kernel = partial(_KERNELS[backend, shape.device.type], grouped=_takes_groups(backend, shape))
-        reason = _failure(kernel, shape)
-        if reason is None:
+        try:
+            kernel(*shape.tensors(16)).sum().backward()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        else:
             return AttentionChoice(kernel, backend, "asked for")
     raise ConfigError(f"attention_backend {backend} cannot be had: {reason}; use attention_backend auto")
 
 
 def _torchs_choice(shape: AttentionShape, seq: int) -> str:
-    q, k, v = shape.tensors(seq)
-    grouped = shape.heads > shape.groups and q.is_cuda and q.dtype in _HALF
-    if not grouped:
-        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
+    grouped = shape.heads > shape.groups and shape.device.type == "cuda" and shape.dtype in HALVES
+    q, k, v = shape.tensors(seq, grouped=grouped)
     return _NAMES[torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)]
 
 
@@ -179,7 +159,7 @@ def _why_not(backend: str, shape: AttentionShape) -> str | None:
     if backend == "blocked":
         return why_not_blocked(shape.device, shape.dtype)
     if device == "cuda" and backend in ("flash", "cudnn"):
-        if shape.dtype not in _HALF:
+        if shape.dtype not in HALVES:
             return f"it takes bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if shape.head_size % 8:
             return f"it takes head sizes that are multiples of 8, not {shape.head_size}"
@@ -190,14 +170,8 @@ def _why_not(backend: str, shape: AttentionShape) -> str | None:
 
 def _why_not_on_cuda(backend: str, shape: AttentionShape, *, grouped: bool) -> str | None:
     """What torch itself says; `grouped`: of keys with fewer heads than the queries."""
-    q, k, v = shape.tensors(128)
-    if not grouped:
-        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
-    takes = {
-        "flash": torch.backends.cuda.can_use_flash_attention,
-        "efficient": torch.backends.cuda.can_use_efficient_attention,
-        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
-    }[backend]
+    q, k, v = shape.tensors(128, grouped=grouped)
+    takes = getattr(torch.backends.cuda, f"can_use_{backend}_attention")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if takes(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped), True):
@@ -212,29 +186,13 @@ def _takes_groups(backend: str, shape: AttentionShape) -> bool:
     return backend == "math" or _why_not_on_cuda(backend, shape, grouped=True) is None
 
 
-def _failure(kernel: Callable[..., torch.Tensor], shape: AttentionShape) -> str | None:
-    """How a small forward and backward fails, or None."""
-    try:
-        q, k, v = shape.tensors(16)
-        kernel(q, k, v).sum().backward()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return None
-
-
-Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
-"""Of q, k, v, causal, grouped."""
-
-
-def _pinned(operator: Operator) -> Callable[..., torch.Tensor]:
-    """One of torch's operators as a kernel that takes what `causal_attention` takes.
+def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Tensor]:
+    """One of torch's operators, of (q, k, v, causal, grouped), as a kernel that takes what `causal_attention` takes.
 
     Its argument `grouped`: the operator takes keys and values with fewer heads than the queries.
     """
 
-    def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, grouped: bool
-    ) -> torch.Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool) -> Tensor:
         if not grouped:
             k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
         return operator(q, k, v, causal, grouped)
@@ -243,32 +201,36 @@ def _pinned(operator: Operator) -> Callable[..., torch.Tensor]:
 
 
 _aten = torch.ops.aten
-_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
-_math = _pinned(
-    lambda q, k, v, causal, grouped: _aten._scaled_dot_product_attention_math(
-        q, k, v, None, 0.0, causal, enable_gqa=grouped
-    )[0]
-)
-_efficient = _aten._scaled_dot_product_efficient_attention
-_cudnn = _aten._scaled_dot_product_cudnn_attention
 
-_KERNELS: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = MappingProxyType(
+
+def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
+    return _aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, causal, enable_gqa=grouped)[0]
+
+
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+    return _aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
+
+
+_KERNELS: Mapping[tuple[str, str], Callable[..., Tensor]] = MappingProxyType(
     {
-        ("flash", "cpu"): _pinned(
-            lambda q, k, v, causal, _: _flash_on_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
-        ),
+        ("flash", "cpu"): _pinned(_flash_on_cpu),
         ("blocked", "cpu"): blocked_attention,
-        ("math", "cpu"): _math,
-        ("flash", "cuda"): _pinned(
-            lambda q, k, v, causal, _: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
-        ),
-        ("cudnn", "cuda"): _pinned(
-            lambda q, k, v, causal, _: _cudnn(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
-        ),
-        ("efficient", "cuda"): _pinned(
-            lambda q, k, v, causal, _: _efficient(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
-        ),
-        ("math", "cuda"): _math,
+        ("math", "cpu"): _pinned(_math),
+        ("flash", "cuda"): _pinned(_flash),
+        ("cudnn", "cuda"): _pinned(_cudnn),
+        ("efficient", "cuda"): _pinned(_efficient),
+        ("math", "cuda"): _pinned(_math),
     }
-)
-"""Backend and device -> the kernel."""
+)  # backend and device -> the kernel

@@ -9,71 +9,71 @@ way, which a graph cannot.
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from megalite.kernels.attention import HALVES
 from megalite.kernels.layer_ops import add_dropped, add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import quantise
-
-_HALF = (torch.bfloat16, torch.float16)
 
 Kernel = Callable[..., Any]
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in _HALF else x
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALVES else x
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
-    exact, factor = _wide(x), _wide(weight)
-    if zero_centered:
-        factor = factor + 1.0
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    exact, factor = _wide(x), _wide(weight) + float(zero_centered)
     return (exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps) * factor).to(x.dtype)
 
 
-def _add_dropped(
-    residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float
-) -> torch.Tensor:
+def _add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
     if bias is not None:
         branch = branch + bias
     return residual + (branch if keep is None else branch * keep * (1.0 / (1.0 - p)))
 
 
 def _add_norm(
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
+    branch: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
     p: float,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
     eps: float,
     *,
     zero_centered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     x = _add_dropped(residual, branch, bias, keep, p)
     if norm_bias is None:
         return _rms_norm(x, weight, eps, zero_centered=zero_centered), x
     return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
 
 
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
+def _swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def _geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh" if tanh else "none") * up
 
 
-_PLAIN: tuple[Kernel, ...] = (layer_norm, bias_gelu, apply_rope, quantise)
-_FORMULAS: dict[Kernel, Kernel] = {kernel: kernel for kernel in _PLAIN}
-_FORMULAS |= {rms_norm: _rms_norm, add_norm: _add_norm, add_dropped: _add_dropped}
-_FORMULAS |= {swiglu: _swiglu, geglu: _geglu}
-"""A kernel of torch -> what is compiled in its place."""
+_FORMULAS: dict[Kernel, Kernel] = {
+    **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, quantise)},
+    rms_norm: _rms_norm,
+    add_norm: _add_norm,
+    add_dropped: _add_dropped,
+    swiglu: _swiglu,
+    geglu: _geglu,
+}  # A kernel of torch -> what is compiled in its place
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -92,10 +92,7 @@ def compiled(kernel: Any) -> Any:
     """
     if isinstance(kernel, partial):
         return partial(compiled(kernel.func), *kernel.args, **kernel.keywords)
-    try:
-        formula = _FORMULAS.get(kernel)
-    except TypeError:  # not hashable: no function
-        return kernel
+    formula = _FORMULAS.get(kernel) if isinstance(kernel, FunctionType) else None
     return kernel if formula is None else _compile(formula)
 
 

@@ -7,14 +7,12 @@ block by block, all passes over a block while it is in the cache; and nothing of
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-_BLOCK = 1 << 17
-"""Logits of a block: half a mebibyte of fp32."""
+_BLOCK = 1 << 17  # logits of a block: half a mebibyte of fp32
 
 
-def cross_entropy_forward(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """What this rank's columns add to the loss of each token.
 
     With (m_r, d_r) of each rank r, log Σ_r d_r·exp(m_r) is the log-sum-exp of the whole row.
@@ -42,8 +40,8 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor:
+    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+) -> Tensor:
     """(softmax - one at the label)·grad for this rank's columns [n, v], in the place of the logits.
 
     Args:
@@ -67,18 +65,18 @@ def cross_entropy_backward(
     return logits
 
 
-def _wide(logits: torch.Tensor) -> torch.dtype:
+def _wide(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _own_columns(labels: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_columns(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """Which labels are another rank's, [n]; the column of each, [n, 1], 0 for those."""
     local = labels - first
     outside = (local < 0) | (local >= columns)
     return outside, local.masked_fill(outside, 0).unsqueeze(1)
 
 
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor) -> Iterator[slice]:
     """Spans of rows: on a GPU, where launches count more than passes, all of them."""
     n, v = logits.shape
     rows = n if logits.is_cuda else max(1, _BLOCK // max(v, 1))

@@ -5,41 +5,43 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.kernels.attention import HALVES
 
 
 class _MaskedDropout(torch.autograd.Function):
+    """x·keep / (1-p) for a boolean mask of x's shape; autograd would keep the mask in x's type."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, keep: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = 1.0 / (1.0 - p)
         return (x * keep).mul_(ctx.scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
         return (grad * keep).mul_(ctx.scale), None, None
 
 
-def add_dropped(
-    residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float
-) -> torch.Tensor:
+def masked_dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """What falls is 0, the rest scaled by 1/(1-p); keeps one byte an element. None: everything stays as it is."""
+    return x if keep is None else _MaskedDropout.apply(x, keep, p)
+
+
+def add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
     """residual + dropout(branch + bias), all [..., n]; bias and keep are left out where None."""
-    if bias is not None:
-        branch = branch + bias
-    return residual + (branch if keep is None else masked_dropout(branch, keep, p))
-
-
-def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
-    """x·keep / (1-p) for a boolean mask of x's shape; autograd would keep the mask in x's type."""
-    return _MaskedDropout.apply(x, keep, p)
+    return residual + masked_dropout(branch if bias is None else branch + bias, keep, p)
 
 
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm in fp32 for half types (fp64 for fp64) that keeps x as it came."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        exact = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        exact = x.float() if x.dtype in HALVES else x
         inverse = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps)
         inverse.rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -47,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         return (exact * inverse).mul_(weight.to(exact.dtype) + offset).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = x * inverse  # in fp32 at least, as `inverse` is
         grad_weight = (grad * normed).flatten(0, -2).sum(0)
@@ -57,22 +59,20 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
 
     zero_centered: the factor is 1 + weight, never rounded to a half type.
     """
     if not zero_centered:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in HALVES:
         return F.layer_norm(x, weight.shape, weight + 1.0, bias, eps)
     # With parameters of another type than x torch rounds the result alone.
     return F.layer_norm(x.float(), weight.shape, weight.float() + 1.0, bias.float(), eps).to(x.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, or · (1 + weight) where `zero_centered`."""
     if x.is_cuda and not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
@@ -81,17 +81,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered
 
 
 def add_norm(
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
+    branch: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
     p: float,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
     eps: float,
     *,
     zero_centered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """x = residual + dropout(branch + bias), and its norm: (norm(x), x).
 
     Args:
@@ -106,7 +106,7 @@ def add_norm(
     return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
 
 
-def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool = False) -> torch.Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
     """z·Φ(z) for z = x + bias, exactly or by the tanh approximation that GPT-2 was trained with."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
@@ -115,14 +115,14 @@ class _Gated(torch.autograd.Function):
     """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         gate, up = x.chunk(2, dim=-1)
         return _activate(gate, kind).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -135,63 +135,49 @@ class _Gated(torch.autograd.Function):
         return grad_x, None
 
 
-def _activate(gate: torch.Tensor, kind: str) -> torch.Tensor:
+def _activate(gate: Tensor, kind: str) -> Tensor:
     return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """silu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "silu")
 
 
-def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "tanh" if tanh else "none")
 
 
-def rope_frequencies(
-    head_size: int,
-    base: float,
-    *,
-    scaling: str,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_positions: int,
-) -> torch.Tensor:
+def rope_frequencies(config: ModelConfig) -> Tensor:
     """θ_i = base^(-2i/d) [d/2] in fp64, slowed down for sequences longer than those first trained on.
 
-    Args:
-        scaling: `none`; `linear`: every θ / factor (arXiv 2306.15595); `llama3` (Llama 3.1, arXiv 2407.21783): by
-            the turns that a pair makes within the original positions. Fewer than low_freq_factor: θ / factor; more
-            than high_freq_factor: θ; in between the two are mixed linearly in the number of turns.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: as the settings of these names.
+    Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
+    makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
+    the two are mixed linearly in the number of turns.
     """
-    theta = base ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    if scaling == "none":
+    size, factor, low = config.head_size, config.rope_scaling_factor, config.rope_low_freq_factor
+    theta = config.rotary_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if config.rope_scaling == "none":
         return theta
-    if scaling == "linear":
+    if config.rope_scaling == "linear":
         return theta / factor
-    assert scaling == "llama3", scaling
-    turns = original_max_positions * theta / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    assert config.rope_scaling == "llama3", config.rope_scaling
+    turns = config.rope_original_max_positions * theta / (2 * math.pi)
+    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
     return theta * (kept + (1.0 - kept) / factor)
 
 
-def rope_tables(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [..., d/2] of position · θ_i for positions [...], computed in fp64."""
     angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x_i, x_{i+d/2}) of x [s, b, heads, d] by their angles.
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+d/2}) of queries or keys x [s, b, heads, d] by their angles.
 
-    Args:
-        x: queries or keys.
-        cos, sin: [s, 1, 1, d/2], or [s, b, 1, d/2] where each sequence of a microbatch has its own positions.
+    cos and sin are [s, 1, 1, d/2], or [s, b, 1, d/2] where each sequence of a microbatch has its own positions.
     """
     first, second = x.chunk(2, dim=-1)
     if cos.dtype != x.dtype:

@@ -1,20 +1,16 @@
 """Matrix products of linear layers and of experts: output, input gradient, weight gradient; by torch, oneDNN or in fp8."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a [..., i] · b [i, o] + bias [o] -> [..., o], in one type; b may be a transposed view.
-
-    Args:
-        out: [n, o] for a [n, i]: the result goes there.
-    """
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """a [..., i] · b [i, o] + bias [o] -> [..., o], in one type; b may be a transposed view. Into `out` for a [n, i]."""
     if out is None:
         return F.linear(a, b.t(), bias)
     if bias is None:
@@ -23,44 +19,31 @@ def matmul(
 
 
 class Matmul(Protocol):
-    """A kernel of the operation `matmul`, such as `matmul`."""
+    """A kernel of the operation `matmul`."""
 
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """a [..., i] · b [i, o] + bias [o] -> [..., o]; into `out` where a has two dimensions."""
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """See `matmul`."""
 
 
-class Products(Protocol):
-    """How a layer multiplies."""
-
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., i] · weight [o, i]ᵀ + bias [o] -> [..., o]."""
-
-    def input_grad(self, grad_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """grad_y [..., o] · weight [o, i] -> [..., i], in new memory."""
-
-
-class PlainProducts:
-    """In the type of the tensors, by one kernel."""
+class Products:
+    """How a layer multiplies: in the type of the tensors, by one kernel."""
 
     def __init__(self, matmul: Matmul) -> None:
         self._matmul = matmul
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `Products`."""
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., i] · weight [o, i]ᵀ + bias [o] -> [..., o]."""
         return self._matmul(x, weight.t(), bias)
 
-    def input_grad(self, grad_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Products`."""
+    def input_grad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        """grad_y [..., o] · weight [o, i] -> [..., i], in new memory."""
         return self._matmul(grad_y, weight)
 
 
-PLAIN: Products = PlainProducts(matmul)
-"""By torch's kernel."""
+PLAIN = Products(matmul)  # by torch's kernel
 
 
-def accumulate_weight_grad(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor) -> None:
+def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """main_grad [o, i] += grad_yᵀ · x for grad_y [n, o], x [n, i].
 
     With one dtype the GEMM itself accumulates (beta = 1): no temporary, no zero fill. bf16 and fp16 inputs with an
@@ -79,9 +62,7 @@ LEAST_ROWS = 64
 """Below, a weight gradient's product is cheaper than the pass over the main gradient that adding it takes."""
 
 
-def onednn_matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def onednn_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """`matmul` in fp32 by oneDNN; `out` costs a copy.
 
     For fp32 torch's builds for x86 ask MKL, which has its code for AVX-512 run on Intel's processors alone: on an AMD EPYC
@@ -92,7 +73,7 @@ def onednn_matmul(
     return y if out is None else out.copy_(y)
 
 
-def onednn_accumulate_weight_grad(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor) -> None:
+def onednn_accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """`accumulate_weight_grad` in fp32 by oneDNN; makes a temporary as large as main_grad."""
     if x.shape[0] < LEAST_ROWS:
         main_grad.addmm_(grad_y.t(), x)
@@ -100,9 +81,9 @@ def onednn_accumulate_weight_grad(main_grad: torch.Tensor, grad_y: torch.Tensor,
         main_grad.add_(_onednn_product(grad_y.t(), x, None))
 
 
-def _onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     # The operator wants b as a layer's weight, [o, i]: a transposed view will do.
-    rows: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a.flatten(0, -2), b.t(), bias, "none", [], "")
+    rows: Tensor = torch.ops.mkldnn._linear_pointwise(a.flatten(0, -2), b.t(), bias, "none", [], "")
     # A plain view could not leave an autograd function and be changed in place by the all-reduce behind it.
     return rows if a.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*a.shape[:-1], rows.shape[1]))
 
@@ -111,12 +92,10 @@ _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 """One launch for all groups, in bf16 alone; its rows must be multiples of 16 bytes long."""
 
 
-def grouped_matmul(
-    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], multiply: Matmul = matmul
-) -> torch.Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int], multiply: Matmul = matmul) -> Tensor:
     """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and Σ counts = n -> [n, o].
 
-    Rows of one expert are consecutive; an expert may have none. `multiply` does one expert's, where they are not fused.
+    An expert's rows are consecutive, if it has any. `multiply` does one expert's, where they are not fused.
     """
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     if _grouped_mm is not None and x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
@@ -127,7 +106,7 @@ def grouped_matmul(
     return y
 
 
-def grouped_matmul_fused(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def grouped_matmul_fused(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """`grouped_matmul` by torch's fused kernel, for bf16."""
     assert _grouped_mm is not None
     ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
@@ -135,38 +114,31 @@ def grouped_matmul_fused(x: torch.Tensor, weight: torch.Tensor, counts: Sequence
 
 
 def accumulate_grouped_weight_grad(
-    main_grad: torch.Tensor,
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
+    main_grad: Tensor,
+    grad_y: Tensor,
+    x: Tensor,
     counts: Sequence[int],
-    accumulate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = accumulate_weight_grad,
+    add_product: Callable[[Tensor, Tensor, Tensor], None] = accumulate_weight_grad,
 ) -> None:
     """main_grad[e] [o, i] += grad_y[rows of e]ᵀ · x[rows of e] for grad_y [n, o], x [n, i].
 
     A GEMM for each expert, also on CUDA: the fused kernel has no form that adds in the main gradient's precision.
     """
     for expert, rows in _groups(counts):
-        accumulate(main_grad[expert], grad_y[rows], x[rows])
+        add_product(main_grad[expert], grad_y[rows], x[rows])
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) of those that have any."""
-    start = 0
-    for expert, count in enumerate(counts):
+    for expert, (stop, count) in enumerate(zip(accumulate(counts), counts)):
         if count:
-            yield expert, slice(start, start + count)
-        start += count
+            yield expert, slice(stop - count, stop)
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16
-"""Both dimensions of a weight must be multiples: 16-byte rows of what is multiplied."""
-
-Quantise = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-"""As `quantise`."""
-
-_SMALLEST = 2.0**-100
-"""Where the largest element is below it (all are 0, say), its scale."""
+ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
+Quantise = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # as `quantise`
+_SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
 
 
 def why_not_fp8(device: torch.device) -> str | None:
@@ -179,7 +151,7 @@ def why_not_fp8(device: torch.device) -> str | None:
     return None
 
 
-def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x·2^k in fp8, and 2^-k as an fp32 scalar on its device, with the largest k that fits.
 
     What is infinite or NaN makes the tensor NaN, which the step's check of loss and norm then sees.
@@ -192,17 +164,14 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return (x * scale.to(x.dtype)).to(dtype), scale.reciprocal()
 
 
-class Fp8Products:
-    """`Products` of bf16 tensors through torch's scaled matrix product (fp32 sums).
-
-    Args:
-        quantise: compiled, where the run compiles: eager it passes over the tensor four times.
-    """
+class Fp8Products(Products):
+    """Of bf16 tensors through torch's scaled matrix product (fp32 sums). `quantise` passes over the tensor four times
+    unless it is compiled."""
 
     def __init__(self, quantise: Quantise = quantise) -> None:
         self._quantise = quantise
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Both in e4m3."""
         x8, undo_x = self._quantise(x.flatten(0, -2).contiguous(), E4M3)
         weight8, undo_weight = self._quantise(weight, E4M3)
@@ -212,7 +181,7 @@ class Fp8Products:
         )
         return y.view(*x.shape[:-1], weight.shape[0])
 
-    def input_grad(self, grad_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def input_grad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """The gradient in e5m2, the weight in e4m3 as forward; it is made again rather than kept."""
         grad8, undo_grad = self._quantise(grad_y.flatten(0, -2).contiguous(), E5M2)
         weight8, undo_weight = self._quantise(weight, E4M3)

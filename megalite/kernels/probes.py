@@ -17,8 +17,7 @@ EXTENSIONS = (
     "fused_rotary_positional_embedding",
     "scaled_upper_triang_masked_softmax_cuda",
     "xentropy_cuda",
-)
-"""Compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup."""
+)  # compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup
 
 _FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer_norm.py", "optimizers/fused_adam.py")
 """What the package of that name has if it is NVIDIA's."""
@@ -50,7 +49,7 @@ def why_not_apex(device: str) -> str | None:
 
 @cache
 def apex_extensions() -> tuple[frozenset[str] | None, str]:
-    """The extensions that can be found, and "" ; or None and why there is no apex."""
+    """The extensions that can be found, and ""; or None and why there is no apex."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return None, "apex is not installed"
@@ -103,10 +102,6 @@ def why_not_onednn(device: str) -> str | None:
 
 @cache
 def cpu_kinds(about: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """What rules may call this machine's processor in addition to `cpu`: `amd-avx512`, or nothing.
-
-    Args:
-        about: where Linux describes it; there need be no such file.
-    """
+    """What rules may call this machine's processor, which Linux describes in `about`, in addition to `cpu`: `amd-avx512`."""
     amd = about.is_file() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
     return ("amd-avx512",) if amd and torch.backends.cpu.get_cpu_capability() == "AVX512" else ()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -36,11 +37,8 @@ class Use:
     """What a module asks a kernel for, as far as it knows when it is built."""
 
     device: str
-    """Type of the device: cpu, cuda."""
-    dtype: torch.dtype
-    """Of activations, or of a flat tensor."""
-    size: int
-    """Of the last dimension; for an optimizer's operation the number of elements."""
+    dtype: torch.dtype  # of activations, or of a flat tensor
+    size: int  # of the last dimension; for an optimizer's operation the number of elements
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,15 @@ class Implementation:
 
     operation: str
     backend: str
-    place: str
-    """Its function, or its functions with commas between, in a module below megalite.kernels: `module:name`."""
+    place: str  # its function, or its functions with commas between, in a module below megalite.kernels: `module:name`
     dtypes: tuple[torch.dtype, ...] = ALL
-    extension: str | None = None
-    """Of apex."""
-    limit: Callable[[int], str | None] | None = None
-    """Why it does not take a size of a type that it takes, or None."""
+    extension: str | None = None  # of apex
+    limit: Callable[[int], str | None] | None = None  # why it does not take a size of a type that it takes, or None
 
     def load(self) -> Any:
-        """The function; the functions in a tuple where there are several. Imports the module."""
+        """The function, or the tuple of functions. Imports the module."""
         module, _, names = self.place.partition(":")
-        loaded = importlib.import_module(f"megalite.kernels.{module}")
-        found = tuple(getattr(loaded, name) for name in names.split(","))
-        return found[0] if len(found) == 1 else found
+        return attrgetter(*names.split(","))(importlib.import_module(f"megalite.kernels.{module}"))
 
     def why_not_here(self) -> str | None:
         """Why it cannot be used in this installation, or None."""
@@ -134,8 +127,7 @@ _ROWS = (
 )
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Implementation]] = MappingProxyType(
     {operation: {row.backend: row for row in _ROWS if row.operation == operation} for operation in OPERATIONS}
-)
-"""Operation -> backend -> its kernel."""
+)  # operation -> backend -> its kernel
 
 
 @dataclass(frozen=True)
@@ -145,13 +137,10 @@ class Rule:
     operation: str
     device: str
     """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
-    dtypes: frozenset[str]
-    """Empty: any."""
-    from_size: int
-    """It holds for this size of the last dimension and up; the largest that fits wins."""
     order: tuple[str, ...]
-    because: str
-    """Measured where, with what; or assumed, and from what."""
+    because: str  # measured where, with what; or assumed, and from what
+    dtypes: frozenset[str] = frozenset()  # empty: any
+    from_size: int = 0  # it holds for this size of the last dimension and up; the largest that fits wins
 
 
 @dataclass(frozen=True)
@@ -164,17 +153,15 @@ class Preferences:
         """(backends, best first; why). torch alone where no rule fits."""
         kinds = _kinds(device)
         fitting = [
-            (kinds.index(rule.device), -rule.from_size, number, rule)
-            for number, rule in enumerate(self.rules)
+            rule
+            for rule in self.rules
             if rule.operation == operation
             and rule.device in kinds
             and (not rule.dtypes or _name(use.dtype) in rule.dtypes)
             and rule.from_size <= use.size
         ]
-        if not fitting:
-            return ("torch",), "no rule: torch"
-        rule = min(fitting)[3]
-        return rule.order, rule.because
+        best = min(fitting, key=lambda rule: (kinds.index(rule.device), -rule.from_size), default=None)
+        return (("torch",), "no rule: torch") if best is None else (best.order, best.because)
 
 
 def _kinds(device: torch.device) -> list[str]:
@@ -208,8 +195,7 @@ def _rule(row: Any, where: str) -> Rule:
     unknown = [backend for backend in row["order"] if backend not in BACKENDS]
     if unknown:
         raise ConfigError(f"{where}: no backend {unknown[0]} (one of {', '.join(BACKENDS)})")
-    given = {"dtypes": (), "from_size": 0, **row}
-    return Rule(**{**given, "dtypes": frozenset(given["dtypes"]), "order": tuple(given["order"])})
+    return Rule(**{**row, "dtypes": frozenset(row.get("dtypes", ())), "order": tuple(row["order"])})
 
 
 @cache
@@ -219,13 +205,6 @@ def shipped_preferences() -> Preferences:
     return read_preferences(file.read_text(encoding="utf-8"), "megalite/kernels/preferences.yaml")
 
 
-def why_not_backend(backend: str, device: str) -> str | None:
-    """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
-    if backend == "torch":
-        return None
-    return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
-
-
 @dataclass(frozen=True)
 class Choice:
     """What serves one use."""
@@ -233,8 +212,7 @@ class Choice:
     operation: str
     use: Use
     backend: str
-    why: str
-    """Asked for, or which rule of the table of preferences."""
+    why: str  # asked for, or which rule of the table of preferences
 
 
 class Kernels:
@@ -254,30 +232,19 @@ class Kernels:
         """Raise ConfigError if a backend that was asked for cannot run on `device`, or has no such operation."""
         for operation, backend in self._requests.items():
             found = _of_backend(operation, backend)
-            reason = why_not_backend(backend, device.type) or found.why_not_here()
-            if reason is not None:
-                raise ConfigError(_refusal(operation, backend, reason))
+            _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
-        """The function that serves a use, or the tuple of its functions.
-
-        Args:
-            operation: a key of OPERATIONS.
-            device, dtype, size: as in `Use`.
+        """The function that serves a use, or the tuple of its functions; arguments as in `Use`.
 
         Raises:
             ConfigError: what was asked for does not take this use.
         """
-        use = Use(device.type, dtype, size)
-        if (operation, use) not in self._chosen:
-            choice = self._choose(operation, use, device)
-            self._chosen[operation, use] = choice, _of_backend(operation, choice.backend).load()
-        return self._chosen[operation, use][1]
+        return self._serving(operation, device, Use(device.type, dtype, size))[1]
 
     def fuses(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> bool:
         """One kernel serves the use, so that it pays to leave it work that a matrix product could take along."""
-        self.get(operation, device=device, dtype=dtype, size=size)
-        return self._chosen[operation, Use(device.type, dtype, size)][0].backend != "torch"
+        return self._serving(operation, device, Use(device.type, dtype, size))[0].backend != "torch"
 
     @property
     def chosen(self) -> Sequence[Choice]:
@@ -289,18 +256,30 @@ class Kernels:
         pairs = sorted({(choice.operation, choice.backend) for choice in self.chosen})
         return {name: "+".join(backend for of, backend in pairs if of == name) for name, _ in pairs}
 
-    def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
+    def _serving(self, operation: str, device: torch.device, use: Use) -> tuple[Choice, Any]:
+        if (operation, use) not in self._chosen:
+            backend, why = self._choose(operation, use, device)
+            kernel = _of_backend(operation, backend).load()
+            self._chosen[operation, use] = Choice(operation, use, backend, why), kernel
+        return self._chosen[operation, use]
+
+    def _choose(self, operation: str, use: Use, device: torch.device) -> tuple[str, str]:
         asked = self._requests.get(operation)
         if asked is not None:
-            reason = why_not(operation, asked, use)
-            if reason is not None:
-                raise ConfigError(_refusal(operation, asked, reason))
-            return Choice(operation, use, asked, "asked for")
+            _refuse(operation, asked, why_not(operation, asked, use))
+            return asked, "asked for"
         order, why = self._preferences.order(operation, use, device)
         for backend in order:
             if backend in IMPLEMENTATIONS[operation] and why_not(operation, backend, use) is None:
-                return Choice(operation, use, backend, why)
-        return Choice(operation, use, "torch", "nothing else takes it")
+                return backend, why
+        return "torch", "nothing else takes it"
+
+
+def why_not_backend(backend: str, device: str) -> str | None:
+    """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
+    if backend == "torch":
+        return None
+    return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
 
 
 def why_not(operation: str, backend: str, use: Use) -> str | None:
@@ -321,5 +300,6 @@ def _of_backend(operation: str, backend: str) -> Implementation:
     return found
 
 
-def _refusal(operation: str, backend: str, reason: str) -> str:
-    return f"kernels: {operation}={backend} cannot be had: {reason}; use {operation}=torch"
+def _refuse(operation: str, backend: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"kernels: {operation}={backend} cannot be had: {reason}; use {operation}=torch")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
@@ -24,7 +25,7 @@ LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16}
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of ‖its - torch's‖/‖torch's‖, by the type of the activations."""
 
-Results = Mapping[str, torch.Tensor]
+Results = Mapping[str, Tensor]
 
 
 class Inputs:
@@ -34,11 +35,11 @@ class Inputs:
         self.dtype, self.device = dtype, device
         self._generator = torch.Generator().manual_seed(0)
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """[*shape] in the type of the activations, or the one given."""
         return torch.randn(shape, generator=self._generator).to(self.device, dtype or self.dtype)
 
-    def ids(self, below: int, count: int) -> torch.Tensor:
+    def ids(self, below: int, count: int) -> Tensor:
         """[count] whole numbers."""
         return torch.randint(below, (count,), generator=self._generator).to(self.device)
 
@@ -66,12 +67,12 @@ def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, de
     return None
 
 
-def _relative(found: torch.Tensor, right: torch.Tensor) -> float:
+def _relative(found: Tensor, right: Tensor) -> float:
     found, right = found.double(), right.double()
     return (torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)).item()
 
 
-def _through(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], *rest: Any) -> Results:
+def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any) -> Results:
     """The output and the gradients of all inputs, for a gradient that is a function of the output."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
@@ -160,5 +161,4 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "adam": (_adam, adam),
         "lamb": (_lamb, (lamb_moments, lamb_step)),
     }
-)
-"""Operation -> what runs a kernel on inputs, and torch's kernel."""
+)  # operation -> what runs a kernel on inputs, and torch's kernel

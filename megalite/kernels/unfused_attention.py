@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-HALVES = (torch.bfloat16, torch.float16)
+from megalite.kernels.attention import HALVES
 
 
-def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """softmax(scale · scores) over the keys up to the query's own; what lies behind is 0.
 
     Args:
@@ -22,7 +23,7 @@ def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
     return softmax_where(scores, scale, hidden)
 
 
-def causal_softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
     """Gradient of the scores, scale · P·(grad - Σ grad·P), in the type of the probabilities.
 
     Args:
@@ -34,22 +35,18 @@ def causal_softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, sca
     return grad_scores.mul_(scale).to(probabilities.dtype)
 
 
-def softmax_where(scores: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
+def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
     """softmax(scale · scores) over the last dimension without what is hidden, in fp32 for half types.
 
-    Args:
-        scores: [..., s_q, s_k], overwritten unless it is of a half type.
-        hidden: boolean, broadcastable to the scores; None: nothing.
+    Overwrites scores [..., s_q, s_k] unless they are of a half type; `hidden` is boolean and broadcastable to them.
     """
-    if scores.dtype in HALVES:
-        scores = scores.float()
-    scores = scores.mul_(scale)
+    scores = (scores.float() if scores.dtype in HALVES else scores).mul_(scale)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     return scores.softmax(dim=-1)
 
 
-CausalSoftmax = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+CausalSoftmax = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 """Forward and backward of one kernel, as those of `megalite.kernels.unfused_attention`."""
 
 
@@ -62,29 +59,26 @@ class _UnfusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        visible: torch.Tensor | None,
-        keep: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        keep: Tensor | None,
         p: float,
         causal: CausalSoftmax | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         b, heads, s_q, d = q.shape
         groups, s_k = k.shape[1:3]
-        scores = (q.reshape(b, groups, -1, d) @ k.transpose(-2, -1)).view(b, heads, s_q, s_k)
+        scores = (q.reshape(b, groups, -1, d) @ k.mT).view(b, heads, s_q, s_k)
         if causal is not None:
             exact = causal[0](scores, 1.0 / math.sqrt(d))
         else:
-            hidden = None if visible is None else visible.logical_not()
-            exact = softmax_where(scores, 1.0 / math.sqrt(d), hidden)
+            exact = softmax_where(scores, 1.0 / math.sqrt(d), None if visible is None else visible.logical_not())
         del scores
-        probabilities = exact.to(q.dtype)
-        ctx.scale = 1.0
+        dropped = probabilities = exact.to(q.dtype)
+        ctx.scale = 1.0 / (1.0 - p)
         ctx.softmax_backward = causal_softmax_backward if causal is None else causal[1]
-        dropped = probabilities
         if keep is not None:
-            ctx.scale = 1.0 / (1.0 - p)
             dropped = (exact * keep).mul_(ctx.scale).to(q.dtype)
         ctx.save_for_backward(q, k, v, probabilities, keep, dropped)
         mixed = (dropped.view(b, groups, -1, s_k) @ v).view(b, heads, s_q, d)
@@ -92,35 +86,33 @@ class _UnfusedAttention(torch.autograd.Function):
         return mixed.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, probabilities, keep, dropped = ctx.saved_tensors
         b, heads, s_q, d = q.shape
         groups, s_k = k.shape[1:3]
         grad = grad.reshape(b, groups, -1, d)
-        grad_v = dropped.view(b, groups, -1, s_k).transpose(-2, -1) @ grad
-        grad_scores = (grad @ v.transpose(-2, -1)).view(b, heads, s_q, s_k)
+        grad_v = dropped.view(b, groups, -1, s_k).mT @ grad
+        grad_scores = (grad @ v.mT).view(b, heads, s_q, s_k)
         del grad
         if keep is not None:
             if q.dtype in HALVES:
                 grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
-        grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d))
-        grad_scores = grad_scores.view(b, groups, -1, s_k)
-        grad_q = (grad_scores @ k).view(b, heads, s_q, d)
-        grad_k = grad_scores.transpose(-2, -1) @ q.reshape(b, groups, -1, d)
-        return grad_q, grad_k, grad_v, None, None, None, None
+        grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d)).view(b, groups, -1, s_k)
+        grad_k = grad_scores.mT @ q.reshape(b, groups, -1, d)
+        return (grad_scores @ k).view(b, heads, s_q, d), grad_k, grad_v, None, None, None, None
 
 
 def unfused_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    visible: torch.Tensor | None,
-    keep: torch.Tensor | None,
+    visible: Tensor | None,
+    keep: Tensor | None,
     p: float,
     causal: CausalSoftmax | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
 
     Args:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.ring import ring_attention
@@ -14,9 +14,10 @@ from megalite.kernels.attention import cached_attention, causal_attention
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache
 from megalite.models.norm import Norm
-from megalite.models.recompute import Recompute
+from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import Group
 
 
@@ -40,7 +41,7 @@ class Attention(torch.nn.Module):
         self.name = name
         self.recompute_core = recompute.selects("core_attn")
         self.dropout = config.attention_dropout
-        self.causal_attention: Callable[..., torch.Tensor] = causal_attention
+        self.causal_attention: Callable[..., Tensor] = causal_attention
         self.head_size = config.head_size
         self.queries = config.num_attention_heads // config.query_groups
         self.groups = config.query_groups // factory.tp.size
@@ -77,24 +78,22 @@ class Attention(torch.nn.Module):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        context: ForwardContext,
-        cache: KeyValueCache | None = None,
-        *,
-        add_late_bias: bool = True,
-    ) -> torch.Tensor:
+        self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None, *, add_late_bias: bool = True
+    ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
-
-        Args:
-            add_late_bias: False: without the `late_bias` of the output projection.
 
         Collectives: those of the two linear layers, and over cp those of the ring or two all-to-alls, each way.
         """
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
-        q, k, v = self._positioned(*self._split(qkv), context)
+        q, k, v = self._split(qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.rope is not None:
+            q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
+            if self.q_norm is None:  # nothing else keeps qkv: a view would
+                v = v.contiguous()
         if self.exchange_heads:
             grouped = q.unflatten(2, (self.groups, self.queries))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
@@ -106,7 +105,7 @@ class Attention(torch.nn.Module):
             else:
                 k, v = cache.append(self.name, k, v, context.next_tokens)
         if self.recompute_core and torch.is_grad_enabled():
-            mixed = checkpoint(self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
+            mixed = recomputed(self._core, q, k, v, context)
         else:
             mixed = self._core(q, k, v, context)
         mixed = mixed.permute(2, 0, 1, 3)
@@ -114,7 +113,7 @@ class Attention(torch.nn.Module):
             mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
         return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
 
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         q, k, v = qkv.split((self.queries, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
@@ -122,57 +121,37 @@ class Attention(torch.nn.Module):
             k, v = k.contiguous(), v.contiguous()
         return q, k, v
 
-    def _positioned(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys normed and rotated by their true positions, as the family has it."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope is not None:
-            q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
-            if self.q_norm is None:  # nothing else keeps qkv: a view would
-                v = v.contiguous()
-        return q, k, v
-
-    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
         if context.next_tokens is not None:
             return cached_attention(q, k, v, visible=context.next_tokens.visible)
-        visibility = context.visibility
         if self.dropout > 0.0 and context.stream is not None:
-            return self._core_with_dropout(q, k, v, context)
-        if visibility == CAUSAL and self.core_cp.size == 1:
+            return self._core_with_dropout(q, k, v, context, context.stream)
+        if context.visibility == CAUSAL and self.core_cp.size == 1:
             return self.causal_attention(q, k, v)
         length = q.shape[2] * self.core_cp.size
-        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=visibility)
+        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=context.visibility)
 
     def _core_with_dropout(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
+    ) -> Tensor:
         """Unfused: the probabilities exist, of this rank's queries and all keys."""
-        assert context.stream is not None
         length = context.seq_length
         columns = torch.arange(length, device=q.device)
         rows = columns if self.core_cp.size == 1 else context.positions
         k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
-        sites = [f"{self.name}.{self.first_head + head}" for head in range(q.shape[1])]
         masks = [
-            context.stream.keep(site, sample, (length, length), self.dropout, q.device)[rows]
+            stream.keep(f"{self.name}.{head}", sample, (length, length), self.dropout, q.device)[rows]
             for sample in range(q.shape[0])
-            for site in sites
+            for head in range(self.first_head, self.first_head + q.shape[1])
         ]
-        keep = torch.stack(masks).unflatten(0, (q.shape[0], q.shape[1]))
-        plain = self._softmax is not None and context.visibility == CAUSAL
-        return unfused_attention(
-            *(q, k, v),
-            visible=None if plain else _visible(rows, columns, context.visibility),
-            keep=keep,
-            p=self.dropout,
-            causal=self._softmax if plain else None,
-        )
+        keep = torch.stack(masks).unflatten(0, q.shape[:2])
+        causal = self._softmax if context.visibility == CAUSAL else None
+        visible = None if causal is not None else _visible(rows, columns, context.visibility)
+        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal)
 
 
-def _visible(rows: torch.Tensor, columns: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:
     """The dense form of `visibility`: [b or 1, 1, rows, columns], true where the query sees the key."""
     distance = rows.unsqueeze(1) - columns
     visible = distance >= 0

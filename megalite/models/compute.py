@@ -15,11 +15,8 @@ _LINEAR = (ColumnParallelLinear, RowParallelLinear)
 def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
     """Give the modules of a stage what they compute with; twice does no more than once.
 
-    Returns:
-        Lines for the log: which attention runs, and what else is not the default.
-
-    Raises:
-        ConfigError: what is asked for is not there on the device, or does not fit the model.
+    Returns lines for the log: which attention runs, and what else is not the default. Raises ConfigError where what is
+    asked for is not there on the device, or does not fit the model.
     """
     compute = config.compute
     lines = _use_attention(stage, config)

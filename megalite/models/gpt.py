@@ -6,11 +6,12 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.tiles import Visibility
-from megalite.kernels.layer_ops import rope_frequencies, rope_tables
-from megalite.kernels.matmul import PlainProducts
+from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
+from megalite.kernels.matmul import Products
 from megalite.models.block import Block, run_layers
 from megalite.models.context import AuxiliaryLosses, ForwardContext, KeyValueCache, NextTokens, document_position_ids
 from megalite.models.norm import Norm
@@ -32,22 +33,16 @@ class Embedding(torch.nn.Module):
         h = config.hidden_size
         self.dropout = config.hidden_dropout
         self.scale = math.sqrt(h) if config.scale_embeddings else 1.0
-        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
-        self.word = VocabParallelEmbedding(
-            "embedding.word",
-            (config.padded_vocab_size, h),
-            std=config.init_method_std,
-            factory=factory,
-            tied=tied,
-            uses=uses,
-        )
+        self.region = factory.sequence_region
+        shape, std = (config.padded_vocab_size, h), config.init_method_std
+        self.word = VocabParallelEmbedding("embedding.word", shape, std=std, factory=factory, tied=tied, uses=uses)
         self.position: ShardedParameter | None = None
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, h)
-            self.position = factory.parameter("embedding.position.weight", shape, std=config.init_method_std)
+            self.position = factory.parameter("embedding.position.weight", shape, std=std)
 
-    def forward(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Tokens [b, s/cp] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
         x = self.word(tokens)
         if self.scale != 1.0:
@@ -55,12 +50,9 @@ class Embedding(torch.nn.Module):
         if self.position is not None:
             ids = context.position_ids
             rows = F.embedding(ids if ids.dim() == 2 else ids.unsqueeze(1), self.position)
-            if self.sequence_parallel:
-                rows = scatter_to_sequence_parallel_region(rows, tp=self.tp)
-            x = x + rows
-        return context.hidden_dropout(
-            x, self.dropout, site="embedding", tp=self.tp, sequence_parallel=self.sequence_parallel
-        )
+            x = x + scatter_to_sequence_parallel_region(rows, tp=self.region)
+        keep = context.keep_mask(x, self.dropout, site="embedding", region=self.region)
+        return masked_dropout(x, keep, self.dropout)
 
 
 class Head(torch.nn.Module):
@@ -69,49 +61,31 @@ class Head(torch.nn.Module):
     def __init__(self, config: ModelConfig, *, factory: ParameterFactory, weight: ShardedParameter) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.tp = factory.tp
-        self.sequence_parallel = factory.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.vocab_size = config.vocab_size
         self.norm = Norm("final_norm", config, factory=factory)
         self.weight = weight
-        self._products = PlainProducts(factory.kernel("matmul", config.hidden_size))
+        self._products = Products(factory.kernel("matmul", config.hidden_size))
         self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
-        return linear(
-            self.norm(x),
-            self.weight,
-            None,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            products=self._products,
-        )
+        x, sp = self.norm(x), self.sequence_parallel
+        return linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token: labels [b, s] -> [b, s]."""
-        first = self.weight.info.spec.slice[0][0]
-        losses = vocab_parallel_cross_entropy(
-            self(x),
-            labels.t().contiguous(),
-            first=first,
-            vocab_size=self.vocab_size,
-            tp=self.tp,
-            kernel=self._cross_entropy,
-        )
-        return losses.t()
+        logits, labels, first = self(x), labels.t().contiguous(), self.weight.info.spec.slice[0][0]
+        return vocab_parallel_cross_entropy(
+            logits, labels, first=first, vocab_size=self.vocab_size, tp=self.tp, kernel=self._cross_entropy
+        ).t()
 
 
 class GPTStage(torch.nn.Module):
     """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
 
-    Args:
-        factory: where and how parameters are made; also carries the groups.
-        has_embedding, has_head: with tied embeddings and one of the two, the weight here is one of two copies.
-        word: the weight of the embedding, if that is in another stage of this rank: the head then takes it.
-        seq_length: tokens of a whole sequence.
-        recompute: which activations the backward computes again.
-        cp_comm_type: how attention sees a sequence that is split over cp: `p2p` or `a2a`.
+    With tied embeddings and one of the two, the weight here is one of two copies; `word` is the weight of the embedding, if
+    that is in another stage of this rank: the head then takes it.
     """
 
     def __init__(
@@ -129,15 +103,13 @@ class GPTStage(torch.nn.Module):
         word: ShardedParameter | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.seq_length = seq_length
-        self.factory = factory
+        self.config, self.factory, self.seq_length = config, factory, seq_length
         self.recompute = recompute or Recompute()
         self.embedding: Embedding | None = None
         if has_embedding:
-            tied, shared_here = config.tie_embeddings, config.tie_embeddings and has_head
+            shared_here = config.tie_embeddings and has_head
             uses = 2 if shared_here else 1
-            self.embedding = Embedding(config, factory=factory, tied=tied and not shared_here, uses=uses)
+            self.embedding = Embedding(config, factory=factory, tied=config.tie_embeddings and not has_head, uses=uses)
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
             self.layers[str(index)] = Block(
@@ -148,28 +120,24 @@ class GPTStage(torch.nn.Module):
             self.head = Head(config, factory=factory, weight=self._head_weight(factory, word))
         spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
-        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rope: tuple[Tensor, Tensor] | None = None
 
     @property
     def tp(self) -> Group:
-        """The tensor-parallel group."""
         return self.factory.tp
 
     @property
     def device(self) -> torch.device:
-        """Where parameters and activations are."""
         return self.factory.device
 
     def _head_weight(self, factory: ParameterFactory, word: ShardedParameter | None) -> ShardedParameter:
-        shape = (self.config.padded_vocab_size, self.config.hidden_size)
-        std = self.config.init_method_std
-        if not self.config.tie_embeddings:
-            return factory.parameter("head.weight", shape, shard_dim=0, std=std)
-        if self.embedding is not None:
+        tied = self.config.tie_embeddings
+        if tied and self.embedding is not None:
             return self.embedding.word.weight
-        if word is not None:
+        if tied and word is not None:
             return word
-        return factory.parameter("embedding.word.weight", shape, shard_dim=0, std=std, tied=True)
+        shape, name = (self.config.padded_vocab_size, self.config.hidden_size), "embedding.word" if tied else "head"
+        return factory.parameter(f"{name}.weight", shape, shard_dim=0, std=self.config.init_method_std, tied=tied)
 
     def context(
         self,
@@ -185,7 +153,6 @@ class GPTStage(torch.nn.Module):
             sample_ids: its samples' global indices; they key the dropout masks in training mode.
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
-            auxiliary: where layers add to the objective.
         """
         ids = self._positions
         if position_documents is not None:
@@ -230,26 +197,17 @@ class GPTStage(torch.nn.Module):
         window = self.config.sliding_window
         return window if window is not None and window < length else None
 
-    def _rope_rows(self, position_ids: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rope_rows(self, position_ids: Tensor, stop: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin of position ids [s] or [s, b], all below `stop`: [s, b or 1, 1, d/2]."""
         config = self.config
         if config.position_embedding_type != "rope":
             return None
         if self._rope is None or self._rope[0].shape[0] < stop:
-            frequencies = rope_frequencies(
-                config.head_size,
-                config.rotary_base,
-                scaling=config.rope_scaling,
-                factor=config.rope_scaling_factor,
-                low_freq_factor=config.rope_low_freq_factor,
-                high_freq_factor=config.rope_high_freq_factor,
-                original_max_positions=config.rope_original_max_positions,
-            )
             dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
             # Twice as many as before: a long generated text would otherwise have them made again for each token.
             known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
-            self._rope = rope_tables(positions, frequencies.to(self.device), dtype)
+            self._rope = rope_tables(positions, rope_frequencies(config), dtype)
         cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
@@ -260,13 +218,13 @@ class GPTStage(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         context: ForwardContext,
         *,
-        labels: torch.Tensor | None = None,
+        labels: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """Tokens [b, s/cp] on the first stage, else [s/cp, b, h] -> [s/cp, b, h], or on the last the losses [b, s/cp].
 
         On the last stage without labels: logits [s/cp, b, V/tp], or [1, b, V/tp] of the one position `wanted` [b] of

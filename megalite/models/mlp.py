@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.models.recompute import Recompute, not_saving
@@ -12,30 +13,21 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
-def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callable[..., torch.Tensor]:
+def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
     """x [..., size] -> [..., size], or x [..., 2·size] where there is a gate, in the first half.
 
-    Without a gate it takes a bias too: `f(x, bias)`.
-
-    Args:
-        name: `ModelConfig.activation`.
-        size: features on this rank.
+    Without a gate it takes a bias too: `f(x, bias)`. `name` is `ModelConfig.activation`, `size` the features on this rank.
     """
-    tanh = name.endswith("_tanh")
     if name == "swiglu":
         return factory.kernel("swiglu", size)
-    if name.startswith("geglu"):
-        return partial(factory.kernel("geglu", size), tanh=tanh)
-    assert name.startswith("gelu"), name
-    return partial(factory.kernel("bias_gelu", size), tanh=tanh)
+    kind, _, tanh = name.partition("_")
+    return partial(factory.kernel({"geglu": "geglu", "gelu": "bias_gelu"}[kind], size), tanh=bool(tanh))
 
 
 class MLP(torch.nn.Module):
     """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs.
 
-    Args:
-        recompute: with `mlp_act` the activation's output is not kept; None where the MLP as a whole runs again.
-        ffn_size: width f; default the dense MLP's.
+    `ffn_size` is the width f, by default the dense MLP's. `recompute` is None where the MLP as a whole runs again.
     """
 
     def __init__(
@@ -70,9 +62,9 @@ class MLP(torch.nn.Module):
             factory=factory,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
-        inner: tuple[torch.Tensor, ...] = (self.up(x, add_bias=not self.fuses_bias),)
+        inner: tuple[Tensor, ...] = (self.up(x, add_bias=not self.fuses_bias),)
         if self.fuses_bias:
             assert self.up.bias is not None
             inner += (self.up.bias,)

@@ -1,6 +1,7 @@
 """The norm layers."""
 
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.layer_ops import add_dropped
@@ -10,12 +11,8 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 class Norm(torch.nn.Module):
     """LayerNorm or RMSNorm over the last dimension, multiplied by the weight or, zero-centered, by 1 + weight.
 
-    Over h it acts on the sequence-parallel region, where its gradient is partial.
-
-    Args:
-        size: of the last dimension; default h.
-        per_head: it acts on attention heads, of which each tp rank has its own: its gradient is partial over tp
-            with sequence parallelism or without.
+    Over h (the default size) it acts on the sequence-parallel region, where its gradient is partial. `per_head`: it acts
+    on attention heads, of which each tp rank has its own: its gradient is partial with sequence parallelism or without.
     """
 
     def __init__(
@@ -29,8 +26,7 @@ class Norm(torch.nn.Module):
     ) -> None:
         super().__init__()
         shape = (size or config.hidden_size,)
-        self.eps = config.norm_epsilon
-        self.zero_centered = config.norm_zero_centered
+        self.eps, self.zero_centered = config.norm_epsilon, config.norm_zero_centered
         value = 0.0 if self.zero_centered else 1.0
         partial = {"in_sequence_region": True, "always_partial": per_head}
         self.weight = factory.parameter(f"{name}.weight", shape, value=value, decay=False, **partial)
@@ -39,11 +35,11 @@ class Norm(torch.nn.Module):
             self.bias = factory.parameter(f"{name}.bias", shape, decay=False, **partial)
         self._kernel = factory.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""
         return self.normalize(x)
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """`forward`, for a caller inside a forward or backward that has waited for the weights."""
         if self.bias is None:
             return self._kernel(x, self.weight, self.eps, zero_centered=self.zero_centered)
@@ -54,10 +50,7 @@ class ResidualNorm(Norm):
     """A norm of the sum of the residual stream and a branch.
 
     A module of its own kind, not a second method of `Norm`: data parallelism waits for a module's weights in a hook
-    before its `forward`, which a method that is called directly would pass by.
-
-    Args:
-        fused: one kernel may make the sum and the norm.
+    before its `forward`, which a method that is called directly would pass by. `fused`: one kernel may make both.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, fused: bool) -> None:
@@ -65,20 +58,9 @@ class ResidualNorm(Norm):
         self._sum_kernel = factory.kernel("add_norm", config.hidden_size) if fused else None
 
     def forward(  # type: ignore[override]
-        self,
-        residual: torch.Tensor,
-        branch: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-        keep: torch.Tensor | None,
-        p: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x), x) for x = residual + dropout(branch + bias), all [..., size].
-
-        Args:
-            bias: [size] that `branch` still lacks.
-            keep, p: what of the branch stays, and the probability of falling.
-        """
+        self, residual: Tensor, branch: Tensor, *, bias: Tensor | None, keep: Tensor | None, p: float
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x), x) for x = residual + dropout(branch + bias), all [..., size]; `keep` is what stays of the branch."""
         if self._sum_kernel is None:
             x = add_dropped(residual, branch, bias, keep, p)
             return self.normalize(x), x

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
     """The plan of a run, the same for every stage.
 
-    Args:
-        granularity: none, selective (`modules`) or full (whole layers).
-        modules: what selective recompute runs again.
-        method: of full recompute: `uniform` makes units of `num_layers` layers, of which only the input is kept;
-            `block` recomputes the first `num_layers` layers of each stage one by one and keeps the others' activations.
+    Granularity none, selective (`modules` run again) or full (whole layers): by `uniform` units of `num_layers` layers, of
+    which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
@@ -31,65 +30,52 @@ class Recompute:
         return self.granularity == "selective" and module in self.modules
 
 
-class _Remade:
-    """A tensor that each backward makes once, when the first operation asks for it, and frees after the last."""
+def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """function(*args), of which only the arguments are kept; dropout masks have no generator state to be saved."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
-    def __init__(self, make: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+
+class _Remade:
+    """A tensor that each backward makes once, when the first operation asks for it, and frees after the last.
+
+    `uses` are the operations that would have kept it.
+    """
+
+    def __init__(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self._make, self._inputs = make, inputs
         self.uses = self._waiting = 0
-        """Operations that would have kept the tensor."""
-        self._value: torch.Tensor | None = None
+        self._value: Tensor | None = None
 
-    def get(self) -> torch.Tensor:
-        """The tensor, for one of its uses."""
+    def get(self) -> Tensor:
         if self._value is None:
             with torch.no_grad():
                 self._value = self._make(*self._inputs)
             self._waiting = self.uses
-        value = self._value
         self._waiting -= 1
+        value = self._value
         if self._waiting == 0:
             self._value = None
         return value
 
 
-@dataclass(frozen=True)
-class _Token:
-    """What is kept in place of a view of the tensor."""
-
-    remade: _Remade
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    if isinstance(kept, _Token):
-        return kept.remade.get().as_strided(kept.size, kept.stride, kept.offset)
-    return kept
-
-
 @contextmanager
-def not_saving(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Iterator[None]:
+def not_saving(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Operations inside keep neither `tensor` nor views of it; their backward works on `make(*inputs)` instead.
 
-    Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
-
-    Args:
-        tensor: the output of `make(*inputs)`, in its own memory.
-        make: gives the same bits and memory layout again; called without gradients.
-        inputs: tensors that stay in memory until the backward anyway.
+    `make`, of inputs that stay in memory until the backward anyway, gives the same bits and memory layout as `tensor`, which
+    has its own memory. Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
     """
     storage, dtype = tensor.untyped_storage().data_ptr(), tensor.dtype
-    # Detached: a token must keep memory alive, not the graph behind it.
+    # Detached: what is kept in place of a view must keep memory alive, not the graph behind it.
     remade = _Remade(make, tuple(each.detach() for each in inputs))
 
-    def pack(saved: torch.Tensor) -> Any:
+    def pack(saved: Tensor) -> Any:
         if saved.numel() == 0 or saved.dtype != dtype or saved.untyped_storage().data_ptr() != storage:
             # An operation that saves its own output would keep itself alive if the hook gave it back with its graph.
             return saved if saved.is_leaf else saved.detach()
         remade.uses += 1
-        return _Token(remade, saved.size(), saved.stride(), int(saved.storage_offset()))
+        view = saved.size(), saved.stride(), int(saved.storage_offset())
+        return lambda: remade.get().as_strided(*view)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept() if callable(kept) else kept):
         yield

@@ -23,12 +23,9 @@ class ParameterShape:
 
     name: str
     shape: tuple[int, ...]
-    shard_dim: int | None
-    """Dimension that tensor parallelism splits; None: every rank of the group holds it whole."""
-    decay: bool
-    """Weight decay applies (matrices); not to norms and biases."""
-    init: Init
-    """normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream."""
+    shard_dim: int | None  # dimension that tensor parallelism splits; None: every rank of the group holds it whole
+    decay: bool  # weight decay applies (matrices); not to norms and biases
+    init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
     expert: bool = False
     """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim` is split over expert-tp ranks."""
 
@@ -53,6 +50,14 @@ def _bias(name: str, shape: tuple[int, ...], shard_dim: int | None) -> Parameter
     return ParameterShape(name=name, shape=shape, shard_dim=shard_dim, decay=False, init="zeros")
 
 
+def _linear(
+    name: str, shape: tuple[int, ...], shard_dim: int, *, bias: bool, init: Init = "normal"
+) -> list[ParameterShape]:
+    """Weight and bias of a layer; that of a row-parallel layer, whose inputs are split, is whole on every rank."""
+    split = None if shard_dim == len(shape) - 1 else shard_dim
+    return [_matrix(f"{name}.weight", shape, shard_dim, init), *([_bias(f"{name}.bias", shape[:-1], split)] * bias)]
+
+
 def _norm(model: ModelConfig, name: str, size: int | None = None) -> list[ParameterShape]:
     """Norm over `size` channels; default h."""
     shape = (size or model.hidden_size,)
@@ -66,30 +71,20 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     # Rows come grouped by key/value head (its query heads, then key, then value), so that an equal cut of the rows
     # gives each rank whole groups.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
-    shapes = [_matrix(f"{prefix}.qkv.weight", (rows, h), 0)]
-    if model.add_bias_linear or model.add_qkv_bias:
-        shapes.append(_bias(f"{prefix}.qkv.bias", (rows,), 0))
+    shapes = _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm:
         # One weight for all heads: each tensor-parallel rank has a copy, and the gradient of its own heads.
         shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
-    shapes.append(_matrix(f"{prefix}.out.weight", (h, model.num_attention_heads * d), 1, "residual"))
-    if model.add_bias_linear:
-        shapes.append(_bias(f"{prefix}.out.bias", (h,), None))
-    return shapes
+    out = (h, model.num_attention_heads * d)
+    return shapes + _linear(f"{prefix}.out", out, 1, bias=model.add_bias_linear, init="residual")
 
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
     h = model.hidden_size
     # Gate and up projection are stacked on a separate dimension: a cut of [2f, h] would give rank 0 only gates.
-    stacked = (2, f) if model.is_gated else (f,)
-    split = len(stacked) - 1
-    shapes = [_matrix(f"{prefix}.up.weight", (*stacked, h), split)]
-    if model.add_bias_linear:
-        shapes.append(_bias(f"{prefix}.up.bias", stacked, split))
-    shapes.append(_matrix(f"{prefix}.down.weight", (h, f), 1, "residual"))
-    if model.add_bias_linear:
-        shapes.append(_bias(f"{prefix}.down.bias", (h,), None))
-    return shapes
+    up, bias = (2, f, h) if model.is_gated else (f, h), model.add_bias_linear
+    down = _linear(f"{prefix}.down", (h, f), 1, bias=bias, init="residual")
+    return _linear(f"{prefix}.up", up, len(up) - 2, bias=bias) + down
 
 
 def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
@@ -107,17 +102,10 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def layer_shapes(model: ModelConfig, layer_index: int) -> list[ParameterShape]:
     """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass."""
-    prefix = f"layers.{layer_index}"
-    if model.is_moe_layer(layer_index):
-        feed_forward = _moe(model, f"{prefix}.moe")
-    else:
-        feed_forward = _mlp(model, f"{prefix}.mlp", model.ffn_size)
-    return [
-        *_norm(model, f"{prefix}.attention_norm"),
-        *_attention(model, f"{prefix}.attention"),
-        *_norm(model, f"{prefix}.mlp_norm"),
-        *feed_forward,
-    ]
+    name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
+    attention = [*_norm(model, f"{name}.attention_norm"), *_attention(model, f"{name}.attention")]
+    feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
+    return [*attention, *_norm(model, f"{name}.mlp_norm"), *feed_forward]
 
 
 def _word_embedding(model: ModelConfig) -> ParameterShape:
@@ -168,18 +156,6 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(shape.size for shape in stage_shapes(model, 0, model.num_layers, True, True))
 
 
-def _layer_matmul_weights(model: ModelConfig, layer_index: int) -> int:
-    """Elements of a layer's matrices that one token multiplies: with experts, top-k of them."""
-    total = 0
-    for shape in layer_shapes(model, layer_index):
-        if shape.expert:
-            assert model.num_experts is not None
-            total += shape.size // model.num_experts * model.moe_router_topk
-        elif shape.decay:
-            total += shape.size
-    return total
-
-
 def attention_core_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of attention's two products, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
 
@@ -194,10 +170,16 @@ def attention_core_flops(model: ModelConfig, seq_length: int, convention: Conven
 def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of layer `layer_index`'s forward for one token of a sequence of `seq_length`.
 
-    2 for each weight of its matrices, and the core of attention. Norms, activations and softmax are not counted.
+    2 for each weight of its matrices that one token multiplies (with experts, top-k of them), and the core of attention.
+    Norms, activations and softmax are not counted.
     """
-    core = attention_core_flops(model, seq_length, convention)
-    return 2 * _layer_matmul_weights(model, layer_index) + core
+    weights = 0
+    for shape in layer_shapes(model, layer_index):
+        if shape.expert:
+            weights += shape.size // (model.num_experts or 1) * model.moe_router_topk
+        elif shape.decay:
+            weights += shape.size
+    return 2 * weights + attention_core_flops(model, seq_length, convention)
 
 
 def head_forward_flops(model: ModelConfig) -> int:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.topology.group import Group
 
-Kernel = tuple[Callable[..., Any], Callable[..., torch.Tensor]]
+Kernel = tuple[Callable[..., Any], Callable[..., Tensor]]
 """Forward and backward over one rank's columns, as those of `megalite.kernels.cross_entropy`."""
 
 
@@ -16,9 +17,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """loss = log Σ exp(z) - z_label: each rank sends what its columns add to the sum, and the label's if it has it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, tp: Group, kernel: Kernel
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, tp: Group, kernel: Kernel) -> Tensor:
         labels, columns = labels.flatten(), logits.shape[-1]
         own, saved = kernel[0](logits.detach().flatten(0, -2), labels, first)
         ctx.kernel, ctx.first, ctx.shape = kernel, first, logits.shape
@@ -33,19 +32,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss.view(logits.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         labels, logsumexp, *saved = ctx.saved_tensors
         grad_logits = ctx.kernel[1](saved, labels, ctx.first, logsumexp, grad.reshape(-1))
         return grad_logits.view(ctx.shape), None, None, None, None
 
 
-def merge_ranks(stats: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, log Σ exp z) of each token, [n], of what the ranks' columns add to them.
-
-    Args:
-        stats: [ranks, 3, n], of each rank's forward.
-        owner: [n], the rank that has the label's column.
-    """
+def merge_ranks(stats: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, log Σ exp z) of each token, [n], of each rank's `stats` [ranks, 3, n] and the label's rank `owner` [n]."""
     maximum, total, picked = stats.unbind(1)
     highest = maximum.amax(dim=0)
     log_total = (total * (maximum - highest).exp()).sum(dim=0).log()
@@ -55,21 +49,20 @@ def merge_ranks(stats: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     *,
     first: int,
     vocab_size: int,
     tp: Group,
     kernel: Kernel = (cross_entropy_forward, cross_entropy_backward),
-) -> torch.Tensor:
-    """Loss of each token, [s, b], in fp32 (fp64 for fp64 logits).
+) -> Tensor:
+    """Loss of each token, [s, b], in fp32 (fp64 for fp64 logits), for labels [s, b] below `vocab_size`.
 
     Args:
         logits: [s, b, V/tp], fresh from a GEMM; columns for ids at or above `vocab_size` are padding. They are
             overwritten and take no part, so the numbers do not depend on how far the vocabulary is padded. A kernel
             may put the gradient in their place.
-        labels: [s, b] ids below `vocab_size`.
         first: the id of this rank's first column.
 
     Collectives: one all-gather of three numbers a token / none.

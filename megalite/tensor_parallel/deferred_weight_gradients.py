@@ -11,31 +11,20 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class DeferredGradient(Protocol):
-    """One contribution of one microbatch to the gradient of one weight, with all that it takes to compute it.
-
-    Its tensors are detached: they hold memory, not the graph that the backward has just freed.
-    """
+    """One contribution of one microbatch to the gradient of one weight, with all that it takes to compute it."""
 
     @property
-    def parameter(self) -> torch.nn.Parameter:
-        """The weight."""
+    def parameter(self) -> torch.nn.Parameter: ...
 
     def start(self) -> None:
         """Start the communication that `compute` needs, if any."""
 
-    def compute(self) -> torch.Tensor | None:
+    def compute(self) -> Tensor | None:
         """Add the gradient to the weight's `main_grad` and report it; without one return it, like the weight in shape."""
-
-
-def compute_or_defer(gradient: DeferredGradient, deferred: "DeferredWeightGradients | None") -> torch.Tensor | None:
-    """What a backward returns for its weight: the gradient, or None where it is deferred or in `main_grad`."""
-    if deferred is not None and deferred.is_deferring:
-        deferred.append(gradient)
-        return None
-    return gradient.compute()
 
 
 class DeferredWeightGradients:
@@ -91,7 +80,7 @@ class DeferredWeightGradients:
         waiting = self._of(microbatch)
         del self._waiting[microbatch]
         # Autograd adds up what one backward gives a parameter before it adds that to .grad.
-        returned: dict[torch.nn.Parameter, torch.Tensor] = {}
+        returned: dict[torch.nn.Parameter, Tensor] = {}
         if waiting:
             waiting[0].start()
         while waiting:

@@ -1,20 +1,20 @@
 """Column- and row-parallel linear layers and the vocabulary-parallel embedding (arXiv 1909.08053)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from megalite.kernels.matmul import PLAIN, Matmul, PlainProducts, Products
-from megalite.tensor_parallel.deferred_weight_gradients import compute_or_defer
-from megalite.tensor_parallel.mappings import (
-    gather_along_sequence,
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+from megalite.kernels.matmul import PLAIN, Matmul, Products
+from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
+from megalite.tensor_parallel.parameter import (
+    ParameterFactory,
+    ShardedParameter,
+    WeightGradient,
+    linear_weight_gradient,
 )
-from megalite.tensor_parallel.parameter import LinearWeightGradient, ParameterFactory, ShardedParameter
-from megalite.tensor_parallel.ring_linear import gathered_linear, scattered_linear
+from megalite.tensor_parallel.ring_linear import gathered_matmul, scattered_linear, sum_of_parts
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -27,37 +27,44 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x: Tensor,
         weight: ShardedParameter,
         bias: ShardedParameter | None,
         tp: Group | None,
         sequence_parallel: bool,
         products: Products,
-    ) -> torch.Tensor:
+        pieces: Matmul | None,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.products = weight, bias is not None, products
+        ctx.weight, ctx.has_bias, ctx.products, ctx.pieces = weight, bias is not None, products, pieces
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
         if tp is not None and sequence_parallel:
+            if pieces is not None:
+                return gathered_matmul(x, matrix.t(), vector, tp=tp, matmul=pieces)
             x = gather_along_sequence(x, tp)
-        return products.output(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return products.output(x, matrix, vector)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
         grad_y = grad_y.contiguous()
-        grad_rows = grad_y.flatten(0, -2)
-        gather = ctx.tp if ctx.sequence_parallel else None
-        gradient = LinearWeightGradient(weight, x.detach(), grad_rows, gather)
+        grad_rows, matrix = grad_y.flatten(0, -2), weight.flatten(0, -2)
+        gradient = linear_weight_gradient(weight, x, grad_rows, tp if ctx.sequence_parallel else None)
         if weight.deferred is None or not weight.deferred.is_deferring:
             gradient.start()
-        grad_x, reducing = _reduce_input_grad(ctx, ctx.products.input_grad(grad_y, weight.flatten(0, -2)))
-        grad_weight = compute_or_defer(gradient, weight.deferred)
+        if ctx.pieces is None:
+            grad_x, reducing = _reduce_input_grad(ctx, ctx.products.input_grad(grad_y, matrix))
+        else:
+            parts = grad_y.unflatten(0, (tp.size, -1))
+            grad_x, reducing = sum_of_parts(lambda rank: ctx.pieces(parts[rank], matrix), tp)
+        grad_weight = gradient.compute_or_defer(weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Work]:
+def _reduce_input_grad(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Work]:
     """Start the collective that finishes the input gradient."""
     if ctx.tp is None:
         return grad_x, DONE
@@ -68,14 +75,15 @@ def _reduce_input_grad(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor, Wo
 
 
 def linear(
-    x: torch.Tensor,
+    x: Tensor,
     weight: ShardedParameter,
     bias: ShardedParameter | None,
     *,
     tp: Group | None,
     sequence_parallel: bool = False,
     products: Products = PLAIN,
-) -> torch.Tensor:
+    pieces: Matmul | None = None,
+) -> Tensor:
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
@@ -84,13 +92,15 @@ def linear(
     Args:
         tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
             already, as in a row-parallel layer.
+        pieces: with sequence parallelism: multiply each rank's rows as they arrive (see `ring_linear`), by this kernel.
 
     Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
-    all-gather / all-gather (in W where the backward is split) and reduce-scatter.
+    all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` tp - 1 exchanges with
+    the neighbours in place of the gather forward and the reduce-scatter.
     """
     if bias is not None and bias.dim() > 1:
-        return _Linear.apply(x, weight, None, tp, sequence_parallel, products) + bias.flatten()
-    return _Linear.apply(x, weight, bias, tp, sequence_parallel, products)
+        return _Linear.apply(x, weight, None, tp, sequence_parallel, products, pieces) + bias.flatten()
+    return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -101,14 +111,9 @@ class ColumnParallelLinear(torch.nn.Module):
     Args:
         shape: global weight shape; its last dimension is i, the others multiply to o.
         shard_dim: the dimension of `shape` that is split.
-
-    Attributes:
-        products: how it multiplies.
-        overlap: with sequence parallelism: multiply each rank's rows as they arrive (see `gathered_linear`).
     """
 
-    products: Products
-    overlap = False
+    overlap = False  # with sequence parallelism: multiply each rank's rows as they arrive
 
     def __init__(
         self,
@@ -121,21 +126,17 @@ class ColumnParallelLinear(torch.nn.Module):
         shard_dim: int = 0,
     ) -> None:
         super().__init__()
-        self.tp = factory.tp
-        self.sequence_parallel = factory.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.matmul: Matmul = factory.kernel("matmul", shape[-1])
-        self.products = PlainProducts(self.matmul)
+        self.products = Products(self.matmul)
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
         self.bias = factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
-    def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
-        """`add_bias` False leaves the bias to the caller. Collectives: see `linear`, `gathered_linear`."""
+    def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
+        """`add_bias` False leaves the bias to the caller. Collectives: see `linear`."""
         bias = self.bias if add_bias else None
-        if self.overlap and self.sequence_parallel:
-            return gathered_linear(x, self.weight, bias, tp=self.tp, matmul=self.matmul)
-        return linear(
-            x, self.weight, bias, tp=self.tp, sequence_parallel=self.sequence_parallel, products=self.products
-        )
+        sp, pieces = self.sequence_parallel, self.matmul if self.overlap and self.sequence_parallel else None
+        return linear(x, self.weight, bias, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
 
 
 class RowParallelLinear(torch.nn.Module):
@@ -143,21 +144,16 @@ class RowParallelLinear(torch.nn.Module):
 
     Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
     once, after the sum.
-
-    Attributes:
-        products: how it multiplies.
-        overlap: with sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`).
     """
 
-    products: Products
     overlap = False
+    """With sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`)."""
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()
-        self.tp = factory.tp
-        self.sequence_parallel = factory.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.matmul: Matmul = factory.kernel("matmul", shape[-1] // factory.tp.size)
-        self.products = PlainProducts(self.matmul)
+        self.products = Products(self.matmul)
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=1, std=std)
         self.bias = factory.parameter(f"{name}.bias", shape[:1], decay=False, in_sequence_region=True) if bias else None
 
@@ -166,7 +162,7 @@ class RowParallelLinear(torch.nn.Module):
         """The bias, if the product cannot take it along, as its terms are summed over ranks first."""
         return None if self.tp.size == 1 else self.bias
 
-    def forward(self, x: torch.Tensor, *, add_late_bias: bool = True) -> torch.Tensor:
+    def forward(self, x: Tensor, *, add_late_bias: bool = True) -> Tensor:
         """`add_late_bias` False leaves `late_bias` to the caller.
 
         Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
@@ -175,12 +171,9 @@ class RowParallelLinear(torch.nn.Module):
             return linear(x, self.weight, self.bias, tp=None, products=self.products)
         if self.sequence_parallel and self.overlap:
             y = scattered_linear(x, self.weight, tp=self.tp, matmul=self.matmul)
-            return y + self.bias if self.bias is not None and add_late_bias else y
-        partial = linear(x, self.weight, None, tp=None, products=self.products)
-        if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(partial, tp=self.tp)
         else:
-            y = reduce_from_tensor_parallel_region(partial, tp=self.tp)
+            partial = linear(x, self.weight, None, tp=None, products=self.products)
+            y = reduce_partial_sums(partial, tp=self.tp, sequence_parallel=self.sequence_parallel)
         return y + self.bias if self.bias is not None and add_late_bias else y
 
 
@@ -188,7 +181,7 @@ class _VocabularyLookup(torch.autograd.Function):
     """Rows of a table shard for the tokens in its range, zero for the others; the backward adds into main_grad."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: ShardedParameter) -> Tensor:
         start, stop = weight.info.spec.slice[0]
         outside = None
         if (start, stop) != (0, weight.info.spec.global_shape[0]):
@@ -202,48 +195,32 @@ class _VocabularyLookup(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         (tokens, outside), weight = ctx.saved_tensors, ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        gradient = _LookupGradient(weight, tokens, grad.contiguous())
-        # Of a table that is the head as well the head's part comes first, in the backward or in W.
-        return None, compute_or_defer(gradient, weight.deferred if weight.info.uses > 1 else None)
+        grad = grad.contiguous()
 
-
-@dataclass
-class _LookupGradient:
-    """Gradients of looked-up rows, added up by token."""
-
-    parameter: ShardedParameter
-    tokens: torch.Tensor
-    grad: torch.Tensor
-
-    def start(self) -> None:
-        """Needs nothing."""
-
-    def compute(self) -> torch.Tensor | None:
-        """See `DeferredGradient`."""
-        parameter, main_grad = self.parameter, self.parameter.main_grad
-        if main_grad is not None and main_grad.is_cpu:
-            # Of a large table few rows have a gradient. On CUDA this would add in any order.
-            rows = self.grad.flatten(0, -2).to(main_grad.dtype)
-            main_grad.index_add_(0, self.tokens.flatten(), rows)
-            parameter.report()
+        def product(main_grad: Tensor | None) -> Tensor | None:
+            if main_grad is not None and main_grad.is_cpu:
+                # Of a large table few rows have a gradient. On CUDA this would add in any order.
+                main_grad.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(main_grad.dtype))
+                return None
+            dense = torch.ops.aten.embedding_dense_backward(grad, tokens, weight.shape[0], -1, False)
+            if main_grad is None:
+                return dense
+            main_grad.add_(dense)
             return None
-        dense = torch.ops.aten.embedding_dense_backward(self.grad, self.tokens, parameter.shape[0], -1, False)
-        if main_grad is None:
-            return dense
-        parameter.accumulate(dense)
-        return None
+
+        # Of a table that is the head as well the head's part comes first, in the backward or in W.
+        deferred = weight.deferred if weight.info.uses > 1 else None
+        return None, WeightGradient(weight, product).compute_or_defer(deferred)
 
 
 class VocabParallelEmbedding(torch.nn.Module):
     """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallel.
 
-    `tied` and `uses` are those of `ParameterInfo`.
-
-    Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
+    `tied` and `uses` are those of `ParameterInfo`. Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
     """
 
     def __init__(
@@ -257,13 +234,9 @@ class VocabParallelEmbedding(torch.nn.Module):
         uses: int = 1,
     ) -> None:
         super().__init__()
-        self.tp = factory.tp
-        self.sequence_parallel = factory.sequence_parallel
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+    def forward(self, tokens: Tensor) -> Tensor:
         rows = _VocabularyLookup.apply(tokens.t().contiguous(), self.weight)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(rows, tp=self.tp)
-        return reduce_from_tensor_parallel_region(rows, tp=self.tp)
+        return reduce_partial_sums(rows, tp=self.tp, sequence_parallel=self.sequence_parallel)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.kernels.registry import Kernels
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.random import fill_expert_normal, fill_normal
-from megalite.topology.group import DONE, Group, Work
+from megalite.tensor_parallel.random import fill_normal
+from megalite.topology.group import DONE, Group
 from megalite.topology.layout import ShardSpec
 
 
@@ -18,20 +19,15 @@ from megalite.topology.layout import ShardSpec
 class ParameterInfo:
     """Facts that optimizer, gradient reduction and checkpoints need of one parameter."""
 
-    spec: ShardSpec
-    """Name, global shape and local slice."""
+    spec: ShardSpec  # name, global shape and local slice
     shard_dim: int | None
     """Dimension that tensor parallelism (of experts: expert tensor parallelism) splits; None: replicated over tp."""
-    decay: bool
-    """Weight decay applies."""
-    partial_over_tp: bool
-    """Replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp."""
+    decay: bool  # weight decay applies
+    partial_over_tp: bool  # replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp
     expert: bool = False
     """Dimension 0 runs over experts, which expert parallelism splits; gradients are summed over expert-dp, not dp."""
-    tied: bool = False
-    """The word embedding where two stages hold a copy: sum the gradients over the embedding group."""
-    uses: int = 1
-    """Gradient contributions of one microbatch: 2 where one parameter is both embedding and head."""
+    tied: bool = False  # the word embedding where two stages hold a copy: sum the gradients over the embedding group
+    uses: int = 1  # gradient contributions of one microbatch: 2 where one parameter is both embedding and head
     orthogonal: bool = False
     """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
 
@@ -41,28 +37,25 @@ class ShardedParameter(torch.nn.Parameter):
 
     `main_grad`, once set, is the buffer that gradients are summed in, and `grad_ready` is called each time one
     microbatch's contribution is in it. `deferred`, once set, can put off the products that make the gradient.
+    `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
     """
 
     info: ParameterInfo
     grad_wanted: Callable[[], None] | None = None
     """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
-    grad_ready: Callable[[], None] | None
-    deferred: DeferredWeightGradients | None
-    accumulate_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = staticmethod(
-        accumulate_weight_grad
-    )
-    """The kernel that adds grad_yᵀ·x to a main gradient."""
-    _main_grad: torch.Tensor | None = None
+    grad_ready: Callable[[], None] | None = None
+    deferred: DeferredWeightGradients | None = None
+    accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
+    _main_grad: Tensor | None = None
 
     @property
-    def main_grad(self) -> torch.Tensor | None:
-        """See the class."""
+    def main_grad(self) -> Tensor | None:
         if self.grad_wanted is not None:
             self.grad_wanted()
         return self._main_grad
 
     @main_grad.setter
-    def main_grad(self, buffer: torch.Tensor | None) -> None:
+    def main_grad(self, buffer: Tensor | None) -> None:
         self._main_grad = buffer
 
     def report(self) -> None:
@@ -70,11 +63,66 @@ class ShardedParameter(torch.nn.Parameter):
         if self.grad_ready is not None:
             self.grad_ready()
 
-    def accumulate(self, grad: torch.Tensor) -> None:
+    def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         assert self.main_grad is not None
         self.main_grad.add_(grad.view(self.main_grad.shape))
         self.report()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class WeightGradient:
+    """One contribution to a weight's gradient, with all that it takes to compute it; see `DeferredGradient`.
+
+    The tensors in `product` are detached: they hold memory, not the graph that the backward has just freed.
+    """
+
+    parameter: ShardedParameter
+    product: Callable[[Tensor | None], Tensor | None]
+    """Adds the gradient to the main gradient; without one returns it, like the weight in shape."""
+    start: Callable[[], None] = _nothing  # starts the communication that `product` needs
+
+    def compute(self) -> Tensor | None:
+        main_grad = self.parameter.main_grad
+        grad = self.product(main_grad)
+        if main_grad is not None:
+            self.parameter.report()
+        return grad
+
+    def compute_or_defer(self, deferred: DeferredWeightGradients | None) -> Tensor | None:
+        """What a backward returns for its weight: the gradient, or None where it is deferred or in `main_grad`."""
+        if deferred is not None and deferred.is_deferring:
+            deferred.append(self)
+            return None
+        return self.compute()
+
+
+def linear_weight_gradient(
+    weight: ShardedParameter, x: Tensor, grad_rows: Tensor, gather: Group | None
+) -> WeightGradient:
+    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
+    x, gathering = x.detach(), DONE
+
+    def start() -> None:
+        nonlocal x, gathering
+        if gather is not None:
+            part = x.contiguous()
+            x = part.new_empty(part.shape[0] * gather.size, *part.shape[1:])
+            gathering = gather.all_gather_async(x, part)
+
+    def product(main_grad: Tensor | None) -> Tensor | None:
+        gathering.wait()
+        x_rows = x.flatten(0, -2)
+        if main_grad is None:
+            return (grad_rows.t() @ x_rows).view(weight.shape)
+        weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
+        return None
+
+    return WeightGradient(weight, product, start)
 
 
 def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients | None) -> None:
@@ -108,12 +156,16 @@ class ParameterFactory:
     kernels: Kernels = field(default_factory=Kernels)
     blank: bool = False
 
+    @property
+    def sequence_region(self) -> Group:
+        """The ranks over which activations between the parallel layers are split by sequence parallelism, if it is on."""
+        return self.tp if self.sequence_parallel else Group.solo("tp")
+
     def kernel(self, operation: str, size: int) -> Any:
-        """The kernel of an operation on activations, with a last dimension of `size`; see `Kernels.get`."""
+        """`Kernels.get` for activations with a last dimension of `size`."""
         return self.kernels.get(operation, device=self.device, dtype=self.dtype, size=size)
 
     def fuses(self, operation: str, size: int) -> bool:
-        """See `Kernels.fuses`."""
         return self.kernels.fuses(operation, device=self.device, dtype=self.dtype, size=size)
 
     def parameter(
@@ -150,16 +202,13 @@ class ParameterFactory:
             tied=tied,
             uses=uses,
         )
-        parameter.main_grad = None
-        parameter.grad_ready = None
-        parameter.deferred = None
         if len(shape) > 1:
             parameter.accumulate_product = self.kernel("weight_grad", shape[-1])
         return parameter
 
     def _initial(
         self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, std: float | None, value: float, expert: bool
-    ) -> tuple[torch.Tensor, ShardSpec]:
+    ) -> tuple[Tensor, ShardSpec]:
         """The local slice with its first values."""
         spec = ShardSpec.whole(name, shape)
         if shard_dim is not None:
@@ -171,34 +220,5 @@ class ParameterFactory:
             spec = ShardSpec(name=name, global_shape=spec.global_shape, slice=(own, *spec.slice[1:]))
         data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
         if std is not None and not (data.is_meta or self.blank):  # on meta there are shapes alone
-            fill = fill_expert_normal if expert else fill_normal
-            fill(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed)
+            fill_normal(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed, expert=expert)
         return data, spec
-
-
-@dataclass
-class LinearWeightGradient:
-    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
-
-    parameter: ShardedParameter
-    x: torch.Tensor
-    grad_rows: torch.Tensor
-    gather: Group | None
-    _gathering: Work = DONE
-
-    def start(self) -> None:
-        """Start the gather."""
-        if self.gather is not None:
-            part = self.x.contiguous()
-            self.x = part.new_empty(part.shape[0] * self.gather.size, *part.shape[1:])
-            self._gathering = self.gather.all_gather_async(self.x, part)
-
-    def compute(self) -> torch.Tensor | None:
-        """See `DeferredGradient`."""
-        self._gathering.wait()
-        x_rows, weight = self.x.flatten(0, -2), self.parameter
-        if weight.main_grad is None:
-            return (self.grad_rows.t() @ x_rows).view(weight.shape)
-        weight.accumulate_product(weight.main_grad.flatten(0, -2), self.grad_rows, x_rows)
-        weight.report()
-        return None

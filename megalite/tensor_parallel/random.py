@@ -2,12 +2,10 @@
 
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
-Each expert of a mixture counts as a separate tensor.
 
-Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index),
-and a rank uses its part. So the mask of an element is the same for every tp, pp, dp and microbatch size; replicated
-regions agree and split regions are independent by construction; recomputing a forward draws the same mask; and no
-generator state exists that a checkpoint would have to hold.
+Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index), and a
+rank uses its part. So masks are the same in every layout, a recomputed forward draws the same, and there is no generator
+state that a checkpoint would have to hold.
 """
 
 import hashlib
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalite.topology.layout import ShardSpec
 
@@ -27,31 +26,23 @@ def _key(*parts: object, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
 
 
-def fill_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int) -> None:
+def fill_normal(tensor: Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int, expert: bool = False) -> None:
     """Fill the local slice of a parameter with N(0, std²), as every other layout would.
 
     Args:
         tensor: the local slice, of any float type and device; draws are made in fp32.
-        spec: its name, global shape and slice.
         dim: the dimension that blocks run along; the one that tensor parallelism splits, if any.
+        expert: dimension 0 runs over experts, each of which is drawn as a separate tensor: a rank draws its own alone.
     """
-    _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
+    if not expert:
+        _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
+        return
+    one = ShardSpec(name=spec.name, global_shape=spec.global_shape[1:], slice=spec.slice[1:])
+    for row, number in enumerate(range(*spec.slice[0])):
+        _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", number))
 
 
-def fill_expert_normal(tensor: torch.Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int) -> None:
-    """`fill_normal` for a tensor whose dimension 0 runs over experts: each expert is drawn as a separate tensor.
-
-    So a rank that holds one expert of many draws no other.
-
-    Args:
-        dim: of the whole tensor, not 0.
-    """
-    for row, expert in enumerate(range(*spec.slice[0])):
-        one = ShardSpec(name=spec.name, global_shape=spec.global_shape[1:], slice=spec.slice[1:])
-        _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", expert))
-
-
-def _fill_blocks(tensor: torch.Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]) -> None:
+def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]) -> None:
     (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
     shape = list(spec.global_shape)
     for block in range(start // BLOCK, -(-stop // BLOCK)):
@@ -71,21 +62,17 @@ class DropoutStream:
     seed: int
     sample_ids: tuple[int, ...]
 
-    def keep(self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device) -> torch.Tensor:
+    def keep(self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
         """The boolean keep-mask of one sample (by its place in the microbatch) at one site, full shape."""
         generator = torch.Generator(device)
         generator.manual_seed(_key(self.seed, site, self.sample_ids[sample], size=8) >> 1)
         return torch.rand(shape, generator=generator, device=device) >= p
 
 
-def keep_mask(
-    x: torch.Tensor, p: float, *, site: str, stream: DropoutStream, rows: torch.Tensor, length: int
-) -> torch.Tensor:
+def keep_mask(x: Tensor, p: float, *, site: str, stream: DropoutStream, rows: Tensor, length: int) -> Tensor:
     """What stays of x [s_local, b, h] if each element falls with probability p: boolean, of x's shape.
 
-    Args:
-        site: name of the place in the network, e.g. `"layers.3.mlp"`.
-        rows: where in the sequence of `length` tokens the rows of x are, int64 [s_local].
+    `site` names the place in the network, e.g. `"layers.3.mlp"`; `rows` are the positions of x's, int64 [s_local].
     """
     masks = [
         stream.keep(site, sample, (length, x.shape[2]), p, x.device).index_select(0, rows)

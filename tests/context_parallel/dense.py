@@ -3,15 +3,14 @@
 import math
 
 import torch
+from torch import Tensor
 
 from megalite.topology.layout import sequence_spans
 
 Starts = tuple[tuple[int, ...], ...] | None
 
 
-def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, starts: Starts
-) -> torch.Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Starts) -> Tensor:
     """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible."""
     b, heads, s, d = q.shape
     visible = torch.zeros(b, 1, s, s, dtype=torch.bool)
@@ -27,11 +26,11 @@ def dense_attention(
     return scores.softmax(-1) @ v
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def rows_of(tensor: torch.Tensor, rank: int, cp: int, dim: int) -> torch.Tensor:
+def rows_of(tensor: Tensor, rank: int, cp: int, dim: int) -> Tensor:
     """What rank `rank` of cp holds of a whole sequence along `dim`."""
     spans = sequence_spans(tensor.shape[dim], cp_rank=rank, cp_size=cp)
     return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in spans], dim=dim)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.context_parallel import ring as ring_module
 from megalite.context_parallel.ring import ring_attention
@@ -15,7 +16,7 @@ from tests.support.ranks import RankContext, run_ranks
 
 B, S, D = 2, 48, 6
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def kept(context: RankContext, cp: int) -> tuple[list[tuple[int, ...]], list[boo
     q, k, v, _ = (rows_of(tensor, group.rank, cp, 2) for tensor in replace(Case(), window=9).whole())
     saved: Tensors = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
@@ -139,7 +140,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
     phase = "forward"
 
     class Recorder(Group):
-        def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        def rotate_async(self, tensor: Tensor) -> tuple[Tensor, Any]:
             what = "gradients" if tensor.dtype == torch.float32 else "keys"
             elements["gradients" if what == "gradients" else phase] += tensor.numel()
             events.append(f"start {what}")
@@ -198,9 +199,3 @@ def test_exchanges_start_before_the_tiles_that_hide_them_and_carry_what_the_docs
         assert forward == [*exchange * (cp - 1), "tile"]
         assert backward == [*exchange, *steps_with_gradients, "wait gradients"]
         assert elements == {name: (cp - 1) * block for name in ("forward", "backward", "gradients")}
-
-
-def test_documents_must_be_those_of_the_batch() -> None:
-    q, k, v, _ = Case().whole()
-    with pytest.raises(AssertionError):
-        ring_attention(q, k, v, cp=Group.solo("cp"), seq_length=S, visibility=Visibility(document_starts=((0,),)))

@@ -2,22 +2,23 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.topology.group import Group
 from tests.context_parallel.dense import drawn, rows_of
 from tests.support.ranks import RankContext, run_ranks
 
 S, B, GROUPS, REST = 24, 2, 12, (3, 5)
 
-Found = dict[str, torch.Tensor]
+Found = dict[str, Tensor]
 
 
 def group_of(context: RankContext, cp: int) -> Group:
     return context.topology(cp=cp).cp if cp > 1 else Group.solo("cp")
 
 
-def heads_of(tensor: torch.Tensor, rank: int, cp: int) -> torch.Tensor:
+def heads_of(tensor: Tensor, rank: int, cp: int) -> Tensor:
     return tensor.chunk(cp, dim=2)[rank]
 
 
@@ -60,7 +61,7 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
     calls: list[int] = []
 
     class Counter(Group):
-        def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        def all_to_all_equal(self, output: Tensor, tensor: Tensor) -> None:
             calls.append(tensor.numel())
             super().all_to_all_equal(output, tensor)
 
@@ -74,3 +75,29 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
 def test_one_exchange_of_the_whole_activation_each_way() -> None:
     size = S // 2 * B * GROUPS * 15
     assert run_ranks(2, exchanged, 2) == [[size, size]] * 2
+
+
+WHOLE = (24, 2, 24, 3)
+
+
+def gathered(context: RankContext, cp: int, dim: int) -> tuple[Tensor, Tensor]:
+    group = group_of(context, cp)
+    x = rows_of(drawn(0, *WHOLE), group.rank, cp, dim).requires_grad_()
+    y = gather_sequence(x, cp=group, dim=dim, seq_length=WHOLE[dim])
+    y.backward(drawn(10 + group.rank, *WHOLE))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_the_whole_in_order_and_the_sum_of_gradients_at_home(cp: int, dim: int) -> None:
+    total = sum((drawn(10 + rank, *WHOLE) for rank in range(1, cp)), drawn(10, *WHOLE))
+    for rank, (y, grad) in enumerate(run_ranks(cp, gathered, cp, dim)):
+        assert torch.equal(y, drawn(0, *WHOLE))
+        torch.testing.assert_close(grad, rows_of(total, rank, cp, dim), rtol=1e-13, atol=1e-13)
+
+
+def test_one_rank_copies_nothing() -> None:
+    x = drawn(0, 4, 3)
+    assert gather_sequence(x, cp=Group.solo("cp"), dim=0, seq_length=4) is x

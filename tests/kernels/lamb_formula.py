@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 TERMS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_decay": 0.1}
 NAMES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
-def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[torch.Tensor]:
+def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[Tensor]:
     """Those of NAMES, with moments as after some steps."""
     generator = torch.Generator().manual_seed(n)
     values = [torch.randn(n, dtype=torch.float64, generator=generator) for _ in range(4)]
@@ -17,8 +18,8 @@ def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.dev
 
 
 def exact(
-    tensors: list[torch.Tensor], *, rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
-) -> dict[str, torch.Tensor]:
+    tensors: list[Tensor], *, rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
+) -> dict[str, Tensor]:
     """Algorithm 2 of arXiv 1904.00962 for one tensor: everything after the update, its norms among it."""
     x, g, m, v = (tensor.double() for tensor in tensors)
     m = beta1 * m + (1.0 - beta1) * g
@@ -28,7 +29,7 @@ def exact(
     return {"param": x - rate * u, "grad": g, "exp_avg": m, "exp_avg_sq": v, "norms": norms}
 
 
-def run(kernel: Any, tensors: list[torch.Tensor], *, rate: float, **terms: Any) -> dict[str, torch.Tensor]:
+def run(kernel: Any, tensors: list[Tensor], *, rate: float, **terms: Any) -> dict[str, Tensor]:
     """Both halves in place; the same that `exact` gives."""
     moments, step = kernel
     norms = moments(*tensors, **terms, norms=True)
@@ -38,7 +39,7 @@ def run(kernel: Any, tensors: list[torch.Tensor], *, rate: float, **terms: Any) 
     return {**dict(zip(NAMES, tensors, strict=True)), "norms": torch.stack(norms)}
 
 
-def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """‖found - wanted‖/‖wanted‖ of each."""
     return {
         name: ((found[name].double() - right).norm() / right.norm().clamp(min=1e-300)).item()

@@ -4,14 +4,15 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels import attention
 from megalite.kernels.attention import TileKind, causal_attention, tile_backward, tile_forward
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Query i of s_q sees the keys up to s_k - s_q + i; head h reads group h // (heads / groups)."""
     b, heads, s_q, d = q.shape
     groups, s_k = k.shape[1], k.shape[2]
@@ -58,7 +59,7 @@ def test_bf16_is_within_its_rounding() -> None:
     torch.testing.assert_close(ours.double(), plain(q.double(), k.double(), v.double()), rtol=3e-2, atol=2e-2)
 
 
-def dense_scores(q: torch.Tensor, k: torch.Tensor, kind: TileKind) -> torch.Tensor:
+def dense_scores(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
     """[b, heads, s_q, s_k] with -inf where the tile hides the pair."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -67,7 +68,7 @@ def dense_scores(q: torch.Tensor, k: torch.Tensor, kind: TileKind) -> torch.Tens
     return scores.masked_fill(~visible, -math.inf)
 
 
-def whole(q: torch.Tensor, keys: Tensors, values: Tensors, kinds: list[TileKind]) -> Tensors:
+def whole(q: Tensor, keys: Tensors, values: Tensors, kinds: list[TileKind]) -> Tensors:
     """The output and logsumexp of one softmax over the keys of several tiles."""
     scores = torch.cat([dense_scores(q, k, kind) for k, kind in zip(keys, kinds, strict=True)], dim=-1)
     v = torch.cat(values, dim=2).repeat_interleave(q.shape[1] // values[0].shape[1], dim=1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.kernels import attention_backends
@@ -24,7 +25,7 @@ SHAPES = [
 ]
 
 
-def drawn(shape: tuple[int, int, int, int, int]) -> list[torch.Tensor]:
+def drawn(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
     """Queries with large scores, keys, values and the output's gradient, laid out as the model has them."""
     b, heads, groups, seq, size = shape
     generator = torch.Generator().manual_seed(seq)
@@ -34,7 +35,7 @@ def drawn(shape: tuple[int, int, int, int, int]) -> list[torch.Tensor]:
     return [tensor.bfloat16().permute(1, 2, 0, 3) for tensor in tensors]
 
 
-def results(kernel: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
+def results(kernel: object, given: list[Tensor]) -> list[Tensor]:
     """Output and gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in given[:3]]
     out = kernel(*leaves)  # type: ignore[operator]
@@ -81,7 +82,7 @@ def test_without_a_mask() -> None:
 def test_nothing_is_kept_but_the_inputs() -> None:
     """As the planner counts flash attention."""
     q, k, v, _ = (tensor.requires_grad_() for tensor in drawn((2, 4, 4, 256, 16)))
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         attention_backends.blocked_attention(q, k, v)
     assert sorted(tensor.numel() for tensor in kept) == [q.numel()] * 3

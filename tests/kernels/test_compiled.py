@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels import compiled as module
 from megalite.kernels.compiled import compiled, why_not_compile
@@ -18,7 +19,7 @@ ROWS, WIDTH = (6, 2), 32
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def drawn(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -45,11 +46,11 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, 
     }
 
 
-def numbers(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
+def numbers(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
     """Outputs and the gradient of each argument that has one."""
     outputs = kernel(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    leaves = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     grads = [drawn(20 + index, *out.shape).to(out.dtype) for index, out in enumerate(outputs)]
     return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, grads)]
 
@@ -92,7 +93,7 @@ def test_scales_of_fp8_are_the_same_to_the_bit() -> None:
 
 
 def test_kernels_of_others_are_left_alone() -> None:
-    def other(x: torch.Tensor) -> torch.Tensor:
+    def other(x: Tensor) -> Tensor:
         return x
 
     assert compiled(other) is other

@@ -2,25 +2,25 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.matmul import E4M3, E5M2, PLAIN, Fp8Products, quantise, why_not_fp8
 
-SHAPE = (6, 2, 64, 48)
-"""Rows in two dimensions, i, o."""
+SHAPE = (6, 2, 64, 48)  # rows in two dimensions, i, o
 
 
-def drawn(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
+def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
 
-def restored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def restored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What of x is left after rounding: the emulation of a factor."""
     rounded, undo = quantise(x, dtype)
     return rounded.double() * undo.double()
 
 
-def relative(ours: torch.Tensor, other: torch.Tensor) -> float:
+def relative(ours: Tensor, other: Tensor) -> float:
     return float((ours.double() - other.double()).norm() / other.double().norm())
 
 

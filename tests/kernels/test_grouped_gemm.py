@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.matmul import accumulate_grouped_weight_grad, grouped_matmul, grouped_matmul_fused
 
@@ -9,11 +10,11 @@ COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3]]
 IN, OUT = 16, 24
 
 
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def owners(counts: list[int]) -> torch.Tensor:
+def owners(counts: list[int]) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 

@@ -1,6 +1,7 @@
 """Which kernel serves an operation: by preference, by request, and what is said where that cannot be."""
 
 import dataclasses
+import re
 from types import MappingProxyType
 
 import pytest
@@ -126,34 +127,20 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
     assert kernels.chosen[-1].why == "no rule: torch"
 
 
-@pytest.mark.parametrize(
-    "use, reason",
-    [
-        ((torch.bfloat16, 8), "it takes float32, not bfloat16; use rmsnorm=torch"),
-        ((torch.float32, 5000), "it takes sizes up to 4096; use rmsnorm=torch"),
-    ],
-)
-def test_a_use_that_the_request_does_not_take(everywhere: None, use: tuple[torch.dtype, int], reason: str) -> None:
+def test_a_use_that_the_request_does_not_take(everywhere: None) -> None:
     kernels = Kernels({"rmsnorm": "apex"})
     kernels.check(CPU)  # it can run here
-    with pytest.raises(ConfigError) as error:
-        kernels.get("rmsnorm", device=CPU, dtype=use[0], size=use[1])
-    assert str(error.value) == f"kernels: rmsnorm=apex cannot be had: {reason}"
+    for dtype, size, reason in ((torch.bfloat16, 8, "float32, not bfloat16"), (torch.float32, 5000, "up to 4096")):
+        with pytest.raises(ConfigError, match=f"rmsnorm=apex cannot be had: .*{reason}; use rmsnorm=torch"):
+            kernels.get("rmsnorm", device=CPU, dtype=dtype, size=size)
 
 
 @pytest.mark.parametrize("backend", ["triton", "apex"])
 def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("triton", "apex"):
-        monkeypatch.setattr(registry, f"why_not_{name}", lambda device: f"it needs more than a {device}")
-    with pytest.raises(ConfigError) as error:
+    monkeypatch.setattr(registry, f"why_not_{backend}", lambda device: f"it needs more than a {device}")
+    with pytest.raises(ConfigError, match=f"adam={backend} cannot be had: it needs more than a cpu; use adam=torch"):
         Kernels({"adam": backend}).check(CPU)
-    needs = "it needs more than a cpu"
-    assert str(error.value) == f"kernels: adam={backend} cannot be had: {needs}; use adam=torch"
-    assert why_not("adam", backend, Use("cpu", torch.float32, 8)) == needs
-
-
-def test_apex_on_a_cpu() -> None:
-    assert registry.why_not_apex("cpu") == "apex has no cpu; it needs a CUDA device"
+    assert why_not("adam", backend, Use("cpu", torch.float32, 8)) == "it needs more than a cpu"
 
 
 def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +156,8 @@ def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_operation_that_a_backend_has_not() -> None:
     assert backends_of("swiglu") == ["triton", "torch"]
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"apex has no swiglu .*; there is triton, torch"):
         Kernels({"swiglu": "apex"}).check(CPU)
-    assert str(error.value) == "kernels: apex has no swiglu (silu(gate) · up); there is triton, torch"
 
 
 def test_a_kernel_of_one_launch_is_said_to_fuse(everywhere: None) -> None:
@@ -180,34 +166,23 @@ def test_a_kernel_of_one_launch_is_said_to_fuse(everywhere: None) -> None:
     assert Kernels({"rmsnorm": "triton"}).fuses("rmsnorm", **where)
 
 
+_RULE = "- {operation: adam, device: cpu, order: [torch], because: b}\n"
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: 1", "a list of rules is wanted, got dict"),
-        ("- 3", "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size"),
-        (
-            "- {operation: adam, device: cpu, order: [torch]}",
-            "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size",
-        ),
-        (
-            "- {operation: adam, device: cpu, order: [torch], because: b, since: 3}",
-            "rule 1: wanted are because, device, operation, order, and may be dtypes and from_size",
-        ),
-        (
-            "- {operation: adam, device: cpu, order: [torch], because: b}\n"
-            "- {operation: adm, device: cpu, order: [torch], because: b}",
-            "rule 2: no operation adm (one of rmsnorm, ",
-        ),
-        (
-            "- {operation: adam, device: cpu, order: [torch, cudnn], because: b}",
-            "rule 1: no backend cudnn (one of apex, triton, onednn, torch)",
-        ),
+        ("a: 1", "mine.yaml: a list of rules is wanted, got dict"),
+        ("- 3", "mine.yaml, rule 1: wanted are because, device"),
+        (_RULE.replace("because: b", ""), "rule 1: wanted are because, device"),
+        (_RULE.replace("b}", "b, since: 3}"), "and may be dtypes and from_size"),
+        (_RULE + _RULE.replace("adam", "adm"), "rule 2: no operation adm (one of rmsnorm, "),
+        (_RULE.replace("[torch]", "[torch, cudnn]"), "rule 1: no backend cudnn (one of apex, triton, onednn, torch)"),
     ],
 )
 def test_wrong_rules_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_preferences(text, "mine.yaml")
-    assert str(error.value).startswith(f"mine.yaml{': ' if message[0] == 'a' else ', '}{message}")
 
 
 def test_the_shipped_rules_name_kernels_that_exist() -> None:

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.unfused_attention import unfused_attention
 
 P = 0.3
 
 
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, keep: torch.Tensor | None
-) -> torch.Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, keep: Tensor | None) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(math.sqrt(q.shape[-1])).exp()
@@ -26,7 +25,7 @@ def plain(
 
 def tensors(
     groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """q, k, v as the model has them (views of [s, b, heads, d]); a gradient; what is visible; what stays."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((s_q, 2, 4, 6), (s_k, 2, groups, 6), (s_k, 2, groups, 6), (s_q, 2, 4, 6))
@@ -77,7 +76,7 @@ def test_twice_the_type_and_a_byte_are_kept_of_a_score(dtype: torch.dtype, score
     inputs, _, visible, keep = tensors(2, 8, 8, dtype)
     storages: dict[int, int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 

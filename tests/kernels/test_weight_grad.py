@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.matmul import accumulate_weight_grad
 
 
-def parts(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(40, width, generator=generator).to(dtype) for width in (6, 8))  # type: ignore[return-value]
 

@@ -8,14 +8,14 @@ other way round.
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 
-Weights = dict[str, torch.Tensor]
-"""Full tensors by name."""
+Weights = dict[str, Tensor]  # full tensors by name
 
 
-def from_gpt2(theirs: Mapping[str, torch.Tensor], model: ModelConfig) -> Weights:
+def from_gpt2(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
     """GPT2LMHeadModel: LayerNorms and biases everywhere, [in, out] matrices, c_attn = (all queries, keys, values)."""
     ours = {
         "embedding.word.weight": pad_vocabulary(theirs["transformer.wte.weight"], model),
@@ -36,7 +36,7 @@ def from_gpt2(theirs: Mapping[str, torch.Tensor], model: ModelConfig) -> Weights
     return ours
 
 
-def from_llama(theirs: Mapping[str, torch.Tensor], model: ModelConfig) -> Weights:
+def from_llama(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
     """Llama and all that share its names: Mistral, Qwen2, Qwen3, Gemma, Mixtral."""
     ours = {
         "embedding.word.weight": pad_vocabulary(theirs["model.embed_tokens.weight"], model),
@@ -58,7 +58,7 @@ def from_llama(theirs: Mapping[str, torch.Tensor], model: ModelConfig) -> Weight
     return ours
 
 
-def _llama_attention(theirs: Mapping[str, torch.Tensor], there: str, here: str, model: ModelConfig) -> Weights:
+def _llama_attention(theirs: Mapping[str, Tensor], there: str, here: str, model: ModelConfig) -> Weights:
     ours = {f"{here}.out.weight": theirs[f"{there}.o_proj.weight"]}
     for kind in ("weight", "bias") if model.add_qkv_bias else ("weight",):
         q, k, v = (theirs[f"{there}.{name}_proj.{kind}"] for name in "qkv")
@@ -69,7 +69,7 @@ def _llama_attention(theirs: Mapping[str, torch.Tensor], there: str, here: str, 
     return ours
 
 
-def _mixtral_experts(theirs: Mapping[str, torch.Tensor], there: str, here: str) -> Weights:
+def _mixtral_experts(theirs: Mapping[str, Tensor], there: str, here: str) -> Weights:
     """gate_up_proj [E, 2·f, h] has the gates first."""
     return {
         f"{here}.router.weight": theirs[f"{there}.gate.weight"],
@@ -78,13 +78,13 @@ def _mixtral_experts(theirs: Mapping[str, torch.Tensor], there: str, here: str) 
     }
 
 
-def group_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def group_qkv(q: Tensor, k: Tensor, v: Tensor, model: ModelConfig) -> Tensor:
     """Rows [heads·d, ...], [groups·d, ...] twice -> [(heads + 2·groups)·d, ...]: each group's queries, key, value."""
     by_group = [rows.unflatten(0, (model.query_groups, -1)) for rows in (q, k, v)]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def pad_vocabulary(rows: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def pad_vocabulary(rows: Tensor, model: ModelConfig) -> Tensor:
     """[vocab_size, h] -> [padded_vocab_size, h], zeros below."""
     padding = rows.new_zeros(model.padded_vocab_size - rows.shape[0], rows.shape[1])
     return torch.cat((rows, padding))

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,20 +29,20 @@ class _Tally:
 class _Held:
     """A saved tensor; its death is the hold's end."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class SavedBytes(_Tally):
     """Bytes of the distinct storages that autograd holds, parameters and other tensors `besides` not counted."""
 
-    def __init__(self, besides: list[torch.Tensor]) -> None:
+    def __init__(self, besides: list[Tensor]) -> None:
         super().__init__()
         self._besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
         self._holds: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
-    def _pack(self, tensor: torch.Tensor) -> _Held:
+    def _pack(self, tensor: Tensor) -> _Held:
         # Detached, or an operation that saves its own output would hold itself.
         held = _Held(tensor if tensor.is_leaf else tensor.detach())
         storage = tensor.untyped_storage()
@@ -75,7 +76,7 @@ class LiveBytes(_Tally):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._mode = _EachOperation(self)
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: Tensor) -> None:
         """Count the tensor's storage unless it is counted already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -105,11 +106,9 @@ class _EachOperation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What goes in and was not made inside is old: a view of it is no new memory.
-        before = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in before:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
                 self._live.see(leaf)
         return result

@@ -5,49 +5,46 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 
-Weights = dict[str, torch.Tensor]
-"""By the name after `layers.i.moe.`."""
+Weights = dict[str, Tensor]  # by the name after `layers.i.moe.`
 
 
 @dataclass
 class Expected:
     """What the layer should give for whole sequences x [s, b, h]."""
 
-    y: torch.Tensor
-    balance: torch.Tensor
-    """E·Σ f_e·P_e, summed over the sequences."""
-    z: torch.Tensor
-    """logsumexp², summed over the tokens."""
-    kept: torch.Tensor
-    """[s, b, E]: 1 where the expert takes the token."""
+    y: Tensor
+    balance: Tensor  # E·Σ f_e·P_e, summed over the sequences
+    z: Tensor  # logsumexp², summed over the tokens
+    kept: Tensor  # [s, b, E]: 1 where the expert takes the token
 
 
-def draw(seed: int, *shape: int) -> torch.Tensor:
+def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def activation(x: torch.Tensor, name: str) -> torch.Tensor:
+def activation(x: Tensor, name: str) -> Tensor:
     """x [..., f], or [..., 2, f] with the gate first."""
     if name == "swiglu":
         return F.silu(x[..., 0, :]) * x[..., 1, :]
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def network(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
+def network(x: Tensor, up: Tensor, down: Tensor, name: str) -> Tensor:
     """up [f, h] or [2, f, h], down [h, f]."""
     return activation(torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up), name) @ down.t()
 
 
-def choose(logits: torch.Tensor, k: int) -> list[int]:
+def choose(logits: Tensor, k: int) -> list[int]:
     """The k largest, the lower index first among equals."""
     values = logits.tolist()
     return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:k]
 
 
-def expected(x: torch.Tensor, weights: Weights, config: ModelConfig) -> Expected:
+def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
     s, b, _ = x.shape
     experts, k = config.num_experts, config.moe_router_topk
     assert experts is not None

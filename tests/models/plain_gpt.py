@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Plain:
     tied: bool = True
 
 
-def normalize(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tensor:
+def normalize(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
     if c.norm == "RMSNorm":
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.eps) * w[f"{name}.weight"]
     centred = x - x.mean(-1, keepdim=True)
@@ -32,11 +33,11 @@ def normalize(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tensor:
     return centred * scale * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def bias(w: Weights, name: str, like: torch.Tensor) -> torch.Tensor:
+def bias(w: Weights, name: str, like: Tensor) -> Tensor:
     return w.get(f"{name}.bias", like.new_zeros(()))
 
 
-def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
+def rotate(x: Tensor, base: float) -> Tensor:
     """Pairs (x_i, x_{i+d/2}) of [b, s, ..., d] turned by position · base^(-2i/d)."""
     s, d = x.shape[1], x.shape[-1]
     theta = torch.tensor([[t * base ** (-2 * i / d) for i in range(d // 2)] for t in range(s)], dtype=x.dtype)
@@ -45,7 +46,7 @@ def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
     return torch.cat([a * theta.cos() - b * theta.sin(), a * theta.sin() + b * theta.cos()], -1)
 
 
-def attend(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tensor:
+def attend(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
     """Rows of the qkv weight: for each group its queries, then its key, then its value."""
     per = c.heads // c.groups
     weight = w[f"{name}.qkv.weight"].view(c.groups, per + 2, c.head_size, -1)
@@ -63,7 +64,7 @@ def attend(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tensor:
     return out + bias(w, f"{name}.out", out)
 
 
-def feed_forward(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tensor:
+def feed_forward(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
     if c.activation == "swiglu":
         both = torch.einsum("bsh,zfh->zbsf", x, w[f"{name}.up.weight"])
         if f"{name}.up.bias" in w:
@@ -79,7 +80,7 @@ def feed_forward(w: Weights, name: str, x: torch.Tensor, c: Plain) -> torch.Tens
     return out + bias(w, f"{name}.down", out)
 
 
-def losses(w: Weights, tokens: torch.Tensor, labels: torch.Tensor, c: Plain) -> torch.Tensor:
+def losses(w: Weights, tokens: Tensor, labels: Tensor, c: Plain) -> Tensor:
     """Cross-entropy of each token, [b, s]."""
     x = w["embedding.word.weight"][tokens]
     if "embedding.position.weight" in w:

@@ -170,29 +170,18 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {"cp": 2, **DROPOUT},
         {"cp": 2, "cp_comm_type": "a2a", **DROPOUT},
         {"cp": 2, **DROPOUT, **selective("core_attn")},
+        MOE,
+        {**MOE, "activation": "swiglu", "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {**MOE, "activation": "swiglu", "moe_shared_expert_intermediate_size": 512},
+        {**MOE, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.0},
+        {**MOE, **selective("moe")},
+        {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
+        {**MOE, **TP2, **SP, "moe_shared_expert_intermediate_size": 512},
     ],
     ids=str,
 )
-def test_other_families_and_context_parallelism_keep_what_the_planner_says(settings: dict[str, Any]) -> None:
+def test_families_experts_and_context_parallelism_keep_what_the_planner_says(settings: dict[str, Any]) -> None:
     found = measured(settings.get("tp", 1) * settings.get("cp", 1), settings)
-    assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"activation": "swiglu", "moe_router_topk": 1, "moe_router_pre_softmax": True},
-        {"activation": "swiglu", "moe_shared_expert_intermediate_size": 512},
-        {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.0},
-        selective("moe"),
-        {**selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
-        {**TP2, **SP, "moe_shared_expert_intermediate_size": 512},
-    ],
-    ids=str,
-)
-def test_experts_keep_what_the_planner_says(settings: dict[str, Any]) -> None:
-    found = measured(settings.get("tp", 1), {**MOE, **settings})
     assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 from megalite.models.attention import Attention
@@ -26,12 +27,12 @@ def test_where_the_kernel_is_used(
     tokens = torch.randint(0, 37, (B, S), generator=torch.Generator().manual_seed(2))
     seen, results = [], []
 
-    def forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(scores: Tensor, scale: float) -> Tensor:
         seen.append("forward")
         assert scores.shape[-2:] == (S, S)
         return causal_softmax_forward(scores, scale)
 
-    def backward(*given: Any) -> torch.Tensor:
+    def backward(*given: Any) -> Tensor:
         seen.append("backward")
         return causal_softmax_backward(*given)
 

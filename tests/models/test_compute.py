@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
@@ -48,7 +49,7 @@ def stage_of(config: RunConfig, *, topology: Topology | None = None, recompute: 
     return stage
 
 
-def numbers(stage: GPTStage, config: RunConfig) -> dict[str, torch.Tensor]:
+def numbers(stage: GPTStage, config: RunConfig) -> dict[str, Tensor]:
     """Losses of a microbatch, and each weight's gradient wherever it went."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 90, (2, config.training.seq_length + 1), generator=generator)
@@ -62,7 +63,7 @@ def numbers(stage: GPTStage, config: RunConfig) -> dict[str, torch.Tensor]:
     return found
 
 
-def differ(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+def differ(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     assert ours.keys() == others.keys()
     return max(
         float((ours[name].double() - other.double()).norm() / other.double().norm()) for name, other in others.items()
@@ -81,7 +82,7 @@ def test_attention_is_the_one_asked_for(backend: str) -> None:
             assert layer.causal_attention is causal_attention
         kernel = layer.causal_attention
 
-        def spy(*args: Any, kernel: Any = kernel, **kwargs: Any) -> torch.Tensor:
+        def spy(*args: Any, kernel: Any = kernel, **kwargs: Any) -> Tensor:
             called.append(1)
             return kernel(*args, **kwargs)
 

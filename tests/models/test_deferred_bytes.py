@@ -20,8 +20,7 @@ EXPERTS: dict[str, Any] = {
     "add_bias_linear": False,
     "moe_ffn_hidden_size": 192,
     "moe_shared_expert_intermediate_size": 128,
-}
-"""All experts for each token: how many rows one gets is then known."""
+}  # all experts for each token: how many rows one gets is then known
 
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:

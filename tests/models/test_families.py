@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.flags import parse_arguments
@@ -42,10 +43,8 @@ class Family:
     """A preset in small, and the configuration of transformers that is the same model."""
 
     preset: str
-    changes: dict[str, Any]
-    """To the preset, besides SMALL."""
-    kind: str
-    """transformers' model: `Llama` for LlamaForCausalLM."""
+    changes: dict[str, Any]  # to the preset, besides SMALL
+    kind: str  # transformers' model: `Llama` for LlamaForCausalLM
     theirs: dict[str, Any]
     mapping: Callable[..., Weights] = from_llama
 
@@ -132,7 +131,7 @@ class OnlyFloat64(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 assert tensor.dtype == FLOAT64, f"{func} made a {tensor.dtype}"
         return out
 
@@ -146,7 +145,7 @@ def all_float64() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, OnlyFloat64():
             patch.setattr(torch, "float32", torch.float64)
             patch.setattr(torch, "float", torch.float64)
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(Tensor, "float", Tensor.double)
             yield
     finally:
         torch.set_default_dtype(before)
@@ -182,7 +181,7 @@ def load(stage: GPTStage, weights: Weights) -> None:
             parameter.copy_(weights[name])
 
 
-def both_logits(family: Family, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def both_logits(family: Family, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Ours and theirs [b, s, vocab_size]."""
     them, us = their_model(family), build(model)
     load(us, family.mapping(them.state_dict(), model))
@@ -196,7 +195,7 @@ def both_logits(family: Family, model: ModelConfig) -> tuple[torch.Tensor, torch
     return ours.transpose(0, 1)[..., :VOCAB], theirs
 
 
-def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 

@@ -1,11 +1,11 @@
-"""The model against a plain functional one, and activation recompute."""
+"""The model against a plain functional one."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.gpt import GPTStage
-from megalite.models.recompute import Recompute
 from tests.models.plain_gpt import Plain, losses
 from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
 
@@ -28,14 +28,14 @@ def shake(stage: GPTStage) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 37, (B, S + 1), generator=generator)
     weights = torch.rand(B, S, dtype=torch.float64, generator=generator)
     return tokens[:, :-1], tokens[:, 1:], weights
 
 
-def gradients(stage: GPTStage) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(stage: GPTStage) -> tuple[Tensor, dict[str, Tensor]]:
     tokens, labels, weights = batch()
     found = stage(tokens, stage.context((4, 5)), labels=labels)
     (found * weights).sum().backward()
@@ -77,46 +77,15 @@ def test_losses_and_every_gradient_are_those_of_the_plain_model(family: str) -> 
         assert (grads[name] - parameter.grad).abs().max() <= 1e-10 * scale, name
 
 
-class Held:
-    """Bytes of the tensors that autograd keeps for the backward, parameters left out."""
-
-    def __init__(self, stage: GPTStage) -> None:
-        self.parameters = {parameter.data_ptr() for parameter in stage.parameters()}
-        self.bytes = 0
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in self.parameters:
-            self.bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recompute_changes_memory_and_not_one_bit_of_the_gradients(family: str, dropout: float) -> None:
-    model = varied(FAMILIES[family], hidden_dropout=dropout, attention_dropout=dropout)
-    held, found = [], []
-    for recompute in ("none", "selective", "full"):
-        stage = build(model, recompute=Recompute(granularity=recompute))
-        counter = Held(stage)
-        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
-            found.append(gradients(stage))
-        held.append(counter.bytes)
-    assert held[0] > held[1] > held[2] > 0, held
-    for ours, grads in found[1:]:
-        assert torch.equal(ours, found[0][0])
-        for name, grad in grads.items():
-            assert torch.equal(grad, found[0][1][name]), name
-
-
 def test_dropout_acts_in_training_alone() -> None:
     model = varied(GPT, hidden_dropout=0.3)
     stage, same = build(model), build(GPT)
     tokens, labels, _ = batch()
 
-    def run(stage: GPTStage, ids: tuple[int, int]) -> torch.Tensor:
+    def run(stage: GPTStage, ids: tuple[int, int]) -> Tensor:
         with torch.no_grad():
             found = stage(tokens, stage.context(ids), labels=labels)
-        assert isinstance(found, torch.Tensor)
+        assert isinstance(found, Tensor)
         return found
 
     dropped = run(stage, (4, 5))
@@ -132,7 +101,7 @@ def test_the_unfused_attention_is_the_fused_one(monkeypatch: pytest.MonkeyPatch,
     shake(fused)
     losses_fused, grads_fused = gradients(fused)
 
-    def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    def unfused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
         assert causal
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
         return unfused_attention(q, k, v, visible=visible, keep=None, p=0.0)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
 from megalite.models.moe.router import within_capacity
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import layer_shapes
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.models.moe_reference import Expected, Weights, draw, expected
@@ -36,10 +36,9 @@ def config_of(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**base, **changes})
 
 
-def build(config: ModelConfig, *, recompute: tuple[str, ...] = (), dtype: torch.dtype = torch.float64) -> MoELayer:
+def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64) -> MoELayer:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
-    plan = Recompute(granularity="selective" if recompute else "none", modules=frozenset(recompute))
-    return MoELayer(NAME, config, factory=factory, recompute=plan)
+    return MoELayer(NAME, config, factory=factory, recompute=Recompute())
 
 
 def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:
@@ -63,12 +62,12 @@ def grads(layer: MoELayer) -> Weights:
     return {p.info.spec.name.removeprefix(f"{NAME}."): p.grad for p in layer.parameters()}
 
 
-def close(ours: torch.Tensor | None, theirs: torch.Tensor | None, what: str) -> None:
+def close(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
     assert ours is not None and theirs is not None, what
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def compare(layer: MoELayer, config: ModelConfig, x: torch.Tensor, *, scale: float = 1.0) -> Expected:
+def compare(layer: MoELayer, config: ModelConfig, x: Tensor, *, scale: float = 1.0) -> Expected:
     """Output, gradients and losses of a layer for x [s, b, h]."""
     auxiliary, upstream = losses(scale), draw(9, *x.shape)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -184,40 +183,6 @@ def test_in_evaluation_nothing_is_attached() -> None:
         assert torch.equal(layer(x, context_of()), layer(x, context_of(losses())))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("modules", [("moe",), ("mlp_act",), ("moe", "layernorm")])
-def test_recompute_changes_no_bit(modules: tuple[str, ...], dtype: torch.dtype) -> None:
-    config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **TIGHT, **GATED, **SHARED)
-    outcomes = []
-    for recompute in ((), modules):
-        layer, auxiliary = build(config, recompute=recompute, dtype=dtype), losses()
-        x = draw(1, S, B, H).to(dtype).requires_grad_()
-        (layer(x, context_of(auxiliary)) * draw(9, S, B, H).to(dtype)).sum().backward()
-        outcomes.append([x.grad, *(p.grad for p in layer.parameters()), *auxiliary.totals.values()])
-    for one, other in zip(*outcomes, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_recompute_keeps_less() -> None:
-    def kept(modules: tuple[str, ...]) -> int:
-        layer = build(config_of(**GATED, **SHARED), recompute=modules)
-        storages: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = layer(draw(1, S, B, H).requires_grad_(), context_of())
-        assert y.requires_grad
-        return sum(storages.values())
-
-    none, act, whole = kept(()), kept(("mlp_act",)), kept(("moe",))
-    # Activations of the experts [2·s·b, f] and of the shared one [s·b, 4]; the whole layer keeps its input alone.
-    assert none - act == 8 * S * B * (2 * F + 4)
-    assert whole == 8 * S * B * H
-
-
 def test_bf16_routes_in_fp32() -> None:
     """Weights and losses are those of fp32 for the same rounded numbers."""
     config = config_of(moe_z_loss_coeff=Z)
@@ -228,15 +193,3 @@ def test_bf16_routes_in_fp32() -> None:
     best = logits.topk(2).values.softmax(-1)
     assert routing.weights.dtype == torch.float32
     torch.testing.assert_close(routing.weights, best, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("changes", [{}, {**GATED, **SHARED}, {**GATED, "add_bias_linear": True, **SHARED}])
-def test_parameters_are_those_of_the_table(changes: dict[str, Any]) -> None:
-    config = config_of(**changes)
-    table = {row.name: row for row in layer_shapes(config, 0) if ".moe." in row.name}
-    found = {p.info.spec.name: p.info for p in build(config).parameters()}
-    assert sorted(found) == sorted(table)
-    for name, info in found.items():
-        row = table[name]
-        assert (info.spec.global_shape, info.shard_dim) == (row.shape, row.shard_dim), name
-        assert (info.decay, info.expert) == (row.decay, row.expert), name

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
@@ -21,15 +22,14 @@ CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT, "moe_token_drop_policy": "position", **GATED},
-]
-"""Several a call: the pool's workers make their groups once."""
+]  # several a call: the pool's workers make their groups once
 
 
 def config_at(index: int) -> Any:
     return config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **CONFIGS[index])
 
 
-def global_input(lonely: bool) -> torch.Tensor:
+def global_input(lonely: bool) -> Tensor:
     """[s, sequences, h]; with `lonely` all tokens go to the first experts (see `set_lonely`)."""
     x = draw(1, S, SEQUENCES, H)
     return x.abs() if lonely else x
@@ -39,7 +39,7 @@ def set_lonely(layer: MoELayer) -> None:
     layer.router.weight.data.copy_(-torch.arange(4.0)[:, None].expand(4, H))
 
 
-def zigzag(topology: Topology) -> torch.Tensor:
+def zigzag(topology: Topology) -> Tensor:
     """Positions of this cp rank: chunks r and 2cp-1-r."""
     chunks = torch.arange(S).chunk(2 * topology.cp.size)
     return torch.cat((chunks[topology.cp.rank], chunks[2 * topology.cp.size - 1 - topology.cp.rank]))

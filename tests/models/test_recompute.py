@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.model import ModelConfig
@@ -26,6 +27,7 @@ MODELS = {
         moe_layer_freq=2,
         moe_shared_expert_intermediate_size=12,
         moe_aux_loss_coeff=0.1,
+        moe_expert_capacity_factor=0.75,
         hidden_dropout=0.2,
     ),
 }
@@ -58,17 +60,14 @@ def name_of(plan: Recompute) -> str:
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.count += name.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
+        self.count += func.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
         return func(*args, **(kwargs or {}))
 
 
-def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], int]:
     """Losses, gradients and the number of matrix products in the backward."""
     stage = build(model, dtype=dtype, recompute=plan).train()
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
@@ -110,7 +109,7 @@ def test_which_layers_run_twice(plan: Recompute, runs: dict[int, int], monkeypat
     seen: Counter[int] = Counter()
     forward = Block.forward
 
-    def counting(block: Block, *arguments: Any) -> torch.Tensor:
+    def counting(block: Block, *arguments: Any) -> Tensor:
         seen[int(block.name.split(".")[1])] += 1
         return forward(block, *arguments)
 
@@ -119,7 +118,7 @@ def test_which_layers_run_twice(plan: Recompute, runs: dict[int, int], monkeypat
     assert seen == runs
 
 
-def remade(x: torch.Tensor, made: list[str]) -> torch.Tensor:
+def remade(x: Tensor, made: list[str]) -> Tensor:
     made.append("again" if not torch.is_grad_enabled() else "forward")
     return x.exp()
 

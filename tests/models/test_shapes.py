@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
+from megalite.config.validate import validate
 from megalite.models.shapes import (
     ParameterShape,
     embedding_shapes,
@@ -18,6 +20,8 @@ from megalite.models.shapes import (
     parameter_count,
     stage_shapes,
 )
+from megalite.partition.pipeline import plan_stages
+from megalite.partition.stages import stage_forward_flops
 
 GPT = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16)
 LLAMA = ModelConfig(
@@ -71,17 +75,12 @@ def test_llama_layer() -> None:
     ]
 
 
-def test_swiglu_bias_is_stacked_like_its_weight() -> None:
-    model = ModelConfig(hidden_size=24, activation="swiglu", ffn_hidden_size=64)
-    bias = next(shape for shape in layer_shapes(model, 0) if shape.name == "layers.0.mlp.up.bias")
-    assert (bias.shape, bias.shard_dim, bias.decay) == ((2, 64), 1, False)
-
-
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
 def test_every_gate_is_stacked_on_its_up_projection(activation: str) -> None:
     model = ModelConfig(hidden_size=24, activation=activation, ffn_hidden_size=64)
-    up = next(shape for shape in layer_shapes(model, 0) if shape.name == "layers.0.mlp.up.weight")
-    assert (up.shape, up.shard_dim) == ((2, 64, 24), 1)
+    found = {row[0]: row[1:4] for row in rows(layer_shapes(model, 0))}
+    assert found["layers.0.mlp.up.weight"] == ((2, 64, 24), 1, True)
+    assert found["layers.0.mlp.up.bias"] == ((2, 64), 1, False)
 
 
 def test_bias_of_query_key_and_value_alone() -> None:
@@ -113,17 +112,6 @@ def test_zero_centered_norms_start_at_zero() -> None:
     model = dataclasses.replace(LLAMA, norm_zero_centered=True, qk_norm=True)
     norms = [row for row in rows(stage_shapes(model, 0, 1, True, True)) if "norm" in row[0]]
     assert len(norms) == 5 and {row[-1] for row in norms} == {"zeros"}
-
-
-@pytest.mark.parametrize(("activation", "up", "shard_dim"), [("gelu", (4, 32, 8), 1), ("swiglu", (4, 2, 64, 8), 2)])
-def test_moe_layer(activation: str, up: tuple[int, ...], shard_dim: int) -> None:
-    ffn = {"gelu": None, "swiglu": 64}[activation]
-    model = ModelConfig(hidden_size=8, num_attention_heads=2, num_experts=4, activation=activation, ffn_hidden_size=ffn)
-    router, ups, downs = layer_shapes(model, 2)[-3:]
-    assert rows([router]) == [("layers.2.moe.router.weight", (4, 8), None, True, "normal")]
-    assert rows([ups]) == [("layers.2.moe.experts.up.weight", up, shard_dim, True, "normal")]
-    assert rows([downs]) == [("layers.2.moe.experts.down.weight", (4, 8, up[-2]), 2, True, "residual")]
-    assert (router.expert, ups.expert, downs.expert) == (False, True, True)
 
 
 def test_ends() -> None:
@@ -195,16 +183,78 @@ def test_a_sliding_window_leaves_fewer_products() -> None:
     ) == layer_forward_flops(wide, 0, s, "megatron")
 
 
-def test_a_token_pays_for_its_experts_alone() -> None:
-    def flops(experts: int, topk: int) -> int:
-        model = ModelConfig(hidden_size=8, num_attention_heads=2, num_experts=experts, moe_router_topk=topk)
-        return layer_forward_flops(model, 0, 4)
-
-    router, expert = 2 * 8, 2 * 2 * 8 * 32
-    assert flops(8, 2) - flops(4, 2) == 4 * router
-    assert flops(8, 3) - flops(8, 2) == expert
-
-
 def test_imports_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import megalite.models.shapes"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MIXED = ModelConfig(
+    num_layers=6,
+    hidden_size=8,
+    num_attention_heads=2,
+    activation="swiglu",
+    ffn_hidden_size=40,
+    num_experts=16,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=10,
+    moe_shared_expert_intermediate_size=20,
+    moe_first_dense_layers=1,
+    moe_layer_freq=2,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    tie_embeddings=False,
+    vocab_size=128,
+)
+MOE_LAYERS = [1, 3, 5]
+
+
+def test_each_layer_has_its_own_kind() -> None:
+    """Shared experts are not split over ep."""
+    experts = {
+        "moe.router.weight": ((16, 8), False),
+        "moe.experts.up.weight": ((16, 2, 10, 8), True),
+        "moe.experts.down.weight": ((16, 8, 10), True),
+        "moe.shared.up.weight": ((2, 20, 8), False),
+        "moe.shared.down.weight": ((8, 20), False),
+    }
+    dense = {"mlp.up.weight": ((2, 40, 8), False), "mlp.down.weight": ((8, 40), False)}
+    for layer in range(6):
+        found = {
+            row.name.removeprefix(f"layers.{layer}."): (row.shape, row.expert) for row in layer_shapes(MIXED, layer)
+        }
+        found = {name: row for name, row in found.items() if name.startswith(("mlp.", "moe."))}
+        assert found == (experts if layer in MOE_LAYERS else dense)
+
+
+def test_count_of_mixed_layers() -> None:
+    attention, norms = 4 * 8 * 8, 2 * 8
+    dense, moe = 3 * 40 * 8, 16 * 8 + 16 * 3 * 10 * 8 + 3 * 20 * 8
+    ends = 2 * 128 * 8 + 8
+    assert parameter_count(MIXED) == 6 * (attention + norms) + 3 * dense + 3 * moe + ends
+
+
+def test_flops_of_mixed_layers() -> None:
+    s = 10
+    attention = 2 * 4 * 8 * 8 + 4 * s * 8
+    dense, moe = 2 * 3 * 40 * 8, 2 * (16 * 8 + 3 * 3 * 10 * 8 + 3 * 20 * 8)
+    for layer in range(6):
+        found = layer_forward_flops(MIXED, layer, s)
+        assert found == attention + (moe if layer in MOE_LAYERS else dense)
+    assert flops_per_token(MIXED, s) == 3 * (6 * attention + 3 * dense + 3 * moe + head_forward_flops(MIXED))
+
+
+def test_stages_weigh_their_own_layers() -> None:
+    flags = (
+        "--num-layers 8 --hidden-size 64 --seq-length 32 --vocab-size 128 --num-experts 4 --moe-router-topk 4 "
+        "--moe-first-dense-layers 4 --pp 2"
+    )
+    config = validate(parse_arguments(flags.split()).config, 2)
+    first, last = plan_stages(config)
+    assert first.num_layers > last.num_layers, "layers with four experts a token are heavier"
+    costs = [layer_forward_flops(config.model, layer, 32) for layer in range(8)]
+    head = head_forward_flops(config.model)
+    assert stage_forward_flops(config, first) == sum(costs[: first.num_layers])
+    assert stage_forward_flops(config, last) == sum(costs[first.num_layers :]) + head
+    best = min(max(sum(costs[:cut]), sum(costs[cut:]) + head) for cut in range(1, 8))
+    assert max(stage_forward_flops(config, plan) for plan in (first, last)) == best

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.models.block import Block
@@ -44,7 +45,7 @@ def stage_of(
     return stage
 
 
-def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, int], list[float]]:
+def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, int], list[float]]:
     """Gradients, matrix products by kind of action, and the losses that layers added."""
     deferred = DeferredWeightGradients()
     attach_deferred(stage, deferred)
@@ -120,7 +121,7 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
     runs = 0
     forward = Block._feed_forward
 
-    def counting(block: Block, *arguments: Any) -> torch.Tensor:
+    def counting(block: Block, *arguments: Any) -> Tensor:
         nonlocal runs
         runs += 1
         return forward(block, *arguments)

@@ -23,8 +23,8 @@ RANDOMNESS = (
     Mutant(
         "masks of the first part of the sequence",
         "megalite/models/context.py",
-        "self.positions.tensor_split(tp.size)[tp.rank] if sequence_parallel",
-        "self.positions.tensor_split(tp.size)[0] if sequence_parallel",
+        "rows = self.positions.tensor_split(region.size)[region.rank]",
+        "rows = self.positions.tensor_split(region.size)[0]",
         f"{EVALUATION}[tp2-sp]",
         "with sequence parallelism all tp ranks drop alike",
     ),

@@ -269,8 +269,8 @@ NORM_AND_UPDATE = (
     Mutant(
         "bias correction a step late",
         "megalite/kernels/optimizer_ops.py",
-        "torch.full((), step - 1,",
-        "torch.full((), step,",
+        'torch.full((), settings["step"] - 1,',
+        'torch.full((), settings["step"],',
         f"{TRAJECTORY}[one-fp64]",
         "Adam corrects its moments for a step that has not been made",
     ),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.topology.group import Group
@@ -12,7 +13,7 @@ S, B, VOCAB = 6, 2, 9
 KINDS = ("random", "extreme", "equal")
 
 
-def whole_logits(kind: str, padded: int) -> torch.Tensor:
+def whole_logits(kind: str, padded: int) -> Tensor:
     """[s, b, padded] with rubbish in the columns of the padding."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(S, B, padded, dtype=torch.float64, generator=generator)
@@ -24,7 +25,7 @@ def whole_logits(kind: str, padded: int) -> torch.Tensor:
     return logits
 
 
-def labels() -> torch.Tensor:
+def labels() -> Tensor:
     return torch.arange(S * B).view(S, B) % VOCAB
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -12,11 +13,10 @@ from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
 S, B, K, V, H = 8, 2, 12, 24, 6
-START = 0.5
-"""What main_grad holds before: gradients are added, not written."""
+START = 0.5  # what main_grad holds before: gradients are added, not written
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -26,12 +26,12 @@ def factory(tp: Group, sequence_parallel: bool) -> ParameterFactory:
     )
 
 
-def local(parameter: ShardedParameter, full: torch.Tensor) -> torch.Tensor:
+def local(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The parameter's slice of a full tensor."""
     return full[tuple(slice(start, stop) for start, stop in parameter.info.spec.slice)]
 
 
-def prepare(parameter: ShardedParameter | None, full: torch.Tensor, main_grad: bool) -> list[int]:
+def prepare(parameter: ShardedParameter | None, full: Tensor, main_grad: bool) -> list[int]:
     """Give a parameter its slice of `full`; returns a list that grows with each call of grad_ready."""
     calls: list[int] = []
     if parameter is not None:
@@ -42,16 +42,16 @@ def prepare(parameter: ShardedParameter | None, full: torch.Tensor, main_grad: b
     return calls
 
 
-def part(x: torch.Tensor, tp: Group, dim: int) -> torch.Tensor:
+def part(x: Tensor, tp: Group, dim: int) -> Tensor:
     return x.chunk(tp.size, dim)[tp.rank]
 
 
-def close(ours: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
+def close(ours: Tensor | None, expected: Tensor, what: str) -> None:
     assert ours is not None, what
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def check_weight_grad(weight: ShardedParameter, calls: list[int], full: torch.Tensor, main_grad: bool) -> None:
+def check_weight_grad(weight: ShardedParameter, calls: list[int], full: Tensor, main_grad: bool) -> None:
     expected = local(weight, full)
     if main_grad:
         assert weight.grad is None
@@ -79,7 +79,7 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
     ours_x = (part(x.detach(), tp, 0) if sp else x.detach()).clone().requires_grad_()
     ours = layer(ours_x)
 
-    def columns(full: torch.Tensor) -> torch.Tensor:
+    def columns(full: Tensor) -> Tensor:
         """This rank's columns of [s, b, o]."""
         return part(full.view(S, B, *shape[:-1]), tp, 1 + len(shape) - 1).flatten(2)
 
@@ -179,14 +179,14 @@ class _SpyGroup(Group):
         EVENTS.append(f"start {name}")
         return _SpyWork(name)
 
-    def all_reduce_async(self, tensor: torch.Tensor, *, op: str = "sum") -> _SpyWork:
+    def all_reduce_async(self, tensor: Tensor, *, op: str = "sum") -> _SpyWork:
         return self._note("all_reduce")
 
-    def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> _SpyWork:
+    def all_gather_async(self, output: Tensor, part: Tensor) -> _SpyWork:
         output.zero_()
         return self._note("all_gather")
 
-    def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> _SpyWork:
+    def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> _SpyWork:
         output.zero_()
         return self._note("reduce_scatter")
 
@@ -197,7 +197,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
     layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, factory=factory(group, sp))
     layer.weight.main_grad = torch.zeros_like(layer.weight)
 
-    def weight_gradient(*_: torch.Tensor) -> None:
+    def weight_gradient(*_: Tensor) -> None:
         EVENTS.append("weight gradient")
 
     layer.weight.accumulate_product = weight_gradient

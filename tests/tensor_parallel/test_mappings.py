@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -14,8 +15,7 @@ from megalite.tensor_parallel.mappings import (
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
-S, REST = 8, (2, 3)
-"""Whole sequence and the other dimensions."""
+S, REST = 8, (2, 3)  # whole sequence and the other dimensions
 
 MAPPINGS = {
     "reduce_from": reduce_from_tensor_parallel_region,
@@ -26,21 +26,21 @@ MAPPINGS = {
 SPLIT_INPUT = {"replicate"}
 SPLIT_OUTPUT = {"scatter", "reduce_scatter"}
 
-Lists = list[torch.Tensor]
+Lists = list[Tensor]
 
 
-def drawn(seed: int, rows: int) -> torch.Tensor:
+def drawn(seed: int, rows: int) -> Tensor:
     return torch.randn(rows, *REST, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def tensors_of(name: str, rank: int, tp: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors_of(name: str, rank: int, tp: int) -> tuple[Tensor, Tensor]:
     """A rank's input and the gradient of its output; all ranks' differ."""
     rows_in = S // tp if name in SPLIT_INPUT else S
     rows_out = S // tp if name in SPLIT_OUTPUT else S
     return drawn(rank, rows_in), drawn(100 + rank, rows_out)
 
 
-def apply_all(context: RankContext, tp: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def apply_all(context: RankContext, tp: int) -> dict[str, tuple[Tensor, Tensor]]:
     group = context.topology(tp=tp).tp
     found = {}
     for name, mapping in MAPPINGS.items():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -14,10 +15,10 @@ S, B, WIDTH, F = 16, 2, 40, 48
 START = 0.5
 
 Layer = ColumnParallelLinear | RowParallelLinear
-Numbers = dict[str, torch.Tensor]
+Numbers = dict[str, Tensor]
 
 
-def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+def drawn(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
@@ -97,7 +98,7 @@ def parts_and_sums(context: RankContext, size: int) -> None:
 
     asked: list[int] = []
 
-    def make(rank: int) -> torch.Tensor:
+    def make(rank: int) -> Tensor:
         asked.append(rank)
         return torch.full((2,), 10.0 * rank + tp.rank)
 
@@ -126,18 +127,18 @@ class _SpyWork:
 class _SpyGroup(Group):
     """Three ranks that are not there: notes what starts and what is waited for."""
 
-    def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _SpyWork]:
+    def rotate_async(self, tensor: Tensor) -> tuple[Tensor, _SpyWork]:
         EVENTS.append("rows leave")
         return torch.zeros_like(tensor), _SpyWork("a neighbour's")
 
-    def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> _SpyWork:
+    def all_gather_async(self, output: Tensor, part: Tensor) -> _SpyWork:
         EVENTS.append("gather starts")
         output.zero_()
         return _SpyWork("the whole input")
 
 
 def test_each_piece_travels_under_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spied(*args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def spied(*args: Tensor, out: Tensor) -> Tensor:
         EVENTS.append("product")
         return out.zero_()
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalite.config.errors import ConfigError
 from megalite.kernels.probes import extension, softmax_limit
 
 _HALVES = (torch.bfloat16, torch.float16)
-INT_ELEMENTS = 2**31
-"""From here on the offsets of most kernels, C++ ints, overflow."""
+INT_ELEMENTS = 2**31  # from here on the offsets of most kernels, C++ ints, overflow
 
 
-def check_elements(operation: str, x: torch.Tensor) -> None:
+def check_elements(operation: str, x: Tensor) -> None:
     """Raise ConfigError if the kernel could not address all of `x`; its strides count."""
     if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= INT_ELEMENTS:
         raise ConfigError(
@@ -34,9 +34,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         check_elements("rmsnorm" if bias is None else "layernorm", x)
         ctx.eps, ctx.zero_centered = eps, zero_centered
         if x.numel() == 0:  # a grid of no blocks cannot be launched
@@ -50,7 +48,7 @@ class _Norm(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *statistics = ctx.saved_tensors
         if x.numel() == 0:
             grad_bias = None if bias is None else torch.zeros_like(bias)
@@ -65,7 +63,7 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias[0].to(bias.dtype) if grad_bias else None, None, None
 
 
-def _parameters(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: bool) -> tuple[torch.Tensor, ...]:
+def _parameters(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, ...]:
     """Factors and bias as the kernel takes them: 1 + weight is never rounded to a half type."""
     factors = weight.contiguous()
     if zero_centered:
@@ -73,12 +71,12 @@ def _parameters(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: 
     return (factors,) if bias is None else (factors, _operand(bias.contiguous(), zero_centered))
 
 
-def _operand(x: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def _operand(x: Tensor, zero_centered: bool) -> Tensor:
     """With factors in fp32 everything must be: of half inputs the kernel takes factors of the same type alone."""
     return x.float() if zero_centered and x.dtype in _HALVES else x
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.rms_norm`. Half types with `zero_centered` are copied to fp32.
 
     Raises:
@@ -87,9 +85,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered:
     return _Norm.apply(x, weight, None, eps, zero_centered)
 
 
-def layernorm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.layer_norm`; otherwise as `rmsnorm`."""
     return _Norm.apply(x, weight, bias, eps, zero_centered)
 
@@ -98,7 +94,7 @@ _full_tables = WeakTensorKeyDictionary()
 """Table of d/2 columns -> of d columns, as long as the first lives: the layers of a stage share it."""
 
 
-def _full(table: torch.Tensor) -> torch.Tensor:
+def _full(table: Tensor) -> Tensor:
     """[s, 1, 1, d/2] -> [s, 1, 1, d]: the kernel wants the angles of a pair at both of its places."""
     found = _full_tables.get(table)
     if found is None:
@@ -110,18 +106,18 @@ class _Rope(torch.autograd.Function):
     """Keeps the tables alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return extension("fused_rotary_positional_embedding").forward_cached(x, cos, sin, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         check_elements("rope", grad)
         kernels = extension("fused_rotary_positional_embedding")
         return kernels.backward_cached(grad, *ctx.saved_tensors, False), None, None
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`. For half types the kernel rounds the tables, each product and the sum, where the other
     backends round the sum alone.
 
@@ -137,7 +133,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return _Rope.apply(x, _full(cos), _full(sin)) if x.numel() else x.clone()
 
 
-def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """See `unfused_attention.causal_softmax_forward`: computed in fp32 and rounded to the scores' type.
 
     Args:
@@ -160,7 +156,7 @@ def causal_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
     return kernels.forward(scores.flatten(0, 1).contiguous(), scale).view(scores.shape)
 
 
-def causal_softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
     """See `unfused_attention.causal_softmax_backward`; a gradient of the type of the probabilities is overwritten."""
     kernels, rows = extension("scaled_upper_triang_masked_softmax_cuda"), grad.to(probabilities.dtype)
     return kernels.backward(rows.flatten(0, 1), probabilities.flatten(0, 1), scale).view(probabilities.shape)
@@ -169,9 +165,7 @@ def causal_softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, sca
 _NO_SMOOTHING = 0.0
 
 
-def cross_entropy_forward(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `cross_entropy.cross_entropy_forward`, for logits in fp32 and fp16. Of bf16 the kernel rounds the log-sum-exp.
 
     The statistics are log Σ exp z in the place of the maximum, and 1 in that of the sum. apex.contrib.xentropy is not
@@ -191,8 +185,8 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor:
+    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+) -> Tensor:
     """See `cross_entropy.cross_entropy_backward`; the result is new memory."""
     logits, log_sum = saved
     if logits.numel() == 0:
@@ -205,7 +199,7 @@ def cross_entropy_backward(
     return kernels.backward(grad.float().contiguous(), logits, total, local, _NO_SMOOTHING)
 
 
-def accumulate_weight_grad(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor) -> None:
+def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """See `matmul.accumulate_weight_grad`: summed in fp32, added to a main gradient in fp32 or in the type of x.
 
     The kernel reads plain memory: rows that are not dense are copied.

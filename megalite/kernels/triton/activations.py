@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import (
     accumulator,
@@ -17,8 +18,7 @@ from megalite.kernels.triton.launch import (
 )
 
 SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RESIDENT = 7
-"""Programs of bias_gelu's backward a multiprocessor, as many as its registers hold."""
+RESIDENT = 7  # programs of bias_gelu's backward a multiprocessor, as many as its registers hold
 
 
 @triton.jit
@@ -37,29 +37,52 @@ def _activate(z: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def bias_gelu_kernel(
+def _columns(rows: tl.tensor, first: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr) -> tuple:
+    """(column [BLOCK], rows [ROWS, 1], where both are) of ROWS rows; neighbours in a row are neighbours in the grid."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.program_id(0) % tl.cdiv(N, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    return column, row.to(tl.int64)[:, None], (row < rows)[:, None] & (column < N)[None, :]
+
+
+@triton.jit
+def _with_bias(z: tl.tensor, bias: tl.tensor, column: tl.tensor, N: tl.constexpr, ACC: tl.constexpr) -> tl.tensor:
+    if bias is not None:
+        z += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)[None, :]
+    return z
+
+
+@triton.jit
+def activation_kernel(
     x: tl.tensor,
     bias: tl.tensor,
-    y: tl.tensor,
+    dy: tl.tensor,
+    out: tl.tensor,
     rows: tl.tensor,
-    stride: tl.tensor,
+    strides: tl.tuple,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """y = gelu(x + bias) for ROWS rows and BLOCK columns; neighbours in a row are neighbours in the grid."""
-    across = tl.cdiv(N, BLOCK)
-    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    here = (row < rows)[:, None] & (column < N)[None, :]
-    place = row.to(tl.int64)[:, None]
-    z = tl.load(x + place * stride + column[None, :], mask=here, other=0.0).to(ACC)
-    if bias is not None:
-        z += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)[None, :]
-    value, _ = _activate(z, KIND)
-    tl.store(y + place * N + column[None, :], value.to(y.dtype.element_ty), mask=here)
+    """out [rows, N] = f(x + bias), or GATED f(gate) · up of x [rows, 2N]; with dy the latter's gradient, out [rows, 2N]."""
+    column, place, here = _columns(rows, tl.program_id(0) // tl.cdiv(N, BLOCK) * ROWS, N, ROWS, BLOCK)
+    gate_at = x + place * strides[0] + column[None, :]
+    z = tl.load(gate_at, mask=here, other=0.0).to(ACC)
+    if GATED:
+        up = tl.load(gate_at + N, mask=here, other=0.0).to(ACC)
+        value, slope = _activate(z, KIND)
+        if dy is None:
+            tl.store(out + place * N + column[None, :], (value * up).to(out.dtype.element_ty), mask=here)
+        else:
+            g = tl.load(dy + place * strides[1] + column[None, :], mask=here, other=0.0).to(ACC)
+            out_at = out + place * (2 * N) + column[None, :]
+            tl.store(out_at, (g * up * slope).to(out.dtype.element_ty), mask=here)
+            tl.store(out_at + N, (g * value).to(out.dtype.element_ty), mask=here)
+    else:
+        value, _ = _activate(_with_bias(z, bias, column, N, ACC), KIND)
+        tl.store(out + place * N + column[None, :], value.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -70,8 +93,7 @@ def bias_gelu_backward_kernel(
     dx: tl.tensor,
     partials: tl.tensor,
     rows: tl.tensor,
-    dy_stride: tl.tensor,
-    x_stride: tl.tensor,
+    strides: tl.tuple,
     KIND: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -80,59 +102,21 @@ def bias_gelu_backward_kernel(
 ) -> None:
     """dx = dy · gelu'(x + bias) in BLOCK columns of every so many tiles of ROWS rows; partials [programs, N]: its sums."""
     across = tl.cdiv(N, BLOCK)
-    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    sharing = tl.num_programs(0) // across
-    first = tl.program_id(0) // across * ROWS
+    share = tl.program_id(0) // across
+    first = share * ROWS
     total = tl.zeros([ROWS, BLOCK], ACC)
     while first < rows:
-        row = first + tl.arange(0, ROWS)
-        here = (row < rows)[:, None] & (column < N)[None, :]
-        place = row.to(tl.int64)[:, None]
-        z = tl.load(x + place * x_stride + column[None, :], mask=here, other=0.0).to(ACC)
-        g = tl.load(dy + place * dy_stride + column[None, :], mask=here, other=0.0).to(ACC)
-        if bias is not None:
-            z += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)[None, :]
-        _, slope = _activate(z, KIND)
+        column, place, here = _columns(rows, first, N, ROWS, BLOCK)
+        z = tl.load(x + place * strides[1] + column[None, :], mask=here, other=0.0).to(ACC)
+        g = tl.load(dy + place * strides[0] + column[None, :], mask=here, other=0.0).to(ACC)
+        _, slope = _activate(_with_bias(z, bias, column, N, ACC), KIND)
         g *= slope
         tl.store(dx + place * N + column[None, :], g.to(dx.dtype.element_ty), mask=here)
         total += g
-        first += sharing * ROWS
+        first += tl.num_programs(0) // across * ROWS
     if bias is not None:
-        place = tl.program_id(0) // across * N + column
-        tl.store(partials + place, tl.sum(total, 0), mask=column < N)
-
-
-@triton.jit
-def gated_kernel(
-    x: tl.tensor,
-    dy: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    x_stride: tl.tensor,
-    dy_stride: tl.tensor,
-    KIND: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-) -> None:
-    """out [rows, N] = f(gate) · up of x [rows, 2N]; with dy its gradient instead, out [rows, 2N]."""
-    across = tl.cdiv(N, BLOCK)
-    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    here = (row < rows)[:, None] & (column < N)[None, :]
-    place = row.to(tl.int64)[:, None]
-    gate_at = x + place * x_stride + column[None, :]
-    gate = tl.load(gate_at, mask=here, other=0.0).to(ACC)
-    up = tl.load(gate_at + N, mask=here, other=0.0).to(ACC)
-    value, slope = _activate(gate, KIND)
-    if dy is None:
-        tl.store(out + place * N + column[None, :], (value * up).to(out.dtype.element_ty), mask=here)
-    else:
-        g = tl.load(dy + place * dy_stride + column[None, :], mask=here, other=0.0).to(ACC)
-        out_at = out + place * (2 * N) + column[None, :]
-        tl.store(out_at, (g * up * slope).to(out.dtype.element_ty), mask=here)
-        tl.store(out_at + N, (g * value).to(out.dtype.element_ty), mask=here)
+        column, _, _ = _columns(rows, first, N, ROWS, BLOCK)
+        tl.store(partials + share * N + column, tl.sum(total, 0), mask=column < N)
 
 
 class Cut(NamedTuple):
@@ -140,8 +124,7 @@ class Cut(NamedTuple):
 
     rows: int
     block: int
-    across: int
-    """Blocks to a row."""
+    across: int  # blocks to a row
     warps: int
 
 
@@ -155,21 +138,14 @@ def cut(n: int, itemsize: int) -> Cut:
 
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
         flat = rows_of(x)
-        rows, n = flat.shape
-        y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-        if y.numel():
-            tile = cut(n, x.element_size())
-            bias_gelu_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](
-                *(flat, bias, y, rows, flat.stride(0)), **_constants(kind, n, tile, x.dtype)
-            )
         ctx.save_for_backward(flat, bias)
         ctx.kind = kind
-        return y.view(x.shape)
+        return _activated(flat, bias, None, kind, flat.shape[1], flat.shape[1]).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, bias = ctx.saved_tensors
         (rows, n), flat = x.shape, rows_of(dy)
         dx = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -180,36 +156,35 @@ class _BiasGelu(torch.autograd.Function):
         if bias is not None:
             partials = torch.empty((sharing, n), dtype=accumulator_dtype(x.dtype), device=x.device)
         if x.numel():
-            bias_gelu_backward_kernel[(sharing * tile.across,)](
-                *(flat, x, bias, dx, partials, rows, flat.stride(0), x.stride(0)),
-                **_constants(ctx.kind, n, tile, x.dtype),
-            )
+            tensors = (flat, x, bias, dx, partials, rows, (flat.stride(0), x.stride(0)))
+            bias_gelu_backward_kernel[(sharing * tile.across,)](*tensors, **_constants(ctx.kind, n, tile, x.dtype))
         return dx.view(dy.shape), None if partials is None else partials.sum(0).to(bias.dtype), None
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
         flat = rows_of(x)
         ctx.save_for_backward(flat)
-        ctx.kind = kind
-        y = _gated(flat, None, kind)
-        return y.view(*x.shape[:-1], y.shape[1])
+        ctx.kind, n = kind, flat.shape[1] // 2
+        return _activated(flat, None, None, kind, n, n).view(*x.shape[:-1], n)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return _gated(x, rows_of(dy), ctx.kind).view(*dy.shape[:-1], x.shape[1]), None
+        n = x.shape[1] // 2
+        return _activated(x, None, rows_of(dy), ctx.kind, n, 2 * n).view(*dy.shape[:-1], 2 * n), None
 
 
-def _gated(x: torch.Tensor, dy: torch.Tensor | None, kind: int) -> torch.Tensor:
-    rows, n = x.shape[0], x.shape[1] // 2
-    out = torch.empty((rows, n if dy is None else 2 * n), dtype=x.dtype, device=x.device)
+def _activated(x: Tensor, bias: Tensor | None, dy: Tensor | None, kind: int, n: int, width: int) -> Tensor:
+    """What `activation_kernel` makes of x [rows, n], or with a gate [rows, 2n]: [rows, width]."""
+    rows = x.shape[0]
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
         tile = cut(n, x.element_size())
-        gated_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](
-            *(x, dy, out, rows, x.stride(0), 0 if dy is None else dy.stride(0)), **_constants(kind, n, tile, x.dtype)
-        )
+        tensors = (x, bias, dy, out, rows, (x.stride(0), 0 if dy is None else dy.stride(0)))
+        constants = _constants(kind, n, tile, x.dtype)
+        activation_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](*tensors, GATED=x.shape[1] > n, **constants)
     return out
 
 
@@ -218,7 +193,7 @@ def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, An
     return {"KIND": kind, **sizes, "ACC": accumulator(dtype), "num_warps": tile.warps}
 
 
-def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; keeps x.
 
     The bias's gradient comes in the same pass as that of x, in the same order in every run on a device.
@@ -226,11 +201,11 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False)
     return _BiasGelu.apply(x, bias, TANH.value if tanh else ERF.value)
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """See `layer_ops.swiglu`; keeps x alone."""
     return _Gated.apply(x, SILU.value)
 
 
-def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.geglu`; keeps x alone."""
     return _Gated.apply(x, TANH.value if tanh else ERF.value)

@@ -6,28 +6,21 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
 
-WIDEST = 4096
-"""Columns that a program holds at a time. Whole rows of 64k and more would leave the registers."""
-
-RESIDENT = 4
-"""Programs a multiprocessor should have: rows are cut into parts where there are fewer of them."""
-
-MERGED = 256
-"""Parts of rows that a program merges."""
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The first running maximum: finite, since -inf - -inf is no number."""
+WIDEST = 4096  # columns that a program holds at a time. Whole rows of 64k and more would leave the registers.
+RESIDENT = 4  # programs a multiprocessor should have: rows are cut into parts where there are fewer of them
+MERGED = 256  # parts of rows that a program merges
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first running maximum: finite, since -inf - -inf is no number
 
 
 class Cut(NamedTuple):
     """How [n, v] logits are shared out: grid (n, parts), each program a span of one row, block by block."""
 
     parts: int
-    span: int
-    """Columns of a part, a multiple of `block`."""
+    span: int  # columns of a part, a multiple of `block`
     block: int
     warps: int
 
@@ -140,9 +133,7 @@ def _backward(
         begin += BLOCK
 
 
-def cross_entropy_forward(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
     A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits
@@ -175,8 +166,8 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, logsumexp: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor:
+    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+) -> Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
     Where the gradient of a token is 0 (it is ignored) the row becomes exactly 0, whatever its logits are.

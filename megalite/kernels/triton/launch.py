@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, which is settled when their modules are imported."""
@@ -13,17 +14,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDEST_BLOCK = 8192
 """Elements of a row that one program holds in registers at a time; longer rows are gone over in a loop."""
 
-TILE = 2048
-"""Elements that a program takes at once where rows are shorter than that."""
+TILE = 2048  # elements that a program takes at once where rows are shorter than that
 
 
 class Tile(NamedTuple):
     """What one program holds at a time."""
 
-    rows: int
-    """Rows, a power of two."""
-    block: int
-    """Columns, a power of two; where less than the row's length, the program loops over them."""
+    rows: int  # rows, a power of two
+    block: int  # columns, a power of two; where less than the row's length, the program loops over them
     warps: int
 
 
@@ -71,7 +69,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """x [..., n] as [rows, n] with dense rows: a view where there is one, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

@@ -9,6 +9,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import (
     Tile,
@@ -27,14 +28,11 @@ RESIDENT_WARPS = 16
 
 @triton.jit
 def row_sums_kernel(
-    dy: tl.tensor,
-    z: tl.tensor,
+    inputs: tl.tuple,
+    strides: tl.tuple,
     weight: tl.tensor,
-    statistics: tl.tensor,
     sums: tl.tensor,
     rows: tl.tensor,
-    dy_stride: tl.tensor,
-    z_stride: tl.tensor,
     OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
     N: tl.constexpr,
@@ -42,6 +40,7 @@ def row_sums_kernel(
     ACC: tl.constexpr,
 ) -> None:
     """sums [1 or 2, rows]: the means over a long row of g · normed and of g, for g = dy · (OFFSET + weight)."""
+    dy, _, z, _, statistics = inputs
     row = tl.program_id(0)
     place = row.to(tl.int64)
     inverse = tl.load(statistics + row)
@@ -52,9 +51,9 @@ def row_sums_kernel(
     while start < N:
         column = start + tl.arange(0, BLOCK)
         inside = column < N
-        g = tl.load(dy + place * dy_stride + column, mask=inside, other=0.0).to(ACC)
+        g = tl.load(dy + place * strides[0] + column, mask=inside, other=0.0).to(ACC)
         g *= tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
-        value = tl.load(z + place * z_stride + column, mask=inside, other=0.0).to(ACC)
+        value = tl.load(z + place * strides[2] + column, mask=inside, other=0.0).to(ACC)
         along += g * ((value - mean) * inverse)
         plain += g
         start += BLOCK
@@ -64,29 +63,13 @@ def row_sums_kernel(
 
 
 @triton.jit
-def _of_input(
-    g: tl.tensor,
-    normed: tl.tensor,
-    inverse: tl.tensor,
-    sums: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
-    CENTRED: tl.constexpr,
-    N: tl.constexpr,
-) -> tl.tensor:
-    """(g - mean(g) - normed · mean(g · normed)) · inverse, RMSNorm without the first mean; both are in `sums`, if any."""
+def _row_mean(values: tl.tensor, sums: tl.tensor, row: tl.tensor, rows: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """[ROWS, 1]: as `sums` has it, if there are any, else of the rows at hand, which are 0 outside."""
     if sums is not None:
-        along = tl.load(sums + row, mask=row < rows, other=0.0)
+        mean = tl.load(sums + row, mask=row < rows, other=0.0)
     else:
-        along = tl.sum(g * normed, 1) / N  # g is 0 outside
-    out = g - normed * along[:, None]
-    if CENTRED:
-        if sums is not None:
-            plain = tl.load(sums + rows + row, mask=row < rows, other=0.0)
-        else:
-            plain = tl.sum(g, 1) / N
-        out -= plain[:, None]
-    return out * inverse
+        mean = tl.sum(values, 1) / N
+    return mean[:, None]
 
 
 @triton.jit
@@ -99,39 +82,32 @@ def _inside(row: tl.tensor, column: tl.tensor, rows: tl.tensor, N: tl.constexpr,
 
 
 @triton.jit
-def _rows_from(
-    pointer: tl.tensor,
+def _z_and_dy(
+    inputs: tl.tuple,
+    strides: tl.tuple,
     first: tl.tensor,
     rows: tl.tensor,
-    stride: tl.tensor,
     column: tl.tensor,
     N: tl.constexpr,
     ROWS: tl.constexpr,
-) -> tl.tensor:
+) -> tuple[tl.tensor, tl.tensor]:
     """Rows for the next turn of the loop; after the last, anything."""
     row = first + tl.arange(0, ROWS)
     if ROWS == 1:
         row = tl.minimum(row, rows - 1)
-    place = row.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(pointer + place, mask=_inside(row, column, rows, N, ROWS), other=0.0)
+    inside, place = _inside(row, column, rows, N, ROWS), row.to(tl.int64)[:, None]
+    z = tl.load(inputs[2] + place * strides[2] + column[None, :], mask=inside, other=0.0)
+    return z, tl.load(inputs[0] + place * strides[0] + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def backward_kernel(
-    dy: tl.tensor,
-    dtotal: tl.tensor,
-    z: tl.tensor,
+    inputs: tl.tuple,
+    strides: tl.tuple,
     weight: tl.tensor,
-    keep: tl.tensor,
-    statistics: tl.tensor,
     sums: tl.tensor,
-    dz: tl.tensor,
-    dbranch: tl.tensor,
-    partials: tl.tensor,
     rows: tl.tensor,
-    dy_stride: tl.tensor,
-    dtotal_stride: tl.tensor,
-    z_stride: tl.tensor,
+    outputs: tl.tuple,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -147,6 +123,8 @@ def backward_kernel(
     partials [kinds, programs, N]: this program's sums over its rows of the gradients of the weight, of the norm's bias
     (CENTRED) and of the branch's (BIAS). With `sums` the program's second index says which BLOCK columns it has.
     """
+    _, dtotal, _, keep, statistics = inputs
+    dz, dbranch, partials = outputs
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
@@ -155,8 +133,7 @@ def backward_kernel(
     dbias = tl.zeros([ROWS, BLOCK], ACC)
     first = tl.program_id(0) * ROWS
     if AHEAD:
-        z_next = _rows_from(z, first, rows, z_stride, column, N, ROWS)
-        dy_next = _rows_from(dy, first, rows, dy_stride, column, N, ROWS)
+        z_next, dy_next = _z_and_dy(inputs, strides, first, rows, column, N, ROWS)
     while first < rows:
         row = first + tl.arange(0, ROWS)
         here = _inside(row, column, rows, N, ROWS)
@@ -165,11 +142,10 @@ def backward_kernel(
         following = first + programs * ROWS
         if AHEAD:  # the next turn's rows are on their way during this one
             normed, g = z_next.to(ACC), dy_next.to(ACC)
-            z_next = _rows_from(z, following, rows, z_stride, column, N, ROWS)
-            dy_next = _rows_from(dy, following, rows, dy_stride, column, N, ROWS)
+            z_next, dy_next = _z_and_dy(inputs, strides, following, rows, column, N, ROWS)
         else:
-            normed = _rows_from(z, first, rows, z_stride, column, N, ROWS).to(ACC)
-            g = _rows_from(dy, first, rows, dy_stride, column, N, ROWS).to(ACC)
+            z_here, dy_here = _z_and_dy(inputs, strides, first, rows, column, N, ROWS)
+            normed, g = z_here.to(ACC), dy_here.to(ACC)
         first = following
         inverse = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
         if CENTRED:
@@ -179,9 +155,13 @@ def backward_kernel(
         dweight += g * normed
         # From the cache in every turn: registers for it would be one tensor too many.
         factor = tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
-        out = _of_input(g * factor[None, :], normed, inverse, sums, row, rows, CENTRED, N)
+        g = g * factor[None, :]
+        out = g - normed * _row_mean(g * normed, sums, row, rows, N)
+        if CENTRED:
+            out -= _row_mean(g, sums, row + rows, 2 * rows, N)
+        out *= inverse
         if dtotal is not None:
-            out += tl.load(dtotal + place * dtotal_stride + column[None, :], mask=here, other=0.0).to(ACC)
+            out += tl.load(dtotal + place * strides[1] + column[None, :], mask=here, other=0.0).to(ACC)
         tl.store(dz + dense, out.to(dz.dtype.element_ty), mask=here)
         if keep is not None:
             out = tl.where(tl.load(keep + dense, mask=here, other=0) != 0, out * SCALE, 0.0)
@@ -218,18 +198,18 @@ def backward_grid(rows: int, n: int, tile: Tile, device: torch.device) -> tuple[
 
 
 def gradients(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    z: torch.Tensor,
-    weight: torch.Tensor,
-    keep: torch.Tensor | None,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    keep: Tensor | None,
     scale: float,
-    statistics: torch.Tensor,
+    statistics: Tensor,
     offset: float,
     *,
     branch: torch.dtype | None = None,
     bias: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dz, dbranch, sums [kinds, n]) of what `normalise` made, as `backward_kernel` says.
 
     Args:
@@ -248,17 +228,16 @@ def gradients(
     tile = backward_tile(n, z.element_size())
     grid = backward_grid(rows, n, tile, z.device)
     constants = {"OFFSET": offset, "CENTRED": centred, "N": n, "ACC": accumulator(z.dtype)}
+    inputs = dy, dtotal, z, keep, statistics
+    strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), z.stride(0)
     sums = None
     if tile.block < n:
-        sums = torch.empty_like(statistics)
-        wide = row_tile(n)
-        tensors = (dy, z, weight, statistics, sums, rows, dy.stride(0), z.stride(0))
+        sums, wide = torch.empty_like(statistics), row_tile(n)
+        tensors = (inputs, strides, weight, sums, rows)
         row_sums_kernel[(rows,)](*tensors, **constants, BLOCK=wide.block, num_warps=wide.warps)
     partials = torch.empty((kinds, grid[0], n), dtype=exact, device=z.device)
-    stride = 0 if dtotal is None else dtotal.stride(0)
     backward_kernel[grid](
-        *(dy, dtotal, z, weight, keep, statistics, sums, dz, dbranch, partials),
-        *(rows, dy.stride(0), stride, z.stride(0)),
+        *(inputs, strides, weight, sums, rows, (dz, dbranch, partials)),
         **constants,
         SCALE=scale,
         BIAS=bias,

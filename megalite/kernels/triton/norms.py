@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, row_tile, rows_of
 from megalite.kernels.triton.norm_backward import gradients
@@ -16,25 +17,22 @@ from megalite.kernels.triton.norm_backward import gradients
 
 @triton.jit
 def _summed(
-    x: tl.tensor,
-    branch: tl.tensor,
-    bias: tl.tensor,
-    keep: tl.tensor,
+    inputs: tl.tuple,
+    strides: tl.tuple,
     row: tl.tensor,
     column: tl.tensor,
     rows: tl.tensor,
-    x_stride: tl.tensor,
-    branch_stride: tl.tensor,
     SCALE: tl.constexpr,
     N: tl.constexpr,
     ACC: tl.constexpr,
 ) -> tl.tensor:
     """x + keep · (branch + bias) · SCALE at (row, column); 0 outside."""
+    x, branch, bias, keep = inputs
     here = (row < rows) & (column < N)
     place = row.to(tl.int64)
-    z = tl.load(x + place * x_stride + column, mask=here, other=0.0).to(ACC)
+    z = tl.load(x + place * strides[0] + column, mask=here, other=0.0).to(ACC)
     if branch is not None:
-        part = tl.load(branch + place * branch_stride + column, mask=here, other=0.0).to(ACC)
+        part = tl.load(branch + place * strides[1] + column, mask=here, other=0.0).to(ACC)
         if bias is not None:
             part += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)
         if keep is not None:
@@ -46,15 +44,10 @@ def _summed(
 
 @triton.jit
 def _scaled(
-    z: tl.tensor,
-    weight: tl.tensor,
-    norm_bias: tl.tensor,
-    column: tl.tensor,
-    OFFSET: tl.constexpr,
-    N: tl.constexpr,
-    ACC: tl.constexpr,
+    z: tl.tensor, parameters: tl.tuple, column: tl.tensor, OFFSET: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr
 ) -> tl.tensor:
     """z · (OFFSET + weight) + norm_bias."""
+    weight, norm_bias = parameters
     out = z * (tl.load(weight + column, mask=column < N, other=0.0).to(ACC) + OFFSET)
     if norm_bias is not None:
         out += tl.load(norm_bias + column, mask=column < N, other=0.0).to(ACC)
@@ -63,18 +56,11 @@ def _scaled(
 
 @triton.jit
 def forward_kernel(
-    x: tl.tensor,
-    branch: tl.tensor,
-    bias: tl.tensor,
-    keep: tl.tensor,
-    weight: tl.tensor,
-    norm_bias: tl.tensor,
-    y: tl.tensor,
-    total: tl.tensor,
-    statistics: tl.tensor,
+    inputs: tl.tuple,
+    strides: tl.tuple,
+    parameters: tl.tuple,
+    outputs: tl.tuple,
     rows: tl.tensor,
-    x_stride: tl.tensor,
-    branch_stride: tl.tensor,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
     EPS: tl.constexpr,
@@ -88,40 +74,34 @@ def forward_kernel(
     The norm is RMSNorm without norm_bias, and z is x without branch. `total` gets z rounded to its type, which is what
     is normalised; statistics [1 or 2, rows] the reciprocal of the root and, of LayerNorm, the mean.
     """
+    y, total, statistics = outputs
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    z = _summed(x, branch, bias, keep, row[:, None], column, rows, x_stride, branch_stride, SCALE, N, ACC)
+    z = _summed(inputs, strides, row[:, None], column, rows, SCALE, N, ACC)
     real = row < rows
     here = real[:, None] & (column < N)
     place = row.to(tl.int64)[:, None] * N + column
-    if branch is not None:
+    if total is not None:
         rounded = z.to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=here)
         z = rounded.to(ACC)
-    if norm_bias is not None:
+    if parameters[1] is not None:
         mean = tl.sum(z, 1) / N
         tl.store(statistics + rows + row, mean, mask=real)
         z = tl.where(here, z - mean[:, None], 0.0)
     inverse = tl.rsqrt(tl.sum(z * z, 1) / N + EPS)
     tl.store(statistics + row, inverse, mask=real)
-    out = _scaled(z * inverse[:, None], weight, norm_bias, column, OFFSET, N, ACC)
+    out = _scaled(z * inverse[:, None], parameters, column, OFFSET, N, ACC)
     tl.store(y + place, out.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def wide_forward_kernel(
-    x: tl.tensor,
-    branch: tl.tensor,
-    bias: tl.tensor,
-    keep: tl.tensor,
-    weight: tl.tensor,
-    norm_bias: tl.tensor,
-    y: tl.tensor,
-    total: tl.tensor,
-    statistics: tl.tensor,
+    inputs: tl.tuple,
+    strides: tl.tuple,
+    parameters: tl.tuple,
+    outputs: tl.tuple,
     rows: tl.tensor,
-    x_stride: tl.tensor,
-    branch_stride: tl.tensor,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
     EPS: tl.constexpr,
@@ -130,6 +110,7 @@ def wide_forward_kernel(
     ACC: tl.constexpr,
 ) -> None:
     """`forward_kernel` for one row, BLOCK columns at a time; the second reading is of what caches still hold."""
+    y, total, statistics = outputs
     row = tl.program_id(0)
     place = row.to(tl.int64)
     mean = tl.zeros([], ACC)
@@ -137,12 +118,12 @@ def wide_forward_kernel(
     start = tl.zeros([], tl.int32)
     while start < N:
         column = start + tl.arange(0, BLOCK)
-        z = _summed(x, branch, bias, keep, row, column, rows, x_stride, branch_stride, SCALE, N, ACC)
-        if branch is not None:
+        z = _summed(inputs, strides, row, column, rows, SCALE, N, ACC)
+        if total is not None:
             rounded = z.to(total.dtype.element_ty)
             tl.store(total + place * N + column, rounded, mask=column < N)
             z = rounded.to(ACC)
-        if norm_bias is not None:  # the moments of two sets of columns give those of both
+        if parameters[1] is not None:  # the moments of two sets of columns give those of both
             count = tl.minimum(BLOCK, N - start).to(ACC)
             apart = tl.sum(z, 0) / count - mean
             z = tl.where(column < N, z - (mean + apart), 0.0)
@@ -151,41 +132,33 @@ def wide_forward_kernel(
             mean += apart * share
         squares += tl.sum(z * z, 0)
         start += BLOCK
-    if norm_bias is not None:
+    if parameters[1] is not None:
         tl.store(statistics + rows + row, mean)
     inverse = tl.rsqrt(squares / N + EPS)
     tl.store(statistics + row, inverse)
-    if branch is not None:
+    if total is not None:
         tl.debug_barrier()  # the thread that reads an element of the sum need not be the one that wrote it
     start = tl.zeros([], tl.int32)
     while start < N:
         column = start + tl.arange(0, BLOCK)
-        if branch is not None:
+        if total is not None:
             z = tl.load(total + place * N + column, mask=column < N, other=0.0).to(ACC)
         else:
-            z = tl.load(x + place * x_stride + column, mask=column < N, other=0.0).to(ACC)
-        out = _scaled((z - mean) * inverse, weight, norm_bias, column, OFFSET, N, ACC)
+            z = tl.load(inputs[0] + place * strides[0] + column, mask=column < N, other=0.0).to(ACC)
+        out = _scaled((z - mean) * inverse, parameters, column, OFFSET, N, ACC)
         tl.store(y + place * N + column, out.to(y.dtype.element_ty), mask=column < N)
         start += BLOCK
 
 
-def normalise(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    scale: float,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y [rows, n], z [rows, n], statistics [1 or 2, rows]), as `forward_kernel` says; z is x itself without `branch`.
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""x, branch, bias and keep; tensors of two dimensions are [rows, n] with dense rows, keep dense."""
 
-    Args:
-        x, branch: [rows, n] with dense rows.
-        keep: [rows, n], dense.
-    """
+
+def normalise(
+    inputs: Inputs, scale: float, weight: Tensor, norm_bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y [rows, n], z [rows, n], statistics [1 or 2, rows]), as `forward_kernel` says; z is x itself without a branch."""
+    x, branch = inputs[:2]
     rows, n = x.shape
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     total = None if branch is None else torch.empty_like(y)
@@ -193,38 +166,35 @@ def normalise(
     statistics = torch.empty((kinds, rows), dtype=accumulator_dtype(x.dtype), device=x.device)
     if rows:
         tile = row_tile(n)  # the wide kernel takes over where its block is less than n
-        stride = 0 if branch is None else branch.stride(0)
-        tensors = (x, branch, bias, keep, weight, norm_bias, y, total, statistics, rows, x.stride(0), stride)
+        strides = x.stride(0), 0 if branch is None else branch.stride(0)
+        tensors = (inputs, strides, (weight, norm_bias), (y, total, statistics), rows)
         constants = {"SCALE": scale, "OFFSET": offset, "EPS": eps, "N": n, "BLOCK": tile.block}
-        constants["ACC"] = accumulator(x.dtype)
+        constants |= {"ACC": accumulator(x.dtype), "num_warps": tile.warps}
         if tile.block < n:
-            wide_forward_kernel[(rows,)](*tensors, **constants, num_warps=tile.warps)
+            wide_forward_kernel[(rows,)](*tensors, **constants)
         else:
-            grid = (triton.cdiv(rows, tile.rows),)
-            forward_kernel[grid](*tensors, **constants, ROWS=tile.rows, num_warps=tile.warps)
+            forward_kernel[(triton.cdiv(rows, tile.rows),)](*tensors, **constants, ROWS=tile.rows)
     return y, x if total is None else total, statistics
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Tensor:
         rows = rows_of(x)
-        y, _, statistics = normalise(rows, None, None, None, 1.0, weight, bias, eps, offset)
+        y, _, statistics = normalise((rows, None, None, None), 1.0, weight, bias, eps, offset)
         ctx.save_for_backward(rows, weight, bias, statistics)
         ctx.offset = offset
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         rows, weight, bias, statistics = ctx.saved_tensors
         dx, _, sums = gradients(rows_of(dy), None, rows, weight, None, 1.0, statistics, ctx.offset)
         sums = sums.to(weight.dtype)
         return dx.view(dy.shape), sums[0], None if bias is None else sums[1], None, None
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.rms_norm`: computed in fp32, in fp64 for fp64, in one pass.
 
     The gradients are the same to the bit in every run on a device.
@@ -232,9 +202,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered:
     return _Norm.apply(x, weight, None, eps, float(zero_centered))
 
 
-def layernorm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.layer_norm`; types and gradients as of `rmsnorm`."""
     return _Norm.apply(x, weight, bias, eps, float(zero_centered))
 
@@ -243,20 +211,19 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        branch: torch.Tensor,
-        bias: torch.Tensor | None,
-        keep: torch.Tensor | None,
+        branch: Tensor,
+        bias: Tensor | None,
+        keep: Tensor | None,
         scale: float,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        norm_bias: torch.Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        norm_bias: Tensor | None,
         eps: float,
         offset: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         kept = None if keep is None else keep.contiguous()
-        y, total, statistics = normalise(
-            rows_of(residual), rows_of(branch), bias, kept, scale, weight, norm_bias, eps, offset
-        )
+        inputs = rows_of(residual), rows_of(branch), bias, kept
+        y, total, statistics = normalise(inputs, scale, weight, norm_bias, eps, offset)
         total = total.view(residual.shape)
         ctx.save_for_backward(total, weight, kept, statistics)
         ctx.scale, ctx.offset, ctx.branch = scale, offset, branch.dtype
@@ -265,7 +232,7 @@ class _AddNorm(torch.autograd.Function):
         return y.view(residual.shape), total
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
         total, weight, keep, statistics = ctx.saved_tensors
         dy = torch.zeros_like(total) if dy is None else dy
         another = None if keep is None and ctx.branch == total.dtype else ctx.branch
@@ -283,17 +250,17 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(
-    branch: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
+    branch: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
     p: float,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
     eps: float,
     *,
     zero_centered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `layer_ops.add_norm`: x is rounded to the residual's type before it is normalised.
 
     The backward keeps x, `keep` and a number or two per row, and takes the gradients of both outputs in one pass; they are

@@ -2,24 +2,50 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megalite.kernels.optimizer_ops import Direction
+from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings
 from megalite.kernels.triton.launch import programs, warps
 
-BLOCK = 1024
-"""Elements of a program."""
-
+BLOCK = 1024  # elements of a program
 PER_THREAD = 4
 """Elements: one load of 16 bytes from each fp32 tensor. With twice as many, bf16 gradients would be loaded 16 bytes
 at a time too, and then be moved between threads by way of shared memory."""
 
 
 @triton.jit
-def _update(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
+def _over_blocks(tensors: tl.tuple, numbers: tl.tuple, n: tl.tensor, UPDATE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """UPDATE on a block of n elements; without a mask, loads are 16 bytes wide whatever n is."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= n:
+        UPDATE(tensors, offsets, None, numbers)
+    else:
+        UPDATE(tensors, offsets, offsets < n, numbers)
+
+
+def _launch(update: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
+    assert tensors[0] is not None
+    n = tensors[0].numel()
+    if n > 0:
+        grid, num_warps = (triton.cdiv(n, BLOCK),), warps(BLOCK, PER_THREAD)
+        _over_blocks[grid](tensors, numbers, n, UPDATE=update, BLOCK=BLOCK, num_warps=num_warps)
+
+
+def _check(*tensors: Tensor) -> None:
+    first = tensors[0]
+    assert all(x.dtype == torch.float32 and x.is_contiguous() and x.numel() == first.numel() for x in tensors), (
+        "flat fp32 buffers of one length"
+    )
+
+
+@triton.jit
+def _adam(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
     param, grad, exp_avg, exp_avg_sq, copy, factor = tensors
     decay, rate1, rate2, step_size, correction, eps = numbers
     p = tl.load(param + offsets, mask=mask)
@@ -41,77 +67,34 @@ def _update(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.
         tl.store(copy + offsets, p.to(copy.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _adam(
-    param: tl.tensor,
-    grad: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    copy: tl.tensor,
-    factor: tl.tensor,
-    n: tl.tensor,
-    decay: tl.tensor,
-    rate1: tl.tensor,
-    rate2: tl.tensor,
-    step_size: tl.tensor,
-    correction: tl.tensor,
-    eps: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    tensors = param, grad, exp_avg, exp_avg_sq, copy, factor
-    numbers = decay, rate1, rate2, step_size, correction, eps
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    # Without a mask, loads are 16 bytes wide whatever n is.
-    if start + BLOCK <= n:
-        _update(tensors, offsets, None, numbers)
-    else:
-        _update(tensors, offsets, offsets < n, numbers)
-
-
 def adam(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    factor: torch.Tensor | None,
-    copy: torch.Tensor | None,
+    factor: Tensor | None,
+    copy: Tensor | None,
+    **settings: Unpack[AdamSettings],
 ) -> None:
-    """See `optimizer_ops.adam`. The bias corrections are computed here, in double, and the host never waits for `factor`.
-
-    Args:
-        param, exp_avg, exp_avg_sq: [n] in fp32.
-        grad: [n] in fp32 or a half type.
-    """
+    """See `optimizer_ops.adam`, for fp32 with a gradient in fp32 or a half type. The bias corrections are computed here,
+    in double, and the host never waits for `factor`."""
     _check(param, exp_avg, exp_avg_sq)
     assert all(x.is_contiguous() and x.numel() == param.numel() for x in (grad, copy) if x is not None)
-    n = param.numel()
-    if n == 0:
-        return
-    _adam[(triton.cdiv(n, BLOCK),)](
-        *(param, grad, exp_avg, exp_avg_sq, copy, factor, n),
-        *(lr * weight_decay, 1.0 - beta1, 1.0 - beta2),
-        *(lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step), eps),
-        BLOCK=BLOCK,
-        num_warps=warps(BLOCK, PER_THREAD),
-    )
+    lr, beta1, beta2, step = settings["lr"], settings["beta1"], settings["beta2"], settings["step"]
+    corrected = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+    numbers = (lr * settings["weight_decay"], 1.0 - beta1, 1.0 - beta2, *corrected, settings["eps"])
+    _launch(_adam, (param, grad, exp_avg, exp_avg_sq, copy, factor), numbers)
 
 
 @triton.jit
-def _take(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
+def _lamb_moments(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
     param, grad, exp_avg, exp_avg_sq, squares = tensors
     rate1, rate2, scale, eps, decay = numbers
     g = tl.load(grad + offsets, mask=mask)
     m = tl.load(exp_avg + offsets, mask=mask)
     v = tl.load(exp_avg_sq + offsets, mask=mask)
-    m += (g - m) * rate1  # as in `_update`
+    m += (g - m) * rate1  # as in `_adam`
     v += (g * g - v) * rate2
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
@@ -127,32 +110,7 @@ def _take(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tu
 
 
 @triton.jit
-def _moments(
-    param: tl.tensor,
-    grad: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    squares: tl.tensor,
-    n: tl.tensor,
-    rate1: tl.tensor,
-    rate2: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
-    decay: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    tensors = param, grad, exp_avg, exp_avg_sq, squares
-    numbers = rate1, rate2, scale, eps, decay
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= n:
-        _take(tensors, offsets, None, numbers)
-    else:
-        _take(tensors, offsets, offsets < n, numbers)
-
-
-@triton.jit
-def _move(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
+def _lamb_step(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tuple) -> None:
     param, exp_avg, exp_avg_sq = tensors
     step_size, eps, decay = numbers
     p = tl.load(param + offsets, mask=mask)
@@ -163,94 +121,47 @@ def _move(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tu
     tl.store(param + offsets, p, mask=mask)
 
 
-@triton.jit
-def _step(
-    param: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    n: tl.tensor,
-    step_size: tl.tensor,
-    eps: tl.tensor,
-    decay: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= n:
-        _move((param, exp_avg, exp_avg_sq), offsets, None, (step_size, eps, decay))
-    else:
-        _move((param, exp_avg, exp_avg_sq), offsets, offsets < n, (step_size, eps, decay))
-
-
 def lamb_moments(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     norms: bool,
-) -> tuple[torch.Tensor, ...]:
+    weight_decay: float,
+    **settings: Unpack[MomentSettings],
+) -> tuple[Tensor, ...]:
     """See `optimizer_ops.lamb_moments`, for fp32.
 
     Squares are added up in fp32 within blocks of 1024 elements and in fp64 over the blocks, in the same order in every run.
     """
     _check(param, grad, exp_avg, exp_avg_sq)
-    direction = Direction.at(step, beta1=beta1, beta2=beta2, eps=eps)
-    n = param.numel()
-    count = triton.cdiv(n, BLOCK)
+    direction = Direction.at(**settings)
+    count = triton.cdiv(param.numel(), BLOCK)
     squares = torch.empty((2, count), dtype=torch.float32, device=param.device) if norms else None
-    if n > 0:
-        _moments[(count,)](
-            *(param, grad, exp_avg, exp_avg_sq, squares, n),
-            *(1.0 - beta1, 1.0 - beta2, direction.scale, direction.eps, weight_decay),
-            BLOCK=BLOCK,
-            num_warps=warps(BLOCK, PER_THREAD),
-        )
+    rates = 1.0 - settings["beta1"], 1.0 - settings["beta2"]
+    numbers = (*rates, direction.scale, direction.eps, weight_decay)
+    _launch(_lamb_moments, (param, grad, exp_avg, exp_avg_sq, squares), numbers)
     return () if squares is None else squares.sum(dim=1, dtype=torch.float64).sqrt_().unbind()
 
 
 def lamb_step(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
     rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
     weight_decay: float,
-    step: int,
+    **settings: Unpack[MomentSettings],
 ) -> None:
     """See `optimizer_ops.lamb_step`, for fp32."""
     _check(param, exp_avg, exp_avg_sq)
-    direction = Direction.at(step, beta1=beta1, beta2=beta2, eps=eps)
-    n = param.numel()
-    if n > 0:
-        _step[(triton.cdiv(n, BLOCK),)](
-            *(param, exp_avg, exp_avg_sq, n),
-            *(rate * direction.scale, direction.eps, rate * weight_decay),
-            BLOCK=BLOCK,
-            num_warps=warps(BLOCK, PER_THREAD),
-        )
+    direction = Direction.at(**settings)
+    _launch(_lamb_step, (param, exp_avg, exp_avg_sq), (rate * direction.scale, direction.eps, rate * weight_decay))
 
 
-def _check(*tensors: torch.Tensor) -> None:
-    first = tensors[0]
-    assert all(x.dtype == torch.float32 and x.is_contiguous() and x.numel() == first.numel() for x in tensors), (
-        "flat fp32 buffers of one length"
-    )
-
-
-NORM_BLOCK = 4096
-"""Elements that a program adds up at a time."""
-
-RESIDENT = 4
-"""Programs per multiprocessor."""
+NORM_BLOCK = 4096  # elements that a program adds up at a time
+RESIDENT = 4  # programs per multiprocessor
 
 
 @triton.jit
@@ -277,7 +188,7 @@ def _sum_of_squares(x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.t
     tl.store(partial + program, tl.sum(total, axis=0))
 
 
-def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """See `optimizer_ops.l2norm`, of dense tensors, without waiting for the device.
 
     What each program adds up, and the order of every sum, is a function of the sizes and of the device alone: the result
@@ -286,11 +197,8 @@ def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     assert all(x.is_contiguous() for x in tensors), "a flat buffer"
     counts = [programs(triton.cdiv(x.numel(), NORM_BLOCK), x.device, RESIDENT) for x in tensors]
     partial = torch.empty(sum(counts), dtype=torch.float64, device=tensors[0].device)
-    done = 0
-    for x, count in zip(tensors, counts, strict=True):
+    for x, count, own in zip(tensors, counts, partial.split(counts)):
         if count:
-            _sum_of_squares[(count,)](
-                x, partial[done:], x.numel(), count * NORM_BLOCK, BLOCK=NORM_BLOCK, num_warps=warps(NORM_BLOCK)
-            )
-            done += count
+            sizes = x.numel(), count * NORM_BLOCK
+            _sum_of_squares[(count,)](x, own, *sizes, BLOCK=NORM_BLOCK, num_warps=warps(NORM_BLOCK))
     return partial.sum().sqrt()

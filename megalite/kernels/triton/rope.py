@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megalite.kernels.triton.launch import Tile, accumulator, next_power_of_2
 
@@ -18,11 +19,8 @@ def rope_kernel(
     y: tl.tensor,
     rows: tl.tensor,
     batch: tl.tensor,
-    s_stride: tl.tensor,
-    b_stride: tl.tensor,
-    head_stride: tl.tensor,
-    cos_s_stride: tl.tensor,
-    cos_b_stride: tl.tensor,
+    strides: tl.tuple,
+    cos_strides: tl.tuple,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BACK: tl.constexpr,
@@ -37,12 +35,12 @@ def rope_kernel(
     token = row // HEADS
     position = (token // batch).to(tl.int64)
     sequence = (token % batch).to(tl.int64)
-    angle = (position * cos_s_stride + sequence * cos_b_stride)[:, None] + column
+    angle = (position * cos_strides[0] + sequence * cos_strides[1])[:, None] + column
     c = tl.load(cos + angle, mask=here, other=0.0).to(ACC)
     s = tl.load(sin + angle, mask=here, other=0.0).to(ACC)
     if BACK:
         s = -s
-    place = position * s_stride + sequence * b_stride + (row % HEADS).to(tl.int64) * head_stride
+    place = position * strides[0] + sequence * strides[1] + (row % HEADS).to(tl.int64) * strides[2]
     first_at = x + place[:, None] + column
     first = tl.load(first_at, mask=here, other=0.0).to(ACC)
     second = tl.load(first_at + HALF, mask=here, other=0.0).to(ACC)
@@ -58,7 +56,7 @@ def rope_tile(half: int, itemsize: int) -> Tile:
     return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     length, batch, heads, size = x.shape
@@ -67,8 +65,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
         rows, half = length * batch * heads, size // 2
         tile = rope_tile(half, x.element_size())
         rope_kernel[(triton.cdiv(rows, tile.rows),)](
-            *(x, cos, sin, y, rows, batch, x.stride(0), x.stride(1), x.stride(2)),
-            *(cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1)),
+            *(x, cos, sin, y, rows, batch, x.stride()[:3], (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))),
             HEADS=heads,
             HALF=half,
             BACK=back,
@@ -82,17 +79,17 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, back=False)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _rotate(dy, *ctx.saved_tensors, back=True), None, None
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
 
     x may be a slice of the fused projection: its strides are free but for the last. The tables get no gradient.

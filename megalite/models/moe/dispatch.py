@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.models.moe.router import Routing
-from megalite.topology.conjugate import conjugate
+from megalite.topology.conjugate import Half, conjugate
 from megalite.topology.group import Group
 
 
@@ -21,18 +22,12 @@ from megalite.topology.group import Group
 class Route:
     """How the rows of one microbatch travel, as seen by this rank."""
 
-    pairs: torch.Tensor
-    """[m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent."""
-    sent: list[int]
-    """Rows for each rank of ep."""
-    received: list[int]
-    """Rows from each rank of ep."""
-    gathered: list[int]
-    """Rows that each rank of expert_tp has received; all of them come together before the experts."""
-    by_expert: torch.Tensor | None
-    """The order of those by expert; None: they come in it."""
-    counts: list[int]
-    """Rows of each local expert."""
+    pairs: Tensor  # [m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent
+    sent: list[int]  # rows for each rank of ep
+    received: list[int]  # rows from each rank of ep
+    gathered: list[int]  # rows that each rank of expert_tp has received; all of them come together before the experts
+    by_expert: Tensor | None  # the order of those by expert; None: they come in it
+    counts: list[int]  # rows of each local expert
 
 
 def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -> Route:
@@ -68,7 +63,7 @@ def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -
     )
 
 
-def send_to_experts(x: torch.Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group) -> torch.Tensor:
+def send_to_experts(x: Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group) -> Tensor:
     """Tokens [n, h] -> the rows of this rank's experts [Σ counts, h], by expert.
 
     Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
@@ -78,16 +73,12 @@ def send_to_experts(x: torch.Tensor, route: Route, *, topk: int, ep: Group, expe
     if ep.size > 1:
         rows = _all_to_all(rows, route.received, route.sent, ep)
     if expert_tp.size > 1:  # gradients of one row are summed over ranks
-        parts = route.gathered
-        rows = conjugate(
-            rows, lambda x: _gathered(x, parts, expert_tp), lambda grad: _reduce_scattered(grad, parts, expert_tp)
-        )
+        gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
+        rows = conjugate(rows, gather, reduce)
     return rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, False)
 
 
-def return_to_tokens(
-    rows: torch.Tensor, route: Route, weights: torch.Tensor, *, ep: Group, expert_tp: Group
-) -> torch.Tensor:
+def return_to_tokens(rows: Tensor, route: Route, weights: Tensor, *, ep: Group, expert_tp: Group) -> Tensor:
     """Outputs of this rank's experts [Σ counts, h] (partial sums over expert_tp) -> Σ_k weight·output of tokens [n, h].
 
     Args:
@@ -98,10 +89,8 @@ def return_to_tokens(
     """
     rows = rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, True)
     if expert_tp.size > 1:
-        parts = route.gathered
-        rows = conjugate(
-            rows, lambda x: _reduce_scattered(x, parts, expert_tp), lambda grad: _gathered(grad, parts, expert_tp)
-        )
+        gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
+        rows = conjugate(rows, reduce, gather)
     if ep.size > 1:
         rows = _all_to_all(rows, route.sent, route.received, ep)
     return _Combine.apply(rows, weights, route.pairs)
@@ -111,13 +100,13 @@ class _TakeTokens(torch.autograd.Function):
     """Row i is the token of pair i; a token's gradient is the sum over its k pairs, in their order."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pairs: torch.Tensor, topk: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, pairs: Tensor, topk: int) -> Tensor:
         ctx.save_for_backward(pairs)
         ctx.tokens, ctx.topk = x.shape[0], topk
         return x[pairs // topk]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (pairs,) = ctx.saved_tensors
         whole = grad.new_zeros(ctx.tokens * ctx.topk, grad.shape[1])
         whole[pairs] = grad
@@ -128,7 +117,7 @@ class _Combine(torch.autograd.Function):
     """out[t] = Σ_j weights[t, j] · (row of pair t·k + j, or 0), summed in the weights' precision."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, pairs: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, pairs)
         tokens, topk = weights.shape
         whole = rows.new_zeros(tokens * topk, rows.shape[1])
@@ -140,7 +129,7 @@ class _Combine(torch.autograd.Function):
         return out.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights, pairs = ctx.saved_tensors
         grad_of_pair = grad[pairs // weights.shape[1]].to(weights.dtype)
         grad_rows = (grad_of_pair * weights.flatten()[pairs, None]).to(rows.dtype)
@@ -153,18 +142,18 @@ class _Reorder(torch.autograd.Function):
     """Rows in `order`, or back from it; either is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(order)
         ctx.back = back
         return _reordered(rows, order, back)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         return _reordered(grad, order, not ctx.back), None, None
 
 
-def _reordered(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
+def _reordered(rows: Tensor, order: Tensor, back: bool) -> Tensor:
     if not back:
         return rows[order]
     output = torch.empty_like(rows)
@@ -172,26 +161,29 @@ def _reordered(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Ten
     return output
 
 
-def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
     """Rows to the ranks of a group; the gradient takes the same way back."""
     return conjugate(
         rows, lambda x: _exchanged(x, received, sent, group), lambda grad: _exchanged(grad, sent, received, group)
     )
 
 
-def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
     output = rows.new_empty(sum(received), rows.shape[1])
     group.all_to_all(output, rows.contiguous(), received, sent)
     return output
 
 
-def _gathered(rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
-    # Parts are unequal, which an all-gather does not take: a copy to each rank moves the same bytes.
-    copies = rows.repeat(group.size, 1)
-    return _exchanged(copies, parts, [rows.shape[0]] * group.size, group)
-
-
-def _reduce_scattered(rows: torch.Tensor, parts: list[int], group: Group) -> torch.Tensor:
+def _of_unequal_parts(parts: list[int], group: Group) -> tuple[Half, Half]:
+    """All-gather and reduce-scatter of rows, of which each rank has so many."""
     own = parts[group.rank]
-    received = _exchanged(rows, [own] * group.size, parts, group)
-    return received.view(group.size, own, rows.shape[1]).sum(dim=0)
+
+    def gather(rows: Tensor) -> Tensor:
+        # An all-gather does not take unequal parts: a copy to each rank moves the same bytes.
+        return _exchanged(rows.repeat(group.size, 1), parts, [own] * group.size, group)
+
+    def reduce_scatter(rows: Tensor) -> Tensor:
+        received = _exchanged(rows, [own] * group.size, parts, group)
+        return received.view(group.size, own, rows.shape[1]).sum(dim=0)
+
+    return gather, reduce_scatter

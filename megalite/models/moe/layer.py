@@ -1,11 +1,10 @@
 """The mixture-of-experts feed-forward half of a block."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.matmul import Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
@@ -13,14 +12,13 @@ from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP, activation_of
 from megalite.models.moe.dispatch import plan_route, return_to_tokens, send_to_experts
 from megalite.models.moe.router import Router
-from megalite.models.recompute import Recompute, not_saving
-from megalite.tensor_parallel.deferred_weight_gradients import compute_or_defer
+from megalite.models.recompute import Recompute, not_saving, recomputed
 from megalite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     replicate_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
 from megalite.topology.group import Group
 
 
@@ -44,18 +42,12 @@ class Experts(torch.nn.Module):
         self._up = factory.kernel("matmul", h)
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
-        self.up = factory.parameter(
-            f"{name}.up.weight", (*stacked, h), shard_dim=len(stacked) - 1, std=config.init_method_std, expert=True
-        )
-        self.down = factory.parameter(
-            f"{name}.down.weight",
-            (count, h, f),
-            shard_dim=2,
-            std=config.init_method_std / math.sqrt(2 * config.num_layers),
-            expert=True,
-        )
+        std, split = config.init_method_std, len(stacked) - 1
+        self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
+        std /= math.sqrt(2 * config.num_layers)
+        self.down = factory.parameter(f"{name}.down.weight", (count, h, f), shard_dim=2, std=std, expert=True)
 
-    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
         inner = grouped_linear(rows, self.up, counts, self._up)
         active = self.activation(inner)
@@ -65,9 +57,7 @@ class Experts(torch.nn.Module):
             return grouped_linear(active, self.down, counts, self._down)
 
 
-def grouped_linear(
-    x: torch.Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul = matmul
-) -> torch.Tensor:
+def grouped_linear(x: Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul = matmul) -> Tensor:
     """y = x·W_eᵀ for the rows of each expert e: x [n, i], weight [E/ep, ..., i] -> [n, o].
 
     `multiply` computes output and input gradient where the experts' products are not fused.
@@ -82,49 +72,29 @@ def grouped_linear(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.counts, ctx.multiply = weight, counts, multiply
         return grouped_matmul(x, _matrices(weight).transpose(1, 2), counts, multiply)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         grad_y = grad_y.contiguous()
-        grad_x = grouped_matmul(grad_y, _matrices(weight), counts, ctx.multiply)
-        gradient = _GroupedGradient(weight, x.detach(), grad_y, counts)
-        return grad_x, compute_or_defer(gradient, weight.deferred), None, None
+        grad_x, x = grouped_matmul(grad_y, _matrices(weight), counts, ctx.multiply), x.detach()
+
+        def product(main_grad: Tensor | None) -> Tensor | None:
+            if main_grad is None:
+                grad_weight = torch.zeros_like(weight)
+                accumulate_grouped_weight_grad(_matrices(grad_weight), grad_y, x, counts)
+                return grad_weight
+            accumulate_grouped_weight_grad(_matrices(main_grad), grad_y, x, counts, weight.accumulate_product)
+            return None
+
+        return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred), None, None
 
 
-@dataclass
-class _GroupedGradient:
-    """grad_y_eᵀ·x_e of each expert e."""
-
-    parameter: ShardedParameter
-    x: torch.Tensor
-    grad_y: torch.Tensor
-    counts: list[int]
-
-    def start(self) -> None:
-        """Needs nothing."""
-
-    def compute(self) -> torch.Tensor | None:
-        """See `DeferredGradient`."""
-        weight = self.parameter
-        if weight.main_grad is None:
-            grad_weight = torch.zeros_like(weight)
-            accumulate_grouped_weight_grad(_matrices(grad_weight), self.grad_y, self.x, self.counts)
-            return grad_weight
-        accumulate_grouped_weight_grad(
-            _matrices(weight.main_grad), self.grad_y, self.x, self.counts, weight.accumulate_product
-        )
-        weight.report()
-        return None
-
-
-def _matrices(weight: torch.Tensor) -> torch.Tensor:
+def _matrices(weight: Tensor) -> Tensor:
     """[E, o, i] of [E, 2, f, i], or of what is that already."""
     return weight.flatten(1, -2)
 
@@ -151,44 +121,32 @@ class MoELayer(torch.nn.Module):
         if width is not None:
             self.shared = MLP(f"{name}.shared", config, factory=factory, recompute=inner, ffn_size=width)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over s by tp as well with sequence parallelism.
 
         Collectives: those of the router, the dispatch and the shared expert; with tp and without sequence
-        parallelism also all-gather of the output / all-gather of the input's gradient over tp. While text is generated
-        see `_unsplit` instead.
+        parallelism also all-gather of the output / all-gather of the input's gradient over tp. While text is generated:
+        an all-reduce over expert_tp, which is tp.
         """
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, context, use_reentrant=False, preserve_rng_state=False)
+            return recomputed(self._forward, x, context)
         return self._forward(x, context)
 
-    def _forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if context.generating:
-            y = self._unsplit(x, context)
-            return y if self.shared is None else y + self.shared(x)
-        split = self.tp.size > 1 and not self.sequence_parallel
-        tokens = scatter_to_sequence_parallel_region(x, tp=self.tp) if split else x
-        y = self._routed(tokens, context)
-        if split:
-            y = replicate_from_sequence_parallel_region(y, tp=self.tp)
+            # Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
+            assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
+            y = self._routed(x, context.positions, context, Group.solo("ep"), Group.solo("expert-tp"))
+            y = reduce_from_tensor_parallel_region(y, tp=self.expert_tp)
+        else:
+            split = Group.solo("tp") if self.sequence_parallel else self.tp
+            tokens = scatter_to_sequence_parallel_region(x, tp=split)
+            positions = context.positions.tensor_split(self.tp.size)[self.tp.rank]
+            y = self._routed(tokens, positions, context, self.ep, self.expert_tp)
+            y = replicate_from_sequence_parallel_region(y, tp=split)
         return y if self.shared is None else y + self.shared(x)
 
-    def _unsplit(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
-
-        Collectives: all-reduce over expert_tp, which is tp.
-        """
-        assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
-        y = self._through(x, context.positions, context, Group.solo("ep"), Group.solo("expert-tp"))
-        return reduce_from_tensor_parallel_region(y, tp=self.expert_tp)
-
-    def _routed(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        positions = context.positions.tensor_split(self.tp.size)[self.tp.rank]
-        return self._through(tokens, positions, context, self.ep, self.expert_tp)
-
-    def _through(
-        self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext, ep: Group, expert_tp: Group
-    ) -> torch.Tensor:
+    def _routed(self, x: Tensor, positions: Tensor, context: ForwardContext, ep: Group, expert_tp: Group) -> Tensor:
         routing = self.router(x, positions, context)
         route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp)
         rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, ep=ep, expert_tp=expert_tp)

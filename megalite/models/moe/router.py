@@ -5,28 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
-from megalite.tensor_parallel.deferred_weight_gradients import compute_or_defer
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
 from megalite.topology.group import Group
 
-WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}
-"""Weights are compared in so many steps from 0 to 1."""
+WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared in so many steps from 0 to 1
 
 
 @torch.no_grad()
 def within_capacity(
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    capacity: int,
-    drop_last: bool,
-    sequence: Group,
-) -> torch.Tensor:
+    weights: Tensor, chosen: Tensor, positions: Tensor, *, capacity: int, drop_last: bool, sequence: Group
+) -> Tensor:
     """Of each sequence an expert takes the `capacity` tokens with the largest weights, or the first ones.
 
     The whole sequence is looked at, and nothing but it: the outcome depends neither on how it is split over ranks
@@ -35,9 +28,8 @@ def within_capacity(
 
     Args:
         weights: [s_local, b, k] of this rank's tokens; `chosen` are the experts, int64.
-        positions: [s_local], where in the sequence the tokens are.
+        positions: [s_local], where in the sequence the tokens are; all ranks of `sequence` have every position once.
         drop_last: take the first tokens, whatever their weights.
-        sequence: the ranks over which the sequence is split; together they have every position once.
 
     Returns:
         bool [s_local, b, k]: the pair is taken.
@@ -69,7 +61,7 @@ def within_capacity(
     return taken.view(-1, k, b).transpose(1, 2)[rows[own]]
 
 
-def _place_in_run(values: torch.Tensor) -> torch.Tensor:
+def _place_in_run(values: Tensor) -> Tensor:
     """For each element of the sorted columns of [n, b], how many equal ones come before it."""
     index = torch.arange(values.shape[0], device=values.device)[:, None].expand_as(values)
     first = torch.ones_like(values, dtype=torch.bool)
@@ -81,12 +73,9 @@ def _place_in_run(values: torch.Tensor) -> torch.Tensor:
 class Routing:
     """Where this rank's tokens [s_local, b] go."""
 
-    weights: torch.Tensor
-    """[s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)."""
-    chosen: torch.Tensor
-    """[s_local, b, k]: the experts."""
-    kept: torch.Tensor | None
-    """[s_local, b, k]: false where the expert is full; None: no expert can be."""
+    weights: Tensor  # [s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)
+    chosen: Tensor  # [s_local, b, k]: the experts
+    kept: Tensor | None  # [s_local, b, k]: false where the expert is full; None: no expert can be
 
 
 class Router(torch.nn.Module):
@@ -113,7 +102,7 @@ class Router(torch.nn.Module):
         shape = (config.num_experts, config.hidden_size)
         self.weight = factory.parameter(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> Routing:
+    def forward(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Routing:
         """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
 
         Collectives: with a load-balancing loss an all-reduce of b·E counts over tp·cp; with a capacity an all-gather
@@ -123,36 +112,23 @@ class Router(torch.nn.Module):
         # A stable sort puts the lower index first among equals; topk would not say which.
         chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk].contiguous()
         probabilities = logits.softmax(dim=-1) if self.pre_softmax or self.aux_coeff else None
-        weights = self._weights(logits, probabilities, chosen)
-        weights = self._attach_losses(weights, logits, probabilities, chosen, context)
-        kept = None
-        if self.capacity_factor is not None and not context.generating:
-            kept = within_capacity(
-                weights.detach(),
-                chosen,
-                positions,
-                capacity=math.ceil(self.capacity_factor * context.seq_length * self.topk / self.experts),
-                drop_last=self.drop_last,
-                sequence=self.sequence,
-            )
-        return Routing(weights=weights, chosen=chosen, kept=kept)
-
-    def _weights(self, logits: torch.Tensor, probabilities: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
         if self.pre_softmax:
             assert probabilities is not None
             weights = probabilities.gather(-1, chosen)
         else:
             weights = logits.gather(-1, chosen).softmax(dim=-1)
-        return weights if self.scaling == 1.0 else weights * self.scaling
+        weights = weights if self.scaling == 1.0 else weights * self.scaling
+        weights = self._attach_losses(weights, logits, probabilities, chosen, context)
+        kept = None
+        if self.capacity_factor is not None and not context.generating:
+            capacity = math.ceil(self.capacity_factor * context.seq_length * self.topk / self.experts)
+            routing = weights.detach(), chosen, positions
+            kept = within_capacity(*routing, capacity=capacity, drop_last=self.drop_last, sequence=self.sequence)
+        return Routing(weights=weights, chosen=chosen, kept=kept)
 
     def _attach_losses(
-        self,
-        weights: torch.Tensor,
-        logits: torch.Tensor,
-        probabilities: torch.Tensor | None,
-        chosen: torch.Tensor,
-        context: ForwardContext,
-    ) -> torch.Tensor:
+        self, weights: Tensor, logits: Tensor, probabilities: Tensor | None, chosen: Tensor, context: ForwardContext
+    ) -> Tensor:
         """This rank's part of both losses: its own tokens' probabilities against the whole sequence's counts."""
         auxiliary = context.auxiliary
         if auxiliary is None:
@@ -178,36 +154,22 @@ class _RouterLinear(torch.autograd.Function):
     """x·Wᵀ with both cast to fp32 (fp64 stays); keeps x as it came, and adds the weight's gradient unrounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         compute = torch.promote_types(x.dtype, torch.float32)
         return x.to(compute) @ weight.to(compute).t()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        return grad_x, compute_or_defer(_RouterGradient(weight, x.detach(), grad.flatten(0, -2)), weight.deferred)
+        grad_x, x = (grad @ weight.to(grad.dtype)).to(x.dtype), x.detach()
 
+        def product(main_grad: Tensor | None) -> Tensor | None:
+            x_rows, grad_rows = x.to(grad.dtype).flatten(0, -2), grad.flatten(0, -2)
+            if main_grad is None:
+                return (grad_rows.t() @ x_rows).to(weight.dtype)
+            accumulate_weight_grad(main_grad, grad_rows, x_rows)
+            return None
 
-@dataclass
-class _RouterGradient:
-    """gradᵀ·x in the precision of grad."""
-
-    parameter: ShardedParameter
-    x: torch.Tensor
-    grad_rows: torch.Tensor
-
-    def start(self) -> None:
-        """Needs nothing."""
-
-    def compute(self) -> torch.Tensor | None:
-        """See `DeferredGradient`."""
-        weight = self.parameter
-        x_rows = self.x.to(self.grad_rows.dtype).flatten(0, -2)
-        if weight.main_grad is None:
-            return (self.grad_rows.t() @ x_rows).to(weight.dtype)
-        accumulate_weight_grad(weight.main_grad, self.grad_rows, x_rows)
-        weight.report()
-        return None
+        return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred)

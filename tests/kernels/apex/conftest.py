@@ -12,8 +12,7 @@ from megalite.kernels import probes, self_check
 from megalite.kernels.probes import EXTENSIONS, why_not_apex
 
 RECORDED = Path(__file__).parent / "recorded"
-ADAPTERS = ("layers", "multi_tensor")
-"""Modules that import an extension."""
+ADAPTERS = ("layers", "multi_tensor")  # modules that import an extension
 
 Adapter = Callable[[str], ModuleType]
 

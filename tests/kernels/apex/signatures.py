@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -26,9 +27,9 @@ def bound(values: Sequence[Any], kinds: str) -> None:
 def _fits(value: Any, kind: str) -> bool:
     match kind:
         case "t":
-            return isinstance(value, torch.Tensor)
+            return isinstance(value, Tensor)
         case "o":
-            return value is None or isinstance(value, torch.Tensor)
+            return value is None or isinstance(value, Tensor)
         case "i":
             return isinstance(value, int) and not isinstance(value, bool)
         case "f":
@@ -38,7 +39,7 @@ def _fits(value: Any, kind: str) -> bool:
         case "s":
             return isinstance(value, tuple | list) and all(isinstance(size, int) for size in value)
     return isinstance(value, list) and all(
-        isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors) for tensors in value
+        isinstance(tensors, list) and all(isinstance(tensor, Tensor) for tensor in tensors) for tensors in value
     )
 
 
@@ -48,13 +49,13 @@ def require(true: bool, what: str) -> None:
         raise RuntimeError(what)
 
 
-def contiguous(*tensors: torch.Tensor) -> None:
+def contiguous(*tensors: Tensor) -> None:
     """They lie densely in memory."""
     for tensor in tensors:
         require(tensor.is_contiguous(), f"must be contiguous: {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
-def of_type(tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+def of_type(tensor: Tensor, *dtypes: torch.dtype) -> None:
     """As data_ptr<T>() and the dispatch macros."""
     require(tensor.dtype in dtypes, f"expected scalar type {dtypes} but found {tensor.dtype}")
 

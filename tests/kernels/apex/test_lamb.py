@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.kernels import self_check
-from megalite.kernels.registry import IMPLEMENTATIONS, Use, why_not
+from megalite.kernels.registry import IMPLEMENTATIONS, Use
 from tests.kernels.apex.conftest import Adapter
 from tests.kernels.lamb_formula import NAMES, TERMS, exact, off, piece, run
 
@@ -82,83 +81,6 @@ def test_where_its_arguments_lie(adapter: Adapter, monkeypatch: pytest.MonkeyPat
     (decay, norm), most = (call[3], call[8]), call[9]
     assert (decay.device.type, norm.device.type) == ("meta", "cpu")
     assert norm.item() <= most, "it would clip"
-
-
-@pytest.mark.parametrize(
-    "wrong, reason",
-    [
-        ({8: torch.zeros(1, device="meta")}, "the host reads the norm"),
-        ({8: 0.0}, "number 9 is float"),  # as before 2020
-        ({3: torch.zeros(1, dtype=torch.float64)}, "expected scalar type"),
-        ({3: torch.zeros(2)}, "a decay for each tensor"),
-        ({4: 2**31 - 1}, "runs over"),
-        ({2: [[torch.zeros(4, dtype=torch.bfloat16)] for _ in range(5)]}, "expected scalar type"),
-        ({2: [[torch.zeros(4)] for _ in range(4)]}, "depth"),
-    ],
-)
-def test_the_stand_in_refuses_what_apex_does(adapter: Adapter, wrong: dict[int, Any], reason: str) -> None:
-    amp_C = adapter("multi_tensor").amp_C
-    flag, lists = torch.zeros(1, dtype=torch.int32), [[torch.zeros(4)] for _ in range(5)]
-    call = [CHUNK, flag, lists, torch.zeros(1), 0, 0.9, 0.999, 1e-6, torch.zeros(1), 1.0]
-    amp_C.multi_tensor_lamb_stage1_cuda(*call)
-    for place, value in wrong.items():
-        call[place] = value
-    with pytest.raises((RuntimeError, TypeError), match=reason):
-        amp_C.multi_tensor_lamb_stage1_cuda(*call)
-
-
-def test_the_stand_in_clips_as_apex_does(adapter: Adapter) -> None:
-    """The trap itself: a norm above the largest one."""
-    amp_C = adapter("multi_tensor").amp_C
-    flag = torch.zeros(1, dtype=torch.int32)
-    for norm, wanted in ((8.0, 0.025), (1.0, 0.1)):
-        lists = [[torch.ones(1)], *([torch.zeros(1)] for _ in range(4))]
-        terms = (torch.zeros(1), 0, 0.9, 0.999, 1e-6, torch.tensor([norm]), 2.0)
-        amp_C.multi_tensor_lamb_stage1_cuda(CHUNK, flag, lists, *terms)
-        assert lists[2][0].item() == pytest.approx(wanted, rel=1e-6)
-
-
-FP32 = Use("cpu", torch.float32, 64)
-
-
-def averaged(real: Any) -> Any:
-    """Adam with a second beta of its own."""
-    return lambda *given: real(*given[:5], 0.9, *given[6:])
-
-
-def shorter(real: Any) -> Any:
-    """The first half, clipped whatever the norm is."""
-    return lambda *given: real(*given[:8], torch.full((1,), 2.0), 1.0)
-
-
-def without_norm(real: Any) -> Any:
-    """The first half as before 2020, when the norm was a number."""
-
-    def older(*given: Any) -> None:
-        if not isinstance(given[8], float):
-            raise TypeError("incompatible function arguments\nInvoked with: ...")
-        real(*given)
-
-    return older
-
-
-@pytest.mark.parametrize(
-    "name, spoil, reason",
-    [
-        ("multi_tensor_adam", averaged, "apex's gave other numbers than torch when it was tried here: exp_avg_sq"),
-        ("multi_tensor_lamb_stage1_cuda", shorter, "apex's gave other numbers than torch"),
-        ("multi_tensor_lamb_stage1_cuda", without_norm, "apex's failed when it was tried here (incompatible"),
-    ],
-)
-def test_another_apex_is_refused(
-    installed: Adapter, name: str, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    amp_C = installed("multi_tensor").amp_C
-    assert why_not("lamb", "apex", FP32) is None
-    self_check._why_wrong.cache_clear()
-    monkeypatch.setattr(amp_C, name, spoil(getattr(amp_C, name)))
-    said = why_not("lamb", "apex", FP32)
-    assert said is not None and said.startswith(reason), said
 
 
 def test_nothing_to_update(adapter: Adapter) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.kernels import probes
 from megalite.kernels.cross_entropy import cross_entropy_forward
 from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
 from megalite.kernels.registry import IMPLEMENTATIONS, Use
-from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward, unfused_attention
+from megalite.kernels.unfused_attention import unfused_attention
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.topology.group import Group
 from tests.kernels.apex.conftest import Adapter
@@ -20,17 +21,17 @@ SOFTMAX = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 """Scores, probabilities and dropped probabilities are each rounded."""
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_near(found: list[torch.Tensor], exact: list[torch.Tensor], limit: float) -> None:
+def assert_near(found: list[Tensor], exact: list[Tensor], limit: float) -> None:
     for ours, right in zip(found, exact, strict=True):
         assert ours.dtype == found[0].dtype and ours.shape == right.shape
         assert (ours.double() - right).norm() <= limit * right.norm()
 
 
-def through(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Output and gradients, for a gradient that is not dense, as of a permuted output."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
     y = function(*leaves)
@@ -44,7 +45,7 @@ def through(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -
 @pytest.mark.parametrize("size", [17, 1000])  # in no list of sizes that were compiled
 @pytest.mark.parametrize("name, torchs", [("rmsnorm", rms_norm), ("layernorm", layer_norm)])
 def test_norms(
-    adapter: Adapter, name: str, torchs: Callable[..., torch.Tensor], size: int, dtype: torch.dtype, zero_centered: bool
+    adapter: Adapter, name: str, torchs: Callable[..., Tensor], size: int, dtype: torch.dtype, zero_centered: bool
 ) -> None:
     x = drawn(size, 3, 5, dtype=dtype).permute(2, 1, 0)
     inputs = [x, 0.1 * drawn(size, dtype=dtype, seed=1) + (not zero_centered)]
@@ -62,7 +63,7 @@ def test_the_factor_is_not_rounded(adapter: Adapter) -> None:
     exact = rms_norm(x.double(), weight.double(), 1e-5, zero_centered=True)
     rmsnorm = adapter("layers").rmsnorm
 
-    def error(y: torch.Tensor) -> float:
+    def error(y: Tensor) -> float:
         return ((y - exact) / exact).abs().max().item()
 
     assert error(rmsnorm(x, weight, 1e-5, zero_centered=True)) < 2**-8  # of one rounding
@@ -78,7 +79,7 @@ def test_more_than_an_int_can_address(adapter: Adapter) -> None:
         layers.rmsnorm(x, torch.ones(8, dtype=torch.bfloat16, device="meta"), 1e-5)
 
 
-def tables(s: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(s: int, d: int) -> tuple[Tensor, Tensor]:
     angles = drawn(s, 1, 1, d // 2, seed=3)
     return angles.cos(), angles.sin()
 
@@ -127,17 +128,6 @@ def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: 
     assert_near(found, exact, SOFTMAX[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_torchs_own_is_the_masked_softmax_to_the_bit(dtype: torch.dtype) -> None:
-    tensors = [drawn(2, 4, 20, 8, dtype=dtype, seed=seed) for seed in range(3)]
-    given = {"keep": drawn(2, 4, 20, 20) >= -0.5, "p": 0.3}
-    visible = torch.ones(20, 20, dtype=torch.bool).tril()
-    causal = causal_softmax_forward, causal_softmax_backward
-    found = through(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), tensors)
-    right = through(lambda *x: unfused_attention(*x, visible=visible, **given), tensors)
-    assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
-
-
 @pytest.mark.parametrize(
     "shape, reason",
     [
@@ -164,7 +154,7 @@ def test_the_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPa
     assert seen == [1.0, 0.25]
 
 
-def logits_and_labels(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[n, v], and labels of which some are 0."""
     labels = torch.randint(40, (12,), generator=torch.Generator().manual_seed(0))
     labels[::4] = 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -30,8 +31,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", _full_of_nan(torch.empty_like))
 
 
-def _full_of_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocate_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _full_of_nan(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
         new = allocate(*args, **kwargs)
         return new.fill_(float("nan")) if new.is_floating_point() else new
 

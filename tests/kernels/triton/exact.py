@@ -3,32 +3,33 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """The interpreter cuts bf16 off where a GPU rounds it: 3.3e-3, not 1.7e-3, of the 4e-3."""
 
 DTYPES = tuple(LIMITS)
 
-Tensors = Sequence[torch.Tensor | None]
-Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+Tensors = Sequence[Tensor | None]
+Outputs = Tensor | tuple[Tensor, ...]
 
 
 def numbers(
     *shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
-) -> torch.Tensor:
+) -> Tensor:
     """Normally distributed and the same everywhere."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
 
 
-def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+def distance(ours: Tensor, exact: Tensor) -> float:
     """|ours - exact| / |exact|; |ours| where exact is 0."""
     ours, exact = ours.detach().double(), exact.detach().double()
     scale = exact.norm().item()
     return (ours - exact).norm().item() / (scale or 1.0)
 
 
-def assert_near(ours: torch.Tensor, exact: torch.Tensor, limit: float | None = None) -> None:
+def assert_near(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
     """Within `limit`, by default that of our type; shapes equal, no NaN."""
     assert ours.shape == exact.shape
     found = distance(ours, exact)
@@ -36,8 +37,8 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, limit: float | None = N
 
 
 def run(
-    function: Callable[..., Outputs], inputs: Tensors, grads: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    function: Callable[..., Outputs], inputs: Tensors, grads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and the gradients of the inputs of float types; both are checked to have their types."""
     leaves = [
         value.detach().requires_grad_() if value is not None and value.is_floating_point() else value
@@ -72,7 +73,7 @@ def compare(
     assert all(output.dtype == like.dtype for output in found[0])
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Tensor:
     """LayerNorm by its definition, RMSNorm without `bias`; `offset` is added to the weight."""
     centred = x if bias is None else x - x.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -14,11 +15,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 S, B = 2048, 8
 
 
-def empty(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
+def empty(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad and dtype.is_floating_point)
 
 
-def back(*outputs: torch.Tensor) -> None:
+def back(*outputs: Tensor) -> None:
     torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
@@ -97,5 +98,4 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "lamb": lambda: lambs(1 << 24, norms=True),
     "lamb, no norms": lambda: lambs(1 << 24, norms=False),
     "l2norm": lambda: l2norm([empty(1 << 30, dtype=dtype) for dtype in (FP32, BF16)]),
-}
-"""A name -> a call; each compiles one to six kernels, at a quarter of a second each."""
+}  # A name -> a call; each compiles one to six kernels, at a quarter of a second each

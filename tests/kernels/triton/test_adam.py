@@ -4,22 +4,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.triton.optimizer_ops import BLOCK, adam
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def random(n: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+def random(n: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def start(n: int, device: torch.device) -> list[torch.Tensor]:
+def start(n: int, device: torch.device) -> list[Tensor]:
     """param, exp_avg and exp_avg_sq before the first step."""
     return [random(n, device), torch.zeros(n, device=device), torch.zeros(n, device=device)]
 
 
-def by_torch(state: list[torch.Tensor], grad: torch.Tensor, step: int, **settings: Any) -> None:
+def by_torch(state: list[Tensor], grad: Tensor, step: int, **settings: Any) -> None:
     param, exp_avg, exp_avg_sq = state
     torch._fused_adamw_(
         *([param], [grad], [exp_avg], [exp_avg_sq], []),
@@ -31,7 +32,7 @@ def by_torch(state: list[torch.Tensor], grad: torch.Tensor, step: int, **setting
     )
 
 
-def in_float64(state: list[torch.Tensor], grad: torch.Tensor, step: int, **settings: float) -> list[torch.Tensor]:
+def in_float64(state: list[Tensor], grad: Tensor, step: int, **settings: float) -> list[Tensor]:
     param, exp_avg, exp_avg_sq = state
     beta1, beta2 = settings["beta1"], settings["beta2"]
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
@@ -41,7 +42,7 @@ def in_float64(state: list[torch.Tensor], grad: torch.Tensor, step: int, **setti
     return [param - settings["lr"] * exp_avg / (1 - beta1**step) / denominator, exp_avg, exp_avg_sq]
 
 
-def ulps(found: torch.Tensor, wanted: torch.Tensor, least: torch.Tensor) -> float:
+def ulps(found: Tensor, wanted: Tensor, least: Tensor) -> float:
     """The largest distance, in units of the last place of `wanted`, or of `least` where that is larger.
 
     `least` is what was there before: where an update takes almost all away, the rest is no more exact than that.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels.triton.cross_entropy import WIDEST, cross_entropy_backward, cross_entropy_forward, cut
 from megalite.tensor_parallel.cross_entropy import merge_ranks
@@ -10,22 +11,22 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.
 """Relative L2 error of gradients, which are rounded to the type of the logits."""
 
 
-def random_logits(n: int, v: int, device: torch.device, scale: float = 3.0) -> torch.Tensor:
+def random_logits(n: int, v: int, device: torch.device, scale: float = 3.0) -> Tensor:
     return scale * torch.randn(n, v, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device)
 
 
-def random_labels(n: int, v: int, device: torch.device) -> torch.Tensor:
+def random_labels(n: int, v: int, device: torch.device) -> Tensor:
     return torch.randint(v, (n,), generator=torch.Generator().manual_seed(v)).to(device)
 
 
-def expected(logits: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and gradients, in float64."""
     exact = logits.double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     return loss.detach(), torch.autograd.grad(loss, exact, grad.double())[0]
 
 
-def ours(shards: list[torch.Tensor], labels: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(shards: list[Tensor], labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The same by the kernels, the columns of `shards` merged as ranks merge them."""
     firsts = [sum(shard.shape[1] for shard in shards[:i]) for i in range(len(shards))]
     parts = [cross_entropy_forward(shard, labels, first) for shard, first in zip(shards, firsts, strict=True)]
@@ -41,7 +42,7 @@ def ours(shards: list[torch.Tensor], labels: torch.Tensor, grad: torch.Tensor) -
     return loss, torch.cat(gradients, dim=1)
 
 
-def check(logits: torch.Tensor, shards: list[torch.Tensor], labels: torch.Tensor) -> None:
+def check(logits: Tensor, shards: list[Tensor], labels: Tensor) -> None:
     grad = torch.linspace(-1.0, 2.0, len(labels), device=logits.device)
     loss, gradient = expected(logits, labels, grad)
     found_loss, found_gradient = ours(shards, labels, grad)

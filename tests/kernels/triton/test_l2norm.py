@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.kernels import optimizer_ops as by_torch
 from megalite.kernels.triton import optimizer_ops as by_triton
 
-Norm = Callable[[list[torch.Tensor]], torch.Tensor]
+Norm = Callable[[list[Tensor]], Tensor]
 BLOCK, PIECE = by_triton.NORM_BLOCK, by_torch.PIECES["cpu"]
 
 
@@ -18,11 +19,11 @@ def l2norm(request: pytest.FixtureRequest) -> Norm:
     return request.param.l2norm
 
 
-def random(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device, dtype)
 
 
-def expected(*tensors: torch.Tensor) -> torch.Tensor:
+def expected(*tensors: Tensor) -> Tensor:
     """Summed without rounding: torch's own sum of many squares would be the less exact of the two."""
     squares = torch.cat([x.double().flatten() for x in tensors]).square()
     return torch.tensor(math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=tensors[0].device)

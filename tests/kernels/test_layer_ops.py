@@ -1,31 +1,27 @@
-"""Rotary embedding against complex numbers: pair i of a head is the number x_i + j·x_{i+d/2}, turned by pos·θ_i."""
+"""Dropout, and rotary embedding against complex numbers: pair i of a head is the number x_i + j·x_{i+d/2}, turned by pos·θ_i."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from megalite.kernels.layer_ops import apply_rope, rope_frequencies, rope_tables
-
-
-def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> torch.Tensor:
-    return rope_frequencies(
-        head_size,
-        base,
-        scaling=scaling,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_positions=original,
-    )
+from megalite.config.model import ModelConfig
+from megalite.kernels.layer_ops import apply_rope, masked_dropout, rope_frequencies, rope_tables
 
 
-def rows(positions: torch.Tensor, theta: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> Tensor:
+    scaled = {"rope_scaling_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+    scaled |= {"rope_scaling": scaling, "rope_original_max_positions": original}
+    return rope_frequencies(ModelConfig(kv_channels=head_size, rotary_base=base, **scaled))
+
+
+def rows(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Tables of positions [s], as apply_rope takes them."""
     return [table[:, None, None] for table in rope_tables(positions, theta, dtype)]
 
 
-def turned(x: torch.Tensor, base: float) -> torch.Tensor:
+def turned(x: Tensor, base: float) -> Tensor:
     s, d = x.shape[0], x.shape[3]
     out = torch.empty_like(x)
     for position in range(s):
@@ -100,3 +96,23 @@ def test_llama3_scaling_by_wavelength(wavelength: float, slowed: float) -> None:
     assert math.isclose(2 * math.pi / float(plain[1]), wavelength, rel_tol=1e-12)
     assert math.isclose(float(plain[1] / scaled[1]), slowed, rel_tol=1e-12)
     assert scaled[0] == plain[0]
+
+
+def test_dropout_with_a_given_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 7, dtype=torch.float64, generator=generator).requires_grad_()
+    keep = torch.rand(5, 2, 7, generator=generator) >= 0.25
+    grad = torch.randn(5, 2, 7, dtype=torch.float64, generator=generator)
+    y = masked_dropout(x, keep, 0.25)
+    y.backward(grad)
+    assert x.grad is not None
+    torch.testing.assert_close(y, torch.where(keep, x / 0.75, 0.0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(x.grad, torch.where(keep, grad / 0.75, 0.0), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dropout_keeps_one_byte_an_element(dtype: torch.dtype) -> None:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        masked_dropout(torch.ones(40, dtype=dtype).requires_grad_(), torch.ones(40, dtype=torch.bool), 0.1)
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bool, 40)]

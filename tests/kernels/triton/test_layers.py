@@ -1,0 +1,445 @@
+"""Kernels between matrix products, by Triton and by torch, against their definitions in float64, with gradients from those."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.kernels import layer_ops
+from megalite.kernels.triton import activations, norms, rope
+from tests.kernels.triton.exact import DTYPES, LIMITS, Outputs, assert_near, compare, distance, norm, numbers, run
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+EPS = 1e-3  # large, so that leaving it out or putting it outside the root shows
+P = 0.25
+HALVES = (torch.bfloat16, torch.float16)
+Draw = Callable[[int], Tensor]
+
+
+def exact_gelu(z: Tensor, tanh: bool) -> Tensor:
+    if tanh:
+        return z * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
+    return z * 0.5 * torch.erfc(-z / math.sqrt(2.0))
+
+
+def exact_gated(x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    f = x.shape[-1] // 2
+    return activate(x[..., :f]) * x[..., f:]
+
+
+def exact_sum(branch: Tensor, bias: Tensor | None, keep: Tensor | None, residual: Tensor, *rest: Any) -> Any:
+    part = branch if bias is None else branch + bias
+    if keep is not None:
+        part = torch.where(keep, part / (1 - P), 0.0)
+    weight, norm_bias, offset = rest
+    return norm(residual + part, weight, norm_bias, EPS, offset), residual + part
+
+
+def exact_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A pair (x_i, x_{i+d/2}) is one complex number."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.double(), sin.double())
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, its definition, and its inputs: of tensors of the activations' shape and of vectors, by seed."""
+
+    ours: Callable[..., Outputs]
+    exact: Callable[..., Outputs]
+    inputs: Callable[[Draw, Draw], list[Tensor | None]]
+    kept: int = 0  # numbers a row that it keeps for the backward besides its inputs and outputs
+    shapes: tuple[tuple[int, ...], ...] = ((3, 2, 96), (21, 100), (1, 2100))
+
+
+def norm_case(kernel: Any, *, bias: bool, zero_centered: bool = False) -> Case:
+    offset = float(zero_centered)
+    ours = partial(kernel, eps=EPS, zero_centered=zero_centered)
+    if bias:
+        exact = partial(norm, eps=EPS, offset=offset)
+        return Case(ours, exact, lambda full, vector: [full(1), vector(2), vector(3)], kept=2)
+    exact = partial(norm, bias=None, eps=EPS, offset=offset)
+    return Case(ours, exact, lambda full, vector: [full(1), vector(2)], kept=1)
+
+
+def sum_case(kernel: Any, *, bias: bool, keep: bool, norm_bias: bool, zero_centered: bool = False) -> Case:
+    def ours(branch: Tensor, bias: Tensor | None, keep: Tensor | None, *rest: Any) -> Any:
+        return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
+
+    def exact(*given: Any) -> Any:
+        return exact_sum(*given, float(zero_centered))
+
+    def inputs(full: Draw, vector: Draw) -> list[Tensor | None]:
+        kept = full(3).double() > -0.67 if keep else None
+        return [full(1), vector(2) if bias else None, kept, full(4), vector(5), vector(6) if norm_bias else None]
+
+    return Case(ours, exact, inputs, kept=1 + norm_bias, shapes=((13, 130), (1, 2049)))
+
+
+def gelu_case(kernel: Any, *, tanh: bool, bias: bool = True) -> Case:
+    def exact(x: Tensor, bias: Tensor | None) -> Tensor:
+        return exact_gelu(x if bias is None else x + bias, tanh)
+
+    return Case(partial(kernel, tanh=tanh), exact, lambda full, vector: [full(1), vector(2) if bias else None])
+
+
+def gated_case(ours: Any, activate: Callable[[Tensor], Tensor]) -> Case:
+    return Case(ours, partial(exact_gated, activate=activate), lambda full, vector: [full(1)])
+
+
+def rope_case(own_positions: bool) -> Case:
+    """The tables are bound to the function, as they get no gradient."""
+    return Case(
+        lambda x: rope.rope(x, *tables(x, own_positions)),
+        lambda x: exact_rope(x, *tables(x, own_positions)),
+        lambda full, vector: [full(1)],
+        kept=0,
+        shapes=((5, 2, 3, 64), (1, 1, 1, 38), (3, 2, 1, 200)),
+    )
+
+
+def tables(x: Tensor, own_positions: bool = False) -> tuple[Tensor, Tensor]:
+    batch = x.shape[1] if own_positions else 1
+    angles = 3.0 * numbers(x.shape[0], batch, 1, x.shape[-1] // 2, device=x.device, seed=7)
+    return angles.cos().float(), angles.sin().float()
+
+
+ERF, TANH = partial(exact_gelu, tanh=False), partial(exact_gelu, tanh=True)
+CASES = {
+    "rmsnorm": norm_case(norms.rmsnorm, bias=False),
+    "layernorm": norm_case(norms.layernorm, bias=True),
+    "rmsnorm, zero-centered": norm_case(norms.rmsnorm, bias=False, zero_centered=True),
+    "layernorm, zero-centered": norm_case(norms.layernorm, bias=True, zero_centered=True),
+    "add_norm, layer": sum_case(norms.add_norm, bias=True, keep=True, norm_bias=True),
+    "add_norm, rms": sum_case(norms.add_norm, bias=True, keep=True, norm_bias=False),
+    "bias_gelu": gelu_case(activations.bias_gelu, tanh=False),
+    "bias_gelu_tanh": gelu_case(activations.bias_gelu, tanh=True),
+    "gelu": gelu_case(activations.bias_gelu, tanh=False, bias=False),
+    "gelu_tanh": gelu_case(activations.bias_gelu, tanh=True, bias=False),
+    "swiglu": gated_case(activations.swiglu, lambda z: z / (1.0 + torch.exp(-z))),
+    "geglu": gated_case(activations.geglu, ERF),
+    "geglu_tanh": gated_case(partial(activations.geglu, tanh=True), TANH),
+    "rope": rope_case(own_positions=False),
+    "rope, own positions": rope_case(own_positions=True),
+}
+TORCHS = {
+    "torch rmsnorm": norm_case(layer_ops.rms_norm, bias=False),
+    "torch layernorm": norm_case(layer_ops.layer_norm, bias=True),
+    "torch rmsnorm, zero-centered": norm_case(layer_ops.rms_norm, bias=False, zero_centered=True),
+    "torch layernorm, zero-centered": norm_case(layer_ops.layer_norm, bias=True, zero_centered=True),
+    "torch bias_gelu": gelu_case(layer_ops.bias_gelu, tanh=False),
+    "torch bias_gelu_tanh": gelu_case(layer_ops.bias_gelu, tanh=True),
+    "torch gelu_tanh": gelu_case(layer_ops.bias_gelu, tanh=True, bias=False),
+    "torch swiglu": gated_case(layer_ops.swiglu, lambda z: z / (1.0 + torch.exp(-z))),
+    "torch geglu": gated_case(layer_ops.geglu, ERF),
+    "torch geglu_tanh": gated_case(partial(layer_ops.geglu, tanh=True), TANH),
+}
+OURS = pytest.mark.parametrize("name", CASES)
+NORMS = [name for name in CASES if "norm" in name]
+LARGE = (*((1027, n) for n in (128, 2048, 5120, 5504, 8192, 12288, 28672, 65536)),)
+
+
+def drawn(
+    case: Case,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.float64,
+    view: Callable[[Tensor], Tensor] = lambda x: x,
+) -> list[Tensor | None]:
+    def full(seed: int) -> Tensor:
+        return view(numbers(*shape, dtype=dtype, device=device, seed=seed))
+
+    return case.inputs(full, lambda seed: numbers(full(0).shape[-1], dtype=dtype, device=device, seed=seed))
+
+
+def outputs(made: Outputs) -> list[Tensor]:
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*CASES, *TORCHS])
+def test_values_and_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    case = (CASES | TORCHS)[name]
+    if "torch bias_gelu" in name and dtype in HALVES:
+        pytest.skip("torch rounds the sum with the bias")
+    # torch's LayerNorm adds up gradients of half parameters in their type.
+    limit = 4 * LIMITS[dtype] if "torch layernorm" in name and dtype in HALVES else None
+    for shape in case.shapes:
+        compare(case.ours, case.exact, drawn(case, shape, device, dtype), limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@OURS
+def test_sizes_of_real_models(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    heads = ((1024, 3, 16, 128), (1023, 2, 12, 64), (1024, 1, 8, 256))
+    for shape in heads if "rope" in name else LARGE:
+        compare(CASES[name].ours, CASES[name].exact, drawn(CASES[name], shape, device, dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+@pytest.mark.parametrize("keep", [True, False], ids=["dropout", ""])
+@pytest.mark.parametrize("norm_bias", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("kernel", [norms.add_norm, layer_ops.add_norm], ids=["triton", "torch"])
+def test_every_form_of_the_sum(bias: bool, keep: bool, norm_bias: bool, kernel: Any, device: torch.device) -> None:
+    for zero_centered in (False, True):
+        case = sum_case(kernel, bias=bias, keep=keep, norm_bias=norm_bias, zero_centered=zero_centered)
+        compare(case.ours, case.exact, drawn(case, (3, 2, 7), device))
+
+
+@pytest.mark.parametrize("name", [*NORMS, "torch rmsnorm", "torch layernorm"])
+def test_rows_longer_than_a_block(name: str, device: torch.device) -> None:
+    """The forward has a kernel of its own for these; in float64 the backward has for 2049 elements."""
+    case, n = (CASES | TORCHS)[name], 8192 + 8
+    slope = torch.linspace(0.0, 50.0, n, dtype=torch.float64, device=device)  # blocks have means of their own
+    inputs = drawn(case, (2, n), device, view=lambda x: x + slope)
+    rounded = [v.float() if v is not None and v.is_floating_point() else v for v in inputs]
+    wide = [v.double() if v is not None and v.is_floating_point() else v for v in rounded]
+    for one, other in zip(outputs(case.ours(*rounded)), outputs(case.exact(*wide)), strict=True):
+        assert_near(one, other)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[:, ::2, 1:, :40],
+    "rows swapped": lambda x: x.transpose(0, 1),
+    "no dense dimension": lambda x: x.transpose(1, 3)[..., :2],
+    "expanded": lambda x: x[:1].expand(4, 6, 3, 50),
+    "every other column": lambda x: x[:1, :1, :, ::2][..., :24],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@OURS
+def test_any_strides(name: str, view: str, device: torch.device) -> None:
+    case = CASES[name]
+    compare(case.ours, case.exact, drawn(case, (4, 6, 3, 50), device, view=VIEWS[view]))
+
+
+@OURS
+def test_an_expanded_gradient(name: str, device: torch.device) -> None:
+    """That of a sum has strides of 0."""
+    case = CASES[name]
+    inputs, one = drawn(case, (4, 3, 2, 12), device), torch.ones((), device=device).double()
+    found, expected = (
+        run(lambda *args, f=f: sum(out.sum() for out in outputs(f(*args))), inputs, [one])[1]
+        for f in (case.ours, case.exact)
+    )
+    # A norm's input gradient is 0 but for rounding where each element of a row has the same.
+    assert all(
+        (ours - right).norm() <= 1e-12 * (1.0 + right.norm()) for ours, right in zip(found, expected, strict=True)
+    )
+
+
+@OURS
+def test_no_rows(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    inputs = drawn(case, (4, 0, 2, 12), device)
+    made = [torch.zeros_like(out) for out in outputs(case.exact(*inputs))]
+    found, grads = run(case.ours, inputs, made)
+    assert [out.shape for out in found] == [out.shape for out in made]
+    floats = [value for value in inputs if value is not None and value.is_floating_point()]
+    assert [grad.shape for grad in grads] == [value.shape for value in floats]
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("shape", [(11, 4, 3, 34), pytest.param((4099, 1, 4, 2048), marks=pytest.mark.gpu)], ids=str)
+@OURS
+def test_the_same_bits_in_two_runs(name: str, shape: tuple[int, ...], device: torch.device) -> None:
+    case = CASES[name]
+    inputs = drawn(case, shape, device, torch.float32)
+    grads = [numbers(*out.shape, device=device, seed=5).float() for out in outputs(case.ours(*inputs))]
+    first, second = (run(case.ours, inputs, grads) for _ in range(2))
+    for one, other in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", [*CASES, *TORCHS])
+def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
+    """Inputs, outputs and a number or two a row; of rope the tables alone."""
+    case = (CASES | TORCHS)[name]
+    inputs = drawn(case, (4, 3, 2, 64), device, torch.bfloat16)
+    for value in inputs:
+        if value is not None and value.is_floating_point():
+            value.requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        made = outputs(case.ours(*inputs))
+    known = {value.data_ptr() for value in (*inputs, *made) if value is not None}
+    if "rope" in name:
+        assert not known & {value.data_ptr() for value in kept}
+        assert sorted(value.shape[-1] for value in kept) == [32, 32]
+    elif name not in ("torch bias_gelu", "torch bias_gelu_tanh", "torch layernorm, zero-centered"):
+        # torch keeps the sum with the bias, and of a zero-centered LayerNorm an fp32 copy.
+        assert sum(value.numel() for value in kept if value.data_ptr() not in known) == case.kept * 4 * 3 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in CASES if "norm" in name or "rope" in name])
+def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Squares beyond fp16, and sums beyond what bf16 can add up; a row of zeros."""
+    case = CASES[name]
+    scale = torch.tensor([1e4, 0.0], device=device).view(2, 1, 1, 1)
+    inputs = drawn(case, (2, 1, 2, 300), device, view=lambda x: x * scale)
+    half = [v.to(dtype) if v is not None and v.is_floating_point() else v for v in inputs]
+    made, right = (
+        outputs(case.ours(*half)),
+        outputs(case.exact(*(v if v is None or v.dtype == torch.bool else v.double() for v in half))),
+    )
+    for one, other in zip(made, right, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("n", [300, 8192 + 8])
+def test_rows_of_equal_elements(n: int, device: torch.device) -> None:
+    """The mean is as exact as fp32 is, and the reciprocal of the root is 1 / sqrt(EPS)."""
+    x = torch.tensor([[0.0], [3.0], [-1e4]], device=device).expand(3, n).contiguous()
+    weight, bias = (numbers(n, device=device, seed=seed).float() for seed in (0, 1))
+    y = norms.layernorm(x, weight, bias, EPS)
+    assert torch.equal(y[0], bias)
+    assert ((y - bias).abs() <= 16 * 2**-24 * x.abs() / EPS**0.5 * weight.abs() + 1e-6).all()
+
+
+def test_a_mean_far_from_zero(device: torch.device) -> None:
+    """The variance is that of the differences; a difference of squares would have none of its digits."""
+    case = CASES["layernorm"]
+    x, *parameters = drawn(case, (3, 500), device, torch.float32)
+    compare(case.ours, case.exact, [1e3 + x, *parameters], limit=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm", "torch rmsnorm", "torch layernorm"])
+def test_bf16_with_fp32_weights(name: str, device: torch.device) -> None:
+    case, limit = (CASES | TORCHS)[name], 4 * LIMITS[torch.bfloat16] if name == "torch layernorm" else None
+    x, *parameters = drawn(case, (4, 128), device, torch.bfloat16)
+    compare(case.ours, case.exact, [x, *(value.float() for value in parameters if value is not None)], limit)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES | TORCHS if "zero-centered" in name])
+def test_a_small_zero_centered_weight_is_not_rounded_away_in_bf16(name: str, device: torch.device) -> None:
+    """1 + 3/1024 rounds to 1 in bf16."""
+    x, *parameters = drawn((CASES | TORCHS)[name], (100, 64), device, torch.bfloat16)
+    zeros = [torch.zeros_like(value) for value in parameters if value is not None]
+    kernel = (CASES | TORCHS)[name].ours
+    scaled, plain = (kernel(x, weight, *zeros[1:]) for weight in (zeros[0] + 3 / 1024, zeros[0]))
+    ratio = scaled.double().abs().mean() / plain.double().abs().mean()
+    assert ratio.item() == pytest.approx(1 + 3 / 1024, rel=3e-4)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_the_sums_outputs_is_not_used(used: int, device: torch.device) -> None:
+    case = CASES["add_norm, layer"]
+    inputs = drawn(case, (5, 9), device)
+    grads = [torch.zeros(5, 9, dtype=torch.float64, device=device) for _ in range(2)]
+    grads[used] = numbers(5, 9, device=device, seed=8)
+    _, found = run(lambda *args: case.ours(*args)[used], inputs, [grads[used]])
+    _, expected = run(case.exact, inputs, grads)
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+
+
+def test_dropped_elements_have_no_part(device: torch.device) -> None:
+    """Not even where the branch is not finite; and no gradient."""
+    case = CASES["add_norm, layer"]
+    branch, bias, keep, residual, *rest = drawn(case, (6, 40), device)
+    assert branch is not None and keep is not None and residual is not None
+    branch = torch.where(keep, branch, float("inf"))
+    (normed, total), (dbranch, *_) = run(case.ours, [branch, bias, keep, residual, *rest], [residual, residual])
+    assert normed.isfinite().all()
+    assert torch.equal(total[~keep], residual[~keep])
+    assert torch.equal(dbranch == 0, ~keep)
+
+
+@pytest.mark.parametrize("n", [256, 8192 + 8])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_what_is_normalised_is_the_sum_as_it_is_stored(n: int, kind: str, device: torch.device) -> None:
+    """Else the backward, which has only what is stored, would belong to another forward."""
+    case = CASES[f"add_norm, {kind}"]
+    inputs = drawn(case, (2, n), device, torch.bfloat16)
+    normed, total = case.ours(*inputs)
+    parameters = [value for value in inputs[4:] if value is not None]
+    assert torch.equal(normed, CASES[f"{kind}norm" if kind == "layer" else "rmsnorm"].ours(total, *parameters))
+
+
+def test_a_residual_in_fp32(device: torch.device) -> None:
+    case = sum_case(norms.add_norm, bias=True, keep=False, norm_bias=True)
+    inputs = drawn(case, (4, 128), device, torch.bfloat16)
+    inputs[3] = numbers(4, 128, dtype=torch.float32, device=device, seed=4)
+    found = run(case.ours, inputs, [inputs[3], inputs[3]])
+    wide = [value if value is None else value.double() for value in inputs]
+    expected = run(case.exact, wide, [wide[3], wide[3]])
+    assert {output.dtype for output in found[0]} == {torch.float32}
+    for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+        assert_near(one, other)
+
+
+def test_rows_that_programs_of_bias_gelu_share(device: torch.device) -> None:
+    """More tiles than programs: 32 rows are a tile, and the interpreter runs 14 programs."""
+    case = CASES["bias_gelu"]
+    compare(case.ours, case.exact, drawn(case, (20 * 32 + 3, 32), device, torch.float32), limit=3e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, where infinity is meant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"])
+def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Far from 0 the functions are 0 or z and their slopes 0 or 1, and nothing overflows on the way."""
+    z = torch.tensor([-1e4, -300.0, -90.0, 0.0, 90.0, 300.0, 1e4], dtype=dtype, device=device)
+    ones, relu = torch.ones_like(z), z.clamp(min=0.0)
+    slope = torch.where(z == 0, 0.5, (z > 0).to(dtype))
+    gated = "glu" in name
+    (y,), (grad,) = run(CASES[name].ours, [torch.cat((z, ones))] if gated else [z, None], [ones])
+    assert torch.equal(y, relu)
+    torch.testing.assert_close(grad[:7], slope, rtol=0.0, atol=1e-6)
+    assert not gated or torch.equal(grad[7:], relu)
+
+
+def test_tables_of_other_strides(device: torch.device) -> None:
+    x = numbers(3, 2, 2, 20, device=device)
+    cos, sin = (table[1:, :2, :, ::2] for table in tables(numbers(4, 3, 2, 40, device=device), own_positions=True))
+    compare(lambda x: rope.rope(x, cos, sin), lambda x: exact_rope(x, cos, sin), [x])
+
+
+def test_the_gradient_of_rope_turns_back_to_the_bit(device: torch.device) -> None:
+    """By quarters of a turn nothing is rounded, so that back and forth is the same."""
+    x = numbers(4, 1, 2, 6, dtype=torch.float32, device=device)
+    cos = torch.tensor([1.0, 0.0, -1.0, 0.0], device=device).view(4, 1, 1, 1).repeat(1, 1, 1, 3)
+    sin = torch.tensor([0.0, 1.0, 0.0, -1.0], device=device).view(4, 1, 1, 1).repeat(1, 1, 1, 3)
+    y = rope.rope(x, cos, sin)
+    assert torch.equal(y[1], torch.cat((-x[1, ..., 3:], x[1, ..., :3]), dim=-1))
+    _, (back,) = run(lambda v: rope.rope(v, cos, sin), [x], [y])
+    assert torch.equal(back, x)
+
+
+@pytest.mark.gpu
+@OURS
+def test_more_elements_than_32_bits_count(name: str, device: torch.device) -> None:
+    """The gradient is 0 but for the last rows, so that they alone make the sums over rows."""
+    case, rows = CASES[name], 2**31 // 4096 + 5
+    shape = (rows, 2, 16, 128) if "rope" in name else (rows, 4096)
+
+    def full(seed: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    inputs = case.inputs(full, lambda seed: numbers(4096, dtype=torch.bfloat16, device=device, seed=seed))
+    if "rope" in name:  # the last rows alone would have the first rows' angles
+        cos, sin = tables(numbers(64, 1, 1, 128, device=device))
+        cos, sin = (table.repeat(rows // 64 + 1, 1, 1, 1)[:rows] for table in (cos, sin))
+        ours, exact = partial(rope.rope, cos=cos, sin=sin), partial(exact_rope, cos=cos[-3:], sin=sin[-3:])
+    else:
+        ours, exact = case.ours, case.exact
+    grads = [torch.zeros_like(out) for out in outputs(ours(*inputs))]
+    for grad in grads:
+        grad[-3:] = torch.randn_like(grad[-3:])
+    made, found = run(ours, inputs, grads)
+    few = [v[-3:] if v is not None and v.dim() > 1 else v for v in inputs]
+    wide = [v.double() if v is not None and v.is_floating_point() else v for v in few]
+    right, expected = run(exact, wide, [grad[-3:].double() for grad in grads])
+    assert not any(out.isnan().any() for out in made)
+    for one, other in zip([*made, *found], [*right, *expected], strict=True):
+        assert distance(one[-3:] if one.dim() > 1 else one, other) < 4e-3
+    assert not found[0][:-3].any()
