@@ -19,16 +19,12 @@ from megalite.pipeline.ir.generators.many_chunks import smallest_group
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
-SIMULATED_ACTIONS = 6_000
-"""Steps with no more forwards and backwards are simulated whole."""
-MOST_ACTIONS = 100_000
-"""Where no steady state is found, a step is simulated up to so many (about two seconds)."""
-_WHOLE = ("auto", "file")
-"""Built or read schedules, which need not repeat anything."""
+SIMULATED_ACTIONS = 6_000  # steps with no more forwards and backwards are simulated whole
+MOST_ACTIONS = 100_000  # where no steady state is found, a step is simulated up to so many (about two seconds)
+_WHOLE = ("auto", "file")  # built or read schedules, which need not repeat anything
 _NEVER_STEADY = ("looped-bfs",)
 """Each phase has all microbatches of one chunk, so that no two stretches of a step are alike."""
-_EQUAL = 1e-9
-"""Of a step: rounding."""
+_EQUAL = 1e-9  # of a step: rounding
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,7 @@ class Window:
     """Numbers of microbatches of the steps that are simulated."""
 
     microbatches: int
-    cycle: int
-    """Microbatches after which the steady state repeats itself; 0 if the step is simulated whole."""
+    cycle: int  # microbatches after which the steady state repeats itself; 0 if the step is simulated whole
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,8 @@ class Run:
     """A simulated step, and what it was extended by."""
 
     timeline: Timeline
-    scale: float
-    """Microbatches of the step over those simulated."""
-    shift: float
-    """Seconds that the step is longer by."""
+    scale: float  # microbatches of the step over those simulated
+    shift: float  # seconds that the step is longer by
     window: Window
 
     @property

@@ -23,8 +23,7 @@ from megalite.partition.memory import gather_counts, units_of
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan
 
-Volume = tuple[str, str, int]
-"""Group, operation, bytes."""
+Volume = tuple[str, str, int]  # group, operation, bytes
 
 
 def norm_terms(config: RunConfig) -> int:

@@ -42,8 +42,7 @@ def take_layout(
         fixed: those that stay: of the command line.
         log: called on rank 0.
 
-    Raises:
-        ConfigError: these ranks can have no layout, or the cluster is not known; the same on every rank.
+    Raises ConfigError: these ranks can have no layout, or the cluster is not known; the same on every rank.
 
     Collectives: a gather and a broadcast over the world.
     """
@@ -119,11 +118,8 @@ def newest_layout(folder: Path) -> Former | None:
 
 
 def _saved(config: Mapping[str, Any], name: str) -> Any:
-    """A setting as a checkpoint has it; one that came later had its default's meaning.
-
-    Raises:
-        CheckpointError: it is no value of that setting.
-    """
+    """A setting as a checkpoint has it; one that came later had its default's meaning. Raises CheckpointError: it is no
+    value of that setting."""
     setting = settings()[name]
     section = config.get(setting.section)
     value = section.get(name, setting.default) if isinstance(section, dict) else setting.default

@@ -24,10 +24,8 @@ class Accelerator:
     memory_bandwidth: float
     peak_flops: Mapping[str, float] = field(metadata={"keys": PRECISIONS})
     """Precision -> FLOP/s of the fastest units that it runs on; what is not listed is not supported."""
-    multiprocessors: int
-    """Tiles of a matrix product that run at once (1: products are not cut into waves)."""
-    kernel_seconds: float = field(metadata=OR_ZERO)
-    """What every operation takes on the device on top of its work."""
+    multiprocessors: int  # tiles of a matrix product that run at once (1: products are not cut into waves)
+    kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
     asynchronous: bool
     """The host starts operations ahead of the device, so that the slower of the two decides; on a CPU their times add
     up."""
@@ -38,10 +36,8 @@ class Node:
     """The machine around some accelerators."""
 
     accelerators: int
-    link_bandwidth: float
-    """Of one accelerator to the others of its node."""
-    link_latency: float = field(metadata=OR_ZERO)
-    """Of one step of a collective inside the node."""
+    link_bandwidth: float  # of one accelerator to the others of its node
+    link_latency: float = field(metadata=OR_ZERO)  # of one step of a collective inside the node
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
     """On a CPU with more ranks than cores: the rates above are what a rank has while all others compute; while some wait,
     the others have their cores. Measured, it is a little less than their numbers say: not all of a core is put to use."""
@@ -53,8 +49,7 @@ class Node:
 class Network:
     """Between nodes."""
 
-    nics: int
-    """Adapters of a node, which its accelerators share equally."""
+    nics: int  # adapters of a node, which its accelerators share equally
     nic_bandwidth: float
     latency: float = field(metadata=OR_ZERO)
 
@@ -65,10 +60,8 @@ class Efficiency:
 
     gemm: float = field(metadata=FRACTION)
     """Of peak_flops, by a product that fills all multiprocessors with whole tiles."""
-    memory: float = field(metadata=FRACTION)
-    """Of memory_bandwidth, by operations that only read and write."""
-    link: float = field(metadata=FRACTION)
-    """Of link_bandwidth, by collectives of large tensors inside a node."""
+    memory: float = field(metadata=FRACTION)  # of memory_bandwidth, by operations that only read and write
+    link: float = field(metadata=FRACTION)  # of link_bandwidth, by collectives of large tensors inside a node
     network: float = field(metadata=FRACTION)
     """Of a rank's share of the adapters, by collectives of large tensors across nodes."""
     p2p: float = field(metadata=FRACTION)
@@ -92,11 +85,7 @@ class Cluster:
     by, or assumed."""
 
     def peak(self, precision: str) -> float:
-        """FLOP/s at that precision.
-
-        Raises:
-            ConfigError: the accelerator has none.
-        """
+        """FLOP/s at that precision. Raises ConfigError: the accelerator has none."""
         peaks = self.accelerator.peak_flops
         if precision not in peaks:
             raise ConfigError(
@@ -117,12 +106,8 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """A cluster by its name or from a file.
-
-    Raises:
-        ConfigError: there is none (the nearest names are given), or a field is unknown, missing, of another type or out
-            of range, or has no provenance.
-    """
+    """A cluster by its name or from a file. Raises ConfigError: there is none (the nearest names are given), or a field
+    is unknown, missing, of another type or out of range, or has no provenance."""
     path = find_file(name_or_path, _CLUSTERS, kind="cluster")
     cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
     known = [*SOURCES, *(f"efficiency.{each.name}" for each in fields(Efficiency))]
@@ -144,11 +129,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Write a file that `load_cluster` reads back equal.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file that `load_cluster` reads back equal. Raises ConfigError: it cannot be written."""
     write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")
 
 
@@ -169,14 +150,10 @@ class SoftwareStack:
     description: str
     fused_attention: bool
     """Scores never reach memory, and the half above the diagonal is not computed (flash attention)."""
-    fused_softmax: bool
-    """Scale, mask and softmax are one pass over the scores (only without fused attention)."""
-    fused_elementwise: bool
-    """Bias and activation, and dropout and residual sum, are one pass each."""
-    overlap_tensor_parallel: bool
-    """Collectives of tensor parallelism run beside the products next to them."""
-    overlap_gradients: bool
-    """Gradients are summed while the last backward runs, where the config asks for it."""
+    fused_softmax: bool  # scale, mask and softmax are one pass over the scores (only without fused attention)
+    fused_elementwise: bool  # bias and activation, and dropout and residual sum, are one pass each
+    overlap_tensor_parallel: bool  # collectives of tensor parallelism run beside the products next to them
+    overlap_gradients: bool  # gradients are summed while the last backward runs, where the config asks for it
     half_gradients: bool
     """Gradients are added up and summed over replicas in the precision of activations; else as the config says."""
     scatter_messages: bool
@@ -193,10 +170,8 @@ class SoftwareStack:
     last of them has started it."""
     microbatch_seconds: float = field(metadata=OR_ZERO)
     """On top of each stage's forward, and of its backward, whatever they hold."""
-    step_seconds: float = field(metadata=OR_ZERO)
-    """On top of each step: data, norm, scheduler."""
-    provenance: Mapping[str, str]
-    """Name of a figure -> where it is from."""
+    step_seconds: float = field(metadata=OR_ZERO)  # on top of each step: data, norm, scheduler
+    provenance: Mapping[str, str]  # name of a figure -> where it is from
     overlap_tensor_gradients: bool = False
     """In the backward, the gradient of a linear layer's input is summed (or scattered) beside the product for the weight's
     gradient."""
@@ -223,12 +198,8 @@ def stack_names() -> list[str]:
 
 
 def load_stack(name_or_path: str) -> SoftwareStack:
-    """A stack by its name or from a file.
-
-    Raises:
-        ConfigError: there is none (the nearest names are given), or a field is unknown, missing, of another type or out
-            of range, or a figure has no provenance.
-    """
+    """A stack by its name or from a file. Raises ConfigError: there is none (the nearest names are given), or a field
+    is unknown, missing, of another type or out of range, or a figure has no provenance."""
     path = find_file(name_or_path, _STACKS, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
     for name in _FIGURES:
@@ -244,9 +215,5 @@ def load_stack(name_or_path: str) -> SoftwareStack:
 
 
 def save_stack(stack: SoftwareStack, path: str | Path) -> None:
-    """Write a file that `load_stack` reads back equal.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file that `load_stack` reads back equal. Raises ConfigError: it cannot be written."""
     write_yaml(stack, path, header="Seconds of the host; what is fused and what overlaps. docs/planner.md")

@@ -15,8 +15,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.report import COLUMNS, PARTS, cells, count_in_words, seconds_in_words
 from megalite.planner.search.search import Candidate
 
-_ACTIONS = 1200
-"""Forwards and backwards that are still told apart."""
+_ACTIONS = 1200  # forwards and backwards that are still told apart
 
 
 def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Timeline:

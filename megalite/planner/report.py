@@ -32,8 +32,7 @@ PARTS: Mapping[str, str] = {
     "step": "constants of a step",
 }
 """Part of a step -> what it is."""
-_NAMED = 2
-"""Parts that a comparison names."""
+_NAMED = 2  # parts that a comparison names
 
 
 def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
@@ -262,11 +261,8 @@ def _chosen(candidate: Candidate) -> dict[str, Any]:
 
 
 def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
-    """Writes plan.yaml and, beside it, NAME-alternatives.yaml; returns both.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Writes plan.yaml and, beside it, NAME-alternatives.yaml; returns both. Raises ConfigError: a file cannot be
+    written."""
     best = plan.candidates[0].prediction
     head = (
         f"# For {plan.request.world_size} ranks of {plan.cluster.name}, stack {plan.stack.name}: predicted "

@@ -25,18 +25,13 @@ class Machine:
 
     device_type: str
     device_name: str
-    memory_bytes: int
-    """Of one rank: a GPU's, or its equal share of the node's."""
-    multiprocessors: int
-    """Of a GPU; 1 on a CPU."""
-    threads: int
-    """That torch computes with, a rank."""
-    cores: int
-    """Of a node that these processes may use."""
+    memory_bytes: int  # of one rank: a GPU's, or its equal share of the node's
+    multiprocessors: int  # of a GPU; 1 on a CPU
+    threads: int  # that torch computes with, a rank
+    cores: int  # of a node that these processes may use
     nodes: int
     ranks_per_node: int
-    accelerators_per_node: int
-    """GPUs of a node, also those that measure nothing; on a CPU its ranks."""
+    accelerators_per_node: int  # GPUs of a node, also those that measure nothing; on a CPU its ranks
     torch_version: str
 
     @property
@@ -66,9 +61,8 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
     Args:
         node: name of this host, if it is not to be asked.
 
-    Raises:
-        ConfigError: devices or numbers of threads differ, or the ranks of nodes are unequal in number or not consecutive;
-            the same on every rank.
+    Raises ConfigError: devices or numbers of threads differ, or the ranks of nodes are unequal in number or not
+    consecutive; the same on every rank.
 
     Collectives: a gather over the world.
     """
@@ -98,11 +92,8 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
 
 
 def _ranks_per_node(hosts: Sequence[str]) -> int:
-    """Ranks of each node, from the host of each rank.
-
-    Raises:
-        ConfigError: not the same number on each, or ranks of one are not consecutive.
-    """
+    """Ranks of each node, from the host of each rank. Raises ConfigError: not the same number on each, or ranks of one
+    are not consecutive."""
     count = hosts.count(hosts[0])
     blocks = [hosts[start : start + count] for start in range(0, len(hosts), count)]
     if any(len(set(block)) > 1 or len(block) < count for block in blocks) or len(set(hosts)) != len(blocks):
@@ -140,14 +131,10 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 class CollectiveTime:
     """One operation at one size of message."""
 
-    operation: str
-    """One of OPERATIONS, or `p2p`."""
-    place: str
-    """`inside` a node or `across` nodes."""
-    ranks: int
-    """Of the group."""
-    message_bytes: int
-    """The whole tensor: what is reduced, gathered, scattered or exchanged by one rank."""
+    operation: str  # one of OPERATIONS, or `p2p`
+    place: str  # `inside` a node or `across` nodes
+    ranks: int  # of the group
+    message_bytes: int  # the whole tensor: what is reduced, gathered, scattered or exchanged by one rank
     timing: Timing
 
     @property
@@ -177,10 +164,8 @@ class Channels:
     """The groups of one place that this rank is in."""
 
     place: str
-    groups: tuple[Group, ...]
-    """One for each size."""
-    edges: tuple[Group, Group] | None
-    """To a neighbour and back; None where this rank has no neighbour of that kind."""
+    groups: tuple[Group, ...]  # one for each size
+    edges: tuple[Group, Group] | None  # to a neighbour and back; None where this rank has no neighbour of that kind
 
 
 def make_channels(
@@ -316,8 +301,7 @@ def there_and_back(
     return run
 
 
-_TURN_PRODUCTS = 60
-"""Of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage."""
+_TURN_PRODUCTS = 60  # of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage
 _LOOKS = 4
 
 
@@ -326,8 +310,7 @@ class TurnTime:
     """The same computation, by all ranks at once and by the two ranks of each pair in turn."""
 
     at_once: Timing
-    in_turn: Timing
-    """Of both, one after the other, with a message each way."""
+    in_turn: Timing  # of both, one after the other, with a message each way
 
     @property
     def speedup(self) -> float:

@@ -30,8 +30,7 @@ class Fitted:
     """A cluster, and how well its formulas give the measured times."""
 
     cluster: Cluster
-    errors: dict[str, float]
-    """Part -> mean of |formula / measured - 1|."""
+    errors: dict[str, float]  # part -> mean of |formula / measured - 1|
 
 
 def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
@@ -40,8 +39,7 @@ def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
     Args:
         like: its name or file, if given.
 
-    Raises:
-        ConfigError: none was given and none is known for this accelerator.
+    Raises ConfigError: none was given and none is known for this accelerator.
     """
     if like is not None:
         base = load_cluster(like)

@@ -32,13 +32,11 @@ from megalite.topology.group import Group
 class StageShape:
     """A last or a middle stage of a small GPT, one sequence a microbatch."""
 
-    family: str
-    """`gpt` (LayerNorm, GELU, biases) or `llama` (RMSNorm, SwiGLU, rotary positions)."""
+    family: str  # `gpt` (LayerNorm, GELU, biases) or `llama` (RMSNorm, SwiGLU, rotary positions)
     hidden: int
     sequence: int
     layers: int
-    vocabulary: int
-    """0: a middle stage, without a head."""
+    vocabulary: int  # 0: a middle stage, without a head
 
     @property
     def config(self) -> RunConfig:
@@ -158,8 +156,7 @@ class PassFit:
     elementwise_slowdown: float
     operation_seconds: float
     pass_seconds: float
-    error: float
-    """Mean of |formula / measured - 1|."""
+    error: float  # mean of |formula / measured - 1|
 
 
 def fit_passes(
@@ -227,8 +224,7 @@ def with_passes(
     return fitted, fit.error
 
 
-FEW, MANY = 1, 5
-"""Layers of the two stages whose difference is that of their layers."""
+FEW, MANY = 1, 5  # layers of the two stages whose difference is that of their layers
 TINY_MODEL = ModelConfig(
     num_layers=MANY,
     hidden_size=16,
@@ -244,16 +240,12 @@ TINY_TOKENS = 8
 class Overheads:
     """Seconds, the same on every rank."""
 
-    operation: Timing
-    """One operation on one number."""
+    operation: Timing  # one operation on one number
     layer_forward: float
-    layer_backward: float
-    """What a layer adds to a stage's pass."""
+    layer_backward: float  # what a layer adds to a stage's pass
     pass_forward: float
-    pass_backward: float
-    """What a stage's pass takes beside its layers."""
-    step: Timing
-    """Norm, update and clearing of one small bucket."""
+    pass_backward: float  # what a stage's pass takes beside its layers
+    step: Timing  # norm, update and clearing of one small bucket
 
 
 def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Overheads:

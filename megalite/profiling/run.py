@@ -40,8 +40,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 _WEIGHTS = {"gemm": 0.2, "attention": 0.1, "memory": 0.1, "overheads": 0.05, "passes": 0.25, "collectives": 0.3}
 """Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
 
-_TURNS = 0.15
-"""Of the time for what lies between ranks, where they outnumber the cores."""
+_TURNS = 0.15  # of the time for what lies between ranks, where they outnumber the cores
 
 _SAMPLES = 6
 """How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
@@ -58,11 +57,9 @@ class Measurements:
     attention: tuple[AttentionTime, ...]
     memory: tuple[MemoryTime, ...]
     overheads: Overheads
-    passes: tuple[PassTime, ...]
-    """On a CPU, whose rates depend on more than bytes."""
+    passes: tuple[PassTime, ...]  # on a CPU, whose rates depend on more than bytes
     collectives: tuple[CollectiveTime, ...]
-    turns: TurnTime | None = None
-    """Where ranks outnumber cores."""
+    turns: TurnTime | None = None  # where ranks outnumber cores
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
@@ -73,8 +70,7 @@ def default_dtypes(device: torch.device) -> tuple[str, ...]:
 def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> None:
     """Try a product of each type on every rank.
 
-    Raises:
-        ConfigError: a rank's device does not have one; the same on every rank.
+    Raises ConfigError: a rank's device does not have one; the same on every rank.
 
     Collectives: a gather over the world.
     """

@@ -17,20 +17,16 @@ import torch
 
 from megalite.topology.group import Group
 
-FEWEST, MOST = 3, 400
-"""Samples of one operation."""
-MOST_REPEATS = 10_000
-"""Runs in a sample."""
-_PRODUCTS = 10
-"""Of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-512."""
+FEWEST, MOST = 3, 400  # samples of one operation
+MOST_REPEATS = 10_000  # runs in a sample
+_PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """One operation's time."""
 
-    seconds: float
-    """Median."""
+    seconds: float  # median
     spread: float
     """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
     samples: int
@@ -190,10 +186,8 @@ class Timer:
 class Fit:
     """seconds = known + Σ constant · count."""
 
-    constants: tuple[float, ...]
-    """In the order of the columns, none below 0."""
-    error: float
-    """Mean of |fitted / measured - 1|."""
+    constants: tuple[float, ...]  # in the order of the columns, none below 0
+    error: float  # mean of |fitted / measured - 1|
 
 
 def fit_times(

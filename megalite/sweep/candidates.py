@@ -45,31 +45,22 @@ class Machine:
 class Predicted:
     """A step as the planner sees it."""
 
-    memory_bytes: int
-    """Of the fullest rank."""
-    first_rank_bytes: int
-    """Of rank 0, whose memory is measured."""
-    step_seconds: float | None = None
-    """None where no cluster is given."""
+    memory_bytes: int  # of the fullest rank
+    first_rank_bytes: int  # of rank 0, whose memory is measured
+    step_seconds: float | None = None  # none where no cluster is given
 
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
-    """The machine that a sweep names, or None.
-
-    Raises:
-        ConfigError: there is no such cluster or stack, or its file is not legal.
-    """
+    """The machine that a sweep names, or None. Raises ConfigError: there is no such cluster or stack, or its file is
+    not legal."""
     if cluster is None:
         return None
     return Machine(cluster=load_cluster(cluster), stack=load_stack(stack))
 
 
 def predicted_memory(config: RunConfig) -> Predicted:
-    """Bytes of a rank for a validated config with a known vocabulary.
-
-    Raises:
-        ConfigError: the schedule does not take the number of microbatches, or not within pipeline_memory_limit.
-    """
+    """Bytes of a rank for a validated config with a known vocabulary. Raises ConfigError: the schedule does not take
+    the number of microbatches, or not within pipeline_memory_limit."""
     stages = plan_stages(config)
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
@@ -82,29 +73,23 @@ def predicted_memory(config: RunConfig) -> Predicted:
 
 
 def predicted_step(memory: Predicted, config: RunConfig, machine: Machine | None) -> Predicted:
-    """The same with the seconds of a step on `machine`.
-
-    Raises:
-        ConfigError: the cluster cannot run the config, as where it has no such precision.
-    """
+    """The same with the seconds of a step on `machine`. Raises ConfigError: the cluster cannot run the config, as where
+    it has no such precision."""
     if machine is None:
         return memory
     seconds = float(predict(config, machine.cluster, machine.stack, with_memory=False).step_seconds)
     return dataclasses.replace(memory, step_seconds=seconds)
 
 
-MOST = 100_000
-"""Configurations of one sweep: a grid with more is a slip."""
+MOST = 100_000  # configurations of one sweep: a grid with more is a slip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One configuration, not yet checked."""
 
-    source: str
-    """`grid`, `list, entry 2` or `plan 1`."""
-    settings: Mapping[str, Any]
-    """What it gives over the base."""
+    source: str  # `grid`, `list, entry 2` or `plan 1`
+    settings: Mapping[str, Any]  # what it gives over the base
     config: RunConfig
     explicit: frozenset[str]
     ranks: int
@@ -115,20 +100,14 @@ class Expansion:
     """All configurations of a sweep."""
 
     candidates: tuple[Candidate, ...]
-    base: RunConfig
-    """What the candidates are laid over."""
-    left_out: int
-    """By `exclude` and `only`."""
-    ignored: tuple[str, ...]
-    """Settings of the base that a sweep does not go by."""
+    base: RunConfig  # what the candidates are laid over
+    left_out: int  # by `exclude` and `only`
+    ignored: tuple[str, ...]  # settings of the base that a sweep does not go by
 
 
 def expand(spec: SweepSpec) -> Expansion:
-    """The configurations of a sweep, in the order plan, list, grid.
-
-    Raises:
-        ConfigError: a file cannot be read, the grid is too large, or no configuration is left.
-    """
+    """The configurations of a sweep, in the order plan, list, grid. Raises ConfigError: a file cannot be read, the grid
+    is too large, or no configuration is left."""
     levels = _base_levels(spec)
     candidates, left_out = [], 0
     for source, given in _points(spec):
@@ -194,11 +173,8 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name.
-
-    Raises:
-        ConfigError: the file cannot be read, holds no plans, or names a setting that there is not.
-    """
+    """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name. Raises ConfigError: the
+    file cannot be read, holds no plans, or names a setting that there is not."""
     tree = read_mapping(path, "plan")
     if "plans" not in tree:
         beside = path.with_name(f"{path.stem}-alternatives{path.suffix}")
@@ -230,18 +206,13 @@ _KEY_LENGTH = 10
 class Run:
     """A checked configuration."""
 
-    key: str
-    """Digest of the config and the number of ranks: the same configuration in another sweep has the same."""
+    key: str  # digest of the config and the number of ranks: the same configuration in another sweep has the same
     source: str
-    label: str
-    """In a few words, for people."""
-    settings: Mapping[str, Any]
-    """Those that some run of the sweep changes, from its base or from another run."""
-    config: RunConfig
-    """Resolved, its vocabulary known, unless it is refused."""
+    label: str  # in a few words, for people
+    settings: Mapping[str, Any]  # those that some run of the sweep changes, from its base or from another run
+    config: RunConfig  # resolved, its vocabulary known, unless it is refused
     ranks: int
-    refused: str | None = None
-    """Why it cannot run."""
+    refused: str | None = None  # why it cannot run
     predicted: Predicted | None = field(default=None, compare=False)
 
     @property

@@ -15,8 +15,7 @@ from megalite.sweep.candidates import Run
 from megalite.sweep.launchers import CONFIG, Launched, Launcher
 from megalite.sweep.results import Result, Store, outcome, refused, steps_made
 
-_LOOK_SECONDS = 0.2
-"""Between two looks at what is under way."""
+_LOOK_SECONDS = 0.2  # between two looks at what is under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,7 @@ def execute(
         limit: launch at most so many.
         retry: run again what did not end well.
 
-    Raises:
-        ConfigError: a run cannot be started at all.
+    Raises ConfigError: a run cannot be started at all.
     """
     for run in runs:
         if run.refused is not None:

@@ -18,8 +18,7 @@ from megalite.sweep.candidates import Run
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import SbatchSpec
 
-CONFIG = "config.yaml"
-"""In a run's folder: what it is started with. Training writes it again, resolved."""
+CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training writes it again, resolved.
 
 
 class Launched(Protocol):
@@ -38,18 +37,14 @@ class Launched(Protocol):
 class Launcher(Protocol):
     """Starts runs."""
 
-    at_once: int
-    """Runs that may be under way at one time."""
+    at_once: int  # runs that may be under way at one time
 
     def fault(self, run: Run) -> str | None:
         """Why it cannot start this run, or None."""
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
-        """Start a run whose config is in `folder`, and whose log is to be there.
-
-        Raises:
-            ConfigError: it cannot be started at all: no such program, or a queue that takes no jobs.
-        """
+        """Start a run whose config is in `folder`, and whose log is to be there. Raises ConfigError: it cannot be
+        started at all: no such program, or a queue that takes no jobs."""
 
     def clear(self, folder: Path) -> None:
         """End what a sweep that was killed may have left at work in a run's folder."""
@@ -139,11 +134,9 @@ class LocalRun:
 SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
 _PORT = 29400
 _SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
-_UNKNOWN_STATUS = 1
-"""Of a job that is gone and left none: it was killed."""
+_UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
-_LOOKS_AFTER_END = 3
-"""The file system of the nodes may show a job's last files a little later than the queue."""
+_LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
 _ANSWER_SECONDS = 60.0
 
 

@@ -47,18 +47,12 @@ class Judgement:
     """Of all runs that were predicted and measured; None where there are too few."""
 
     pairs: tuple[Pair, ...]
-    pick: Pair | None
-    """Predicted fastest among those that ran, in tokens a second."""
-    best: Pair | None
-    """Measured fastest."""
-    regret: float | None
-    """Speed of the best over that of the pick, - 1: the share of time lost by following the plan."""
-    correlation: float | None
-    """Spearman's, between predicted and measured speed."""
-    mean_error: float | None
-    """Of the seconds of a step, absolute and relative."""
-    missed: tuple[Run, ...]
-    """Predicted faster than the pick, and did not run: out of memory, refused on start, ..."""
+    pick: Pair | None  # predicted fastest among those that ran, in tokens a second
+    best: Pair | None  # measured fastest
+    regret: float | None  # speed of the best over that of the pick, - 1: the share of time lost by following the plan
+    correlation: float | None  # spearman's, between predicted and measured speed
+    mean_error: float | None  # of the seconds of a step, absolute and relative
+    missed: tuple[Run, ...]  # predicted faster than the pick, and did not run: out of memory, refused on start, ..
 
 
 def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
@@ -112,10 +106,8 @@ class Dot:
 
     x: float
     y: float
-    title: str
-    """Shown where the mouse rests."""
-    kind: str = "ran"
-    """`ran`, `best` or `pick`: its class in the style sheet."""
+    title: str  # shown where the mouse rests
+    kind: str = "ran"  # `ran`, `best` or `pick`: its class in the style sheet
 
 
 def scatter(dots: Sequence[Dot], *, x_label: str, y_label: str, diagonal: bool = False) -> str:
@@ -164,8 +156,7 @@ def _top(values: Iterable[float]) -> float:
     return next(step * power for step in (1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0) if step * power >= most)
 
 
-FEWEST = 3
-"""Runs that a fit needs."""
+FEWEST = 3  # runs that a fit needs
 
 
 def stack_file(cluster: Path) -> Path:
@@ -190,8 +181,7 @@ def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machi
     Args:
         source: what the measurements are, for the provenance of the figures.
 
-    Raises:
-        ConfigError: too few runs were measured, or a file cannot be written.
+    Raises ConfigError: too few runs were measured, or a file cannot be written.
     """
     pairs = judge(runs, results).pairs
     if len(pairs) < FEWEST:

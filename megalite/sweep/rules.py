@@ -18,27 +18,20 @@ from megalite.config.records import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
 
-Reader = Callable[[Any, str], Any]
-"""From a value and where it stands to the value with its type; raises ConfigError."""
+Reader = Callable[[Any, str], Any]  # from a value and where it stands to the value with its type; raises ConfigError
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        ConfigError: there is no such file, it is not YAML, holds something else, or gives a key twice.
-    """
+    """The mapping that a YAML file holds. Raises ConfigError: there is no such file, it is not YAML, holds something
+    else, or gives a key twice."""
     if not path.is_file():
         raise ConfigError(f"{what} file {path} does not exist")
     return read_yaml(path, kind=what)
 
 
 def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: str) -> dict[str, Any]:
-    """Each value read by its key's reader.
-
-    Raises:
-        ConfigError: a key that nobody reads (the nearest are named), or a value of another type.
-    """
+    """Each value read by its key's reader. Raises ConfigError: a key that nobody reads (the nearest are named), or a
+    value of another type."""
     found = {}
     for key, value in tree.items():
         if key not in readers:
@@ -106,11 +99,8 @@ def words(value: Any, where: str) -> dict[str, str]:
 
 
 def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings of training by their own names, whichever spelling a mapping has, each with its type.
-
-    Raises:
-        ConfigError: no such setting, a value of another type, or a key that stands for a rule over other settings.
-    """
+    """Settings of training by their own names, whichever spelling a mapping has, each with its type. Raises
+    ConfigError: no such setting, a value of another type, or a key that stands for a rule over other settings."""
     level = level_from_text(yaml.safe_dump(dict(tree)), where)
     if level.derived:
         flag = next(iter(level.derived))
@@ -121,8 +111,7 @@ def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: given.value for name, given in level.given.items()}
 
 
-RANKS = "ranks"
-"""Beside the settings: the number of ranks that a configuration runs on."""
+RANKS = "ranks"  # beside the settings: the number of ranks that a configuration runs on
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {
         ast.Add: operator.add,
@@ -158,11 +147,8 @@ class Condition:
     formula: ast.expr | None = None
 
     def holds(self, of: Mapping[str, Any]) -> bool:
-        """Whether it is true of these settings.
-
-        Raises:
-            ConfigError: the formula cannot be worked out, as where a setting in it has no value.
-        """
+        """Whether it is true of these settings. Raises ConfigError: the formula cannot be worked out, as where a
+        setting in it has no value."""
         if self.formula is None:
             return all(of[name] in allowed for name, allowed in self.values)
         try:
@@ -172,11 +158,8 @@ class Condition:
 
 
 def read_condition(given: Any, where: str) -> Condition:
-    """A condition as it stands in a file.
-
-    Raises:
-        ConfigError: neither a mapping nor a formula, a name that is no setting, or something else in a formula.
-    """
+    """A condition as it stands in a file. Raises ConfigError: neither a mapping nor a formula, a name that is no
+    setting, or something else in a formula."""
     if isinstance(given, dict) and given:
         return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
     if not isinstance(given, str) or not given.strip():

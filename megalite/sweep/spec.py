@@ -30,24 +30,19 @@ from megalite.sweep.rules import (
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-DEFAULT_TIMEOUT = 300.0
-"""Seconds that a run may take, its start included."""
+DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
 
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec:
     """How jobs are submitted."""
 
-    gpus_per_node: int = 8
-    """Ranks on one node; a job has as many nodes as it needs."""
-    at_once: int = 1
-    """Jobs in the queue at one time."""
-    poll_seconds: float = 10.0
-    """Between two looks at the queue."""
+    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
+    at_once: int = 1  # jobs in the queue at one time
+    poll_seconds: float = 10.0  # between two looks at the queue
     options: Mapping[str, str] = field(default_factory=dict)
     """Further options by their long names: partition, account, ..."""
-    setup: tuple[str, ...] = ()
-    """Shell lines before the run: modules, virtual environments."""
+    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +51,24 @@ class SweepSpec:
 
     path: Path
     preset: str | None = None
-    base: tuple[Path, ...] = ()
-    """Config files, later ones win."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Over the base, the same in all configurations."""
-    ranks: int | None = None
-    """Of every configuration; default tp·pp·cp·dp of each."""
+    base: tuple[Path, ...] = ()  # config files, later ones win
+    settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
+    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
     grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()
     """Axes of the cartesian product: the key as written, and for each value the settings that it stands for."""
     listed: tuple[Mapping[str, Any], ...] = ()
     from_plan: Path | None = None
-    top: int | None = None
-    """Of the plan's entries, from the first on; default all."""
+    top: int | None = None  # of the plan's entries, from the first on; default all
     exclude: tuple[Condition, ...] = ()
     only: tuple[Condition, ...] = ()
-    steps: int = 8
-    """Of each run."""
-    warm_up_steps: int = 3
-    """The first of them, which are not measured."""
+    steps: int = 8  # of each run
+    warm_up_steps: int = 3  # the first of them, which are not measured
     timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = None
-    """Bytes a rank: what is predicted to need more is refused."""
+    memory_limit: float | None = None  # bytes a rank: what is predicted to need more is refused
     cluster: str | None = None
     stack: str = "fused"
     environment: Mapping[str, str] = field(default_factory=dict)
-    program: Path | None = None
-    """Script that trains in place of `megalite train`."""
+    program: Path | None = None  # script that trains in place of `megalite train`
     sbatch: SbatchSpec = field(default_factory=SbatchSpec)
 
 
@@ -197,11 +184,8 @@ KEYS: Mapping[str, Reader] = MappingProxyType(
 
 
 def read_spec(path: Path) -> SweepSpec:
-    """The sweep that a file describes. Paths in it are relative to its folder.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or value of it is not legal; which one.
-    """
+    """The sweep that a file describes. Paths in it are relative to its folder. Raises ConfigError: the file cannot be
+    read, or a key or value of it is not legal; which one."""
     found = read_keys(read_mapping(path, "sweep"), KEYS, f"sweep {path}")
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(

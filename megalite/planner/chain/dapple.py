@@ -25,27 +25,20 @@ from megalite.planner.chain.plan import (
 class Found(NamedTuple):
     """What the search for one number of microbatches gave."""
 
-    plans: list[tuple[float, Stages]]
-    """(latency, stages), the best first."""
-    complete: bool
-    """No plan of this family has a lower latency: the search did not stop at its limit."""
-    nodes: int
-    """Partial plans that were looked into."""
+    plans: list[tuple[float, Stages]]  # (latency, stages), the best first
+    complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
+    nodes: int  # partial plans that were looked into
 
 
 class _Node(NamedTuple):
     """The first stages of a plan. What comes after them matters through `entry`, `ending` and `last` alone."""
 
-    begin: int
-    """The first layer that has no stage."""
+    begin: int  # the first layer that has no stage
     free: Counts
     stages: Stages
-    entry: float
-    """When the first microbatch leaves the last stage."""
-    ending: float
-    """From when a gradient gets to the last stage until all of these are done with it, and have reduced."""
-    pivot: float
-    """The latency with any of these stages as the pivot."""
+    entry: float  # when the first microbatch leaves the last stage
+    ending: float  # from when a gradient gets to the last stage until all of these are done with it, and have reduced
+    pivot: float  # the latency with any of these stages as the pivot
 
 
 class _Options(NamedTuple):
@@ -53,14 +46,10 @@ class _Options(NamedTuple):
 
     devices: list[Counts]
     left: list[Counts]
-    replicas: Array
-    """[options, 1]."""
-    samples: Array
-    """[options, 1]: of a microbatch, on the slowest replica."""
-    reduce: Array
-    """[options, 1]: seconds that a byte of parameters takes to reduce."""
-    free: Array
-    """[options, 1]: how many devices are left; at least 1, so that one can divide by it."""
+    replicas: Array  # [options, 1]
+    samples: Array  # [options, 1]: of a microbatch, on the slowest replica
+    reduce: Array  # [options, 1]: seconds that a byte of parameters takes to reduce
+    free: Array  # [options, 1]: how many devices are left; at least 1, so that one can divide by it
     none_left: npt.NDArray[np.bool_]
 
 

@@ -28,18 +28,12 @@ class ChainCluster:
     name: str
     machines: int
     gpus_per_machine: int
-    link_gb_per_s: float
-    """Between two devices of a machine, GB/s."""
-    ring_gb_per_s: float
-    """That an all-reduce among the devices of a machine reaches, GB/s: several rings run at once."""
-    network_gb_per_s: float
-    """Of a machine, for all of its devices together, GB/s: what an all-reduce reaches."""
-    message_gb_per_s: float
-    """The same for messages from stage to stage, which often go through another library, GB/s."""
-    memory_gb: float
-    """Of a device, GB."""
-    latency_us: float = field(default=0.0, metadata=OR_ZERO)
-    """Of every message between devices."""
+    link_gb_per_s: float  # between two devices of a machine, GB/s
+    ring_gb_per_s: float  # that an all-reduce among the devices of a machine reaches, GB/s: several rings run at once
+    network_gb_per_s: float  # of a machine, for all of its devices together, GB/s: what an all-reduce reaches
+    message_gb_per_s: float  # the same for messages from stage to stage, which often go through another library, GB/s
+    memory_gb: float  # of a device, GB
+    latency_us: float = field(default=0.0, metadata=OR_ZERO)  # of every message between devices
 
     @property
     def num_gpus(self) -> int:
@@ -79,8 +73,7 @@ def read_cluster(name_or_path: str) -> ChainCluster:
 
     Names: `A`, `B` and `C` of the DAPPLE paper, `2x8` (machines x devices, 25 Gbit/s) and `16x1@10` (Gbit/s said).
 
-    Raises:
-        ConfigError: neither a name nor a file, or a field of the file is unknown, missing or out of range.
+    Raises ConfigError: neither a name nor a file, or a field of the file is unknown, missing or out of range.
     """
     path = Path(name_or_path)
     match = _NAME.fullmatch(name_or_path)
@@ -115,14 +108,11 @@ class Layer:
 
     name: str
     forward_ms: float = field(metadata=OR_ZERO)
-    backward_ms: float = field(metadata=OR_ZERO)
-    """Gradients of input and weights."""
+    backward_ms: float = field(metadata=OR_ZERO)  # gradients of input and weights
     output_bytes: float = field(metadata=OR_ZERO)
     """What it hands to the next layer; the gradient that comes back is as large."""
-    activation_bytes: float = field(metadata=OR_ZERO)
-    """What it keeps from its forward to its backward."""
-    parameter_bytes: float = field(metadata=OR_ZERO)
-    """Of the weights alone; gradients are as large."""
+    activation_bytes: float = field(metadata=OR_ZERO)  # what it keeps from its forward to its backward
+    parameter_bytes: float = field(metadata=OR_ZERO)  # of the weights alone; gradients are as large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +130,10 @@ class ChainProfile:
     """A chain of layers; times and bytes grow in proportion to the samples of a slice."""
 
     name: str
-    batch_size: int
-    """Samples with which times and activations were measured."""
-    smallest_batch: int
-    """A slice of fewer samples takes as long as one of this many: less does not fill the device."""
-    state_factor: float
-    """Bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments alike."""
-    provenance: str
-    """Where the numbers are from."""
+    batch_size: int  # samples with which times and activations were measured
+    smallest_batch: int  # a slice of fewer samples takes as long as one of this many: less does not fill the device
+    state_factor: float  # bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments alike
+    provenance: str  # where the numbers are from
     layers: tuple[Layer, ...]
 
     def _sums(self, name: str) -> Array:
@@ -192,8 +178,8 @@ def read_profile(path: str | Path) -> ChainProfile:
     Keys: `name`, `batch_size`, `layers`, and if wanted `smallest_batch` (default: `batch_size`), `state_factor` (4)
     and `provenance`. A layer has all fields of `Layer`; `repeat: 12` makes twelve of it.
 
-    Raises:
-        ConfigError: the file cannot be read, or names a key that is unknown, missing, of another type or out of range.
+    Raises ConfigError: the file cannot be read, or names a key that is unknown, missing, of another type or out of
+    range.
     """
     path = Path(path)
     return parse_profile(read_yaml(path, kind=_PROFILE_KIND), source=f"{_PROFILE_KIND} {path}")

@@ -59,14 +59,10 @@ _GIGA = 1e9
 class Run:
     """What the clock showed."""
 
-    seconds: float
-    """Until every stage has done its last backward and reduced its gradients."""
-    starts: tuple[tuple[float, ...], ...]
-    """Per stage, when each action of its list starts."""
-    backwards_done: tuple[float, ...]
-    """Per stage, the end of its last backward."""
-    reduced: tuple[float, ...]
-    """Per stage, the end of its all-reduce."""
+    seconds: float  # until every stage has done its last backward and reduced its gradients
+    starts: tuple[tuple[float, ...], ...]  # per stage, when each action of its list starts
+    backwards_done: tuple[float, ...]  # per stage, the end of its last backward
+    reduced: tuple[float, ...]  # per stage, the end of its all-reduce
 
 
 def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
@@ -204,8 +200,7 @@ def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
 
 
 _WARM_UPS = ("pa", "pb")
-_MOST_MICROBATCHES = 512
-"""More would shorten the bubble no further, and simulating takes time in proportion."""
+_MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simulating takes time in proportion
 
 
 @dataclass(frozen=True)
@@ -213,10 +208,8 @@ class Judged:
     """A plan and what it costs."""
 
     plan: ChainPlan
-    seconds: float
-    """Of a step, simulated."""
-    memory: tuple[float, ...]
-    """Per stage, bytes on one of its devices."""
+    seconds: float  # of a step, simulated
+    memory: tuple[float, ...]  # per stage, bytes on one of its devices
 
 
 @dataclass(frozen=True)
@@ -225,10 +218,8 @@ class Problem:
 
     profile: ChainProfile
     cluster: ChainCluster
-    global_batch: int
-    """Samples a step."""
-    memory: float
-    """Bytes a device may hold."""
+    global_batch: int  # samples a step
+    memory: float  # bytes a device may hold
 
     def microbatch_counts(self) -> list[int]:
         """How many microbatches a step can have, ascending: divisors of the batch up to 512, and each microbatch large

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 
-Counts = tuple[int, ...]
-"""Devices per machine."""
+Counts = tuple[int, ...]  # devices per machine
 
 
 def fresh_first(free: Counts, wanted: int, *, whole: int) -> Counts:
@@ -60,8 +59,7 @@ class Stage(NamedTuple):
 
     first: int
     last: int
-    devices: Counts
-    """Per machine, how many of its devices hold a replica."""
+    devices: Counts  # per machine, how many of its devices hold a replica
 
     @property
     def replicas(self) -> int:
@@ -83,10 +81,8 @@ class ChainPlan:
 
     stages: Stages
     microbatches: int
-    microbatch_size: int
-    """Samples, over all replicas of a stage."""
-    warm_up: str = "pa"
-    """Of 1F1B: "pa", or "pb" for about twice as many microbatches in flight."""
+    microbatch_size: int  # samples, over all replicas of a stage
+    warm_up: str = "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight
 
     def in_flight(self, stage: int) -> int:
         """Microbatches whose activations a stage holds at most."""
@@ -116,8 +112,7 @@ class Share(NamedTuple):
 
     leaving: float
     entering: float
-    inside: float
-    """Of one device's link: replicas send side by side."""
+    inside: float  # of one device's link: replicas send side by side
 
 
 def shares(source: Counts, destination: Counts) -> list[Share]:
@@ -152,14 +147,10 @@ class PlanCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    reduce: tuple[float, ...]
-    """All-reduce of the stage's gradients, once a step."""
-    hops: tuple[float, ...]
-    """A message to the next stage, or back: they are as large and run on the same links."""
-    parts: tuple[list[Share], ...]
-    """Per hop, what a message needs of each machine."""
-    messages: tuple[float, ...]
-    """Per hop, bytes."""
+    reduce: tuple[float, ...]  # all-reduce of the stage's gradients, once a step
+    hops: tuple[float, ...]  # a message to the next stage, or back: they are as large and run on the same links
+    parts: tuple[list[Share], ...]  # per hop, what a message needs of each machine
+    messages: tuple[float, ...]  # per hop, bytes
 
 
 def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) -> PlanCosts:

@@ -120,34 +120,28 @@ def _with(stage: Stage, machine: int, change: int) -> Stage:
 
 PIPEDREAM, DATA_PARALLEL, STRAIGHT = "PipeDream", "data parallel", "straight pipeline"
 BASELINES = (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
-_NODES = 2000
-"""Partial plans that the search looks into for each number of microbatches."""
-_KEEP = 20
-"""Plans that it hands to the judge."""
+_NODES = 2000  # partial plans that the search looks into for each number of microbatches
+_KEEP = 20  # plans that it hands to the judge
 _REFINED = 6
 """Of its plans, how many are changed a little, and how many microbatches times stages are simulated for each."""
 _WORK = 40_000
 _MOST_COUNTS = 48
-_REACH = 1.1
-"""A plan this much slower than the fastest may still be the one that small changes make the fastest."""
+_REACH = 1.1  # a plan this much slower than the fastest may still be the one that small changes make the fastest
 
 
 @dataclass(frozen=True)
 class Planned:
     """What `plan_chain` found."""
 
-    best: Judged
-    """The fastest plan that fits the memory."""
+    best: Judged  # the fastest plan that fits the memory
     baselines: Mapping[str, Judged]
     """The plans to compare with, each with the microbatches and the warm-up that suit it best. Where none of them
     fits the memory, those that are fastest if there were enough."""
-    nodes: int
-    """Partial plans that the search looked into."""
+    nodes: int  # partial plans that the search looked into
     complete: bool
     """The search never stopped at its limit: memory aside, no plan placed in the three ways has a lower latency formula
     than those that were judged."""
-    simulations: int
-    """Plans that were simulated."""
+    simulations: int  # plans that were simulated
 
 
 def plan_chain(
@@ -162,8 +156,7 @@ def plan_chain(
         global_batch: Samples a step.
         memory: Bytes of a device; default what the cluster has. `inf` lifts the limit.
 
-    Raises:
-        ConfigError: the batch cannot be used, or no plan fits the memory (the nearest miss is named).
+    Raises ConfigError: the batch cannot be used, or no plan fits the memory (the nearest miss is named).
     """
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:

@@ -42,20 +42,16 @@ PRIORS = {
 """Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously."""
 PRIOR_WEIGHT = 0.013
 """Twice what one standard deviation from the prior costs, in the mean logarithm of the rows' errors."""
-ROUNDS, STEPS = 3, 5
-"""Times that all rows are simulated, and steps for each of `SMOOTH` between two such times."""
-SMOOTH = (0.1, 0.03, 0.01)
-"""Errors below this count by their squares: less and less of them."""
-MOVE = 1e-3
-"""Of a logarithm, to see what it changes."""
+ROUNDS, STEPS = 3, 5  # times that all rows are simulated, and steps for each of `SMOOTH` between two such times
+SMOOTH = (0.1, 0.03, 0.01)  # errors below this count by their squares: less and less of them
+MOVE = 1e-3  # of a logarithm, to see what it changes
 
 
 @dataclass(frozen=True)
 class Measured:
     """A step that was timed."""
 
-    config: RunConfig
-    """Validated, vocabulary known."""
+    config: RunConfig  # validated, vocabulary known
     seconds: float
 
 
@@ -65,10 +61,8 @@ class Calibration:
 
     cluster: Cluster
     stack: SoftwareStack
-    predicted: tuple[float, ...]
-    """Seconds of each row with the fitted constants."""
-    errors: tuple[float, ...]
-    """predicted / measured - 1 of each row."""
+    predicted: tuple[float, ...]  # seconds of each row with the fitted constants
+    errors: tuple[float, ...]  # predicted / measured - 1 of each row
 
 
 def fit(
@@ -88,8 +82,7 @@ def fit(
         source: what the rows are, for the provenance.
         only: the constants to fit, of `PRIORS`.
 
-    Raises:
-        ConfigError: there are no rows, one is not a positive time, or there is no such constant.
+    Raises ConfigError: there are no rows, one is not a positive time, or there is no such constant.
     """
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
@@ -176,21 +169,15 @@ class _Followed:
     """All rows at once, near the constants that they were simulated with."""
 
     seconds: list[float]
-    work: Workload
-    """Over (row, stage)."""
-    counts: dict[str, Array]
-    """Arguments of `stage_cost`, over (row, stage)."""
-    rank: npt.NDArray[np.int64]
-    """(row, pipeline rank) of each (row, stage), numbered."""
+    work: Workload  # over (row, stage)
+    counts: dict[str, Array]  # arguments of `stage_cost`, over (row, stage)
+    rank: npt.NDArray[np.int64]  # (row, pipeline rank) of each (row, stage), numbered
     row_of_rank: npt.NDArray[np.int64]
     chunks: Array
     microbatches: Array
-    factor: Array
-    """Of each row, simulated computation over the closed form's."""
-    parts: dict[str, Array]
-    """Of each row, what else the step is made of."""
-    across: Array
-    """Replicas are on several nodes."""
+    factor: Array  # of each row, simulated computation over the closed form's
+    parts: dict[str, Array]  # of each row, what else the step is made of
+    across: Array  # replicas are on several nodes
     cluster: Cluster
     stack: SoftwareStack
 

@@ -14,8 +14,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 """Rows and columns of the output that one multiprocessor works on, and the share of the best rate it reaches with them:
 smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed."""
-RAMP = 128
-"""Steps along k that a tile takes to fill its pipeline and to write itself out."""
+RAMP = 128  # steps along k that a tile takes to fill its pipeline and to write itself out
 CORNER = 1.5
 """q: how sharp the roofline's corner is. Infinite if what is read and written hid behind the products in full."""
 
@@ -164,18 +163,12 @@ ALTERNATION = 6.0
 class Parts:
     """Seconds by kind, and counts of what the host starts. Fields are numbers or arrays over layouts."""
 
-    gemm: Number = 0.0
-    """Matrix products, the attention core among them."""
-    memory: Number = 0.0
-    """Operations that read and write."""
-    tensor: Number = 0.0
-    """Collectives of tensor parallelism."""
-    context: Number = 0.0
-    """What context parallelism leaves exposed beside the attention core."""
-    expert: Number = 0.0
-    """Exchange of rows between experts."""
-    operations: Number = 0.0
-    """Kernels that the host starts."""
+    gemm: Number = 0.0  # matrix products, the attention core among them
+    memory: Number = 0.0  # operations that read and write
+    tensor: Number = 0.0  # collectives of tensor parallelism
+    context: Number = 0.0  # what context parallelism leaves exposed beside the attention core
+    expert: Number = 0.0  # exchange of rows between experts
+    operations: Number = 0.0  # kernels that the host starts
     collectives: Number = 0.0
 
     def __add__(self, other: "Parts") -> "Parts":

@@ -51,8 +51,7 @@ class LayerParts:
     """One layer for one microbatch."""
 
     piece: Piece
-    again: Parts
-    """What selective recompute runs again of it, or full recompute: its whole forward."""
+    again: Parts  # what selective recompute runs again of it, or full recompute: its whole forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +63,7 @@ class StageCost:
     weight_gradient: Number
     recompute: Number
     forward_parts: Parts
-    backward_parts: Parts
-    """Both gradients."""
+    backward_parts: Parts  # both gradients
     recompute_parts: Parts
 
     @property
@@ -189,11 +187,7 @@ def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe
 def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
-    """Each virtual stage of a validated config.
-
-    Raises:
-        ConfigError: the accelerator does not have the precision.
-    """
+    """Each virtual stage of a validated config. Raises ConfigError: the accelerator does not have the precision."""
     price = Pricing.of(workload_of(config), cluster, stack)
     found: dict[StageKind, StageCost] = {}
     for plan in stages:

@@ -31,12 +31,9 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 class Exchange:
     """Seconds of one stage's exchanges in a step, on one rank."""
 
-    reduce: float
-    """Gradients: sums, and what stands for them."""
-    gather: float
-    """Parameters."""
-    pieces: int
-    """Collectives that the gradients come in: all but the last can run under the backward."""
+    reduce: float  # gradients: sums, and what stands for them
+    gather: float  # parameters
+    pieces: int  # collectives that the gradients come in: all but the last can run under the backward
 
 
 def stage_exchange(
@@ -76,10 +73,8 @@ def stage_exchange(
 class Exposed:
     """Seconds that one pipeline rank's step is longer by than its computation, and where it ends."""
 
-    end: float
-    """From the start of the step until the rank has all its gradients."""
-    gather: float
-    """Parameters that are gathered and not hidden."""
+    end: float  # from the start of the step until the rank has all its gradients
+    gather: float  # parameters that are gathered and not hidden
 
 
 def exposed_exchange(
@@ -161,23 +156,17 @@ class Prediction:
 
     step_seconds: float
     tokens_per_second: float
-    mfu: float
-    """Model FLOPs of attention over the whole sequence (palm), as a share of the peak of all ranks."""
-    mfu_causal: float
-    """The same with the half of attention that the causal mask leaves (megatron)."""
-    bubble: float
-    """Idle share of the busiest pipeline rank, messages included; where ranks share cores, of these."""
+    mfu: float  # model FLOPs of attention over the whole sequence (palm), as a share of the peak of all ranks
+    mfu_causal: float  # the same with the half of attention that the causal mask leaves (megatron)
+    bubble: float  # idle share of the busiest pipeline rank, messages included; where ranks share cores, of these
     parts: Mapping[str, float]
     """The step of the busiest pipeline rank, part by part; they add up to step_seconds. `given` is less than 0: what ranks
     that wait leave to others on shared cores."""
     exposed: Mapping[str, float]
     """Communication that nothing hides, by kind: tensor, context, expert, pipeline, gradients, parameters."""
-    memory: tuple[RankMemory, ...]
-    """Per pipeline rank; empty if it was not asked for."""
-    stages: tuple[StageCost, ...]
-    """What a microbatch takes on each virtual stage."""
-    timeline: Timeline
-    """Of the step, or of one with fewer microbatches if it was extended."""
+    memory: tuple[RankMemory, ...]  # per pipeline rank; empty if it was not asked for
+    stages: tuple[StageCost, ...]  # what a microbatch takes on each virtual stage
+    timeline: Timeline  # of the step, or of one with fewer microbatches if it was extended
 
 
 def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True) -> Prediction:
@@ -187,8 +176,7 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
         config: validated for its world size, vocabulary known.
         with_memory: compute the memory of each pipeline rank as well.
 
-    Raises:
-        ConfigError: the schedule does not take these sizes, or the accelerator does not have the precision.
+    Raises ConfigError: the schedule does not take these sizes, or the accelerator does not have the precision.
     """
     count = microbatch_counts(config)[-1]
     stages = plan_stages(config)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 
-Number = Any
-"""A float, or a numpy array of them over layouts."""
+Number = Any  # a float, or a numpy array of them over layouts
 Array = npt.NDArray[np.float64]
 
 
@@ -27,47 +26,36 @@ class Workload:
     """Sizes of one microbatch on one rank's share of a layer. Flags are 0 or 1, so that they can be arrays too."""
 
     precision: str
-    element: float
-    """Bytes of an activation."""
-    batch: Number
-    """b: sequences of a microbatch."""
+    element: float  # bytes of an activation
+    batch: Number  # b: sequences of a microbatch
     sequence: Number
     hidden: Number
     heads: Number
     groups: Number
     head_size: Number
     ffn: Number
-    gates: Number
-    """Matrices on the way into the MLP's nonlinearity: 2 with a gate."""
-    vocabulary: Number
-    """Padded."""
-    keys: Number
-    """Positions that a query can see, before the causal mask: s, or the window."""
+    gates: Number  # matrices on the way into the MLP's nonlinearity: 2 with a gate
+    vocabulary: Number  # padded
+    keys: Number  # positions that a query can see, before the causal mask: s, or the window
     rope: Number
     qk_norm: Number
     hidden_dropout: Number
     attention_dropout: Number
-    experts: Number
-    """E of a MoE layer; 0 without."""
-    topk: Number
-    """Experts of a token, after capacity."""
+    experts: Number  # e of a MoE layer; 0 without
+    topk: Number  # experts of a token, after capacity
     expert_ffn: Number
-    shared_ffn: Number
-    """Width of the experts that all tokens go through; 0 without."""
+    shared_ffn: Number  # width of the experts that all tokens go through; 0 without
     tp: Number
     cp: Number
     ep: Number
     expert_tp: Number
     dp: Number
     pp: Number
-    order_dp_first: Number
-    """dp varies faster over ranks than pp (1), or slower (0)."""
+    order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
-    ring: Number
-    """Context parallelism sends keys and values round (1) or exchanges heads (0)."""
+    ring: Number  # context parallelism sends keys and values round (1) or exchanges heads (0)
     recompute_full: Number
-    recompute_core: Number
-    """Selective recompute of the attention core; the others likewise."""
+    recompute_core: Number  # selective recompute of the attention core; the others likewise
     recompute_activation: Number
     recompute_norm: Number
     recompute_mlp: Number

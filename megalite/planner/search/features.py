@@ -207,14 +207,10 @@ Integers = npt.NDArray[np.int64]
 class Cut:
     """The stages of a pipeline, by rank and chunk: [p, v]."""
 
-    dense: Integers
-    """Layers with a dense MLP."""
-    experts: Integers
-    """Layers with experts."""
-    first: tuple[int, int]
-    """Rank and chunk of the first stage, which has the embedding."""
-    last: tuple[int, int]
-    """Of the last stage, which has the head."""
+    dense: Integers  # layers with a dense MLP
+    experts: Integers  # layers with experts
+    first: tuple[int, int]  # rank and chunk of the first stage, which has the embedding
+    last: tuple[int, int]  # of the last stage, which has the head
 
     @cached_property
     def ranks(self) -> Integers:
@@ -277,36 +273,29 @@ Floats = npt.NDArray[np.float64]
 class Feature(IntEnum):
     """Of a rank at a moment; and row of a share's coefficients."""
 
-    DENSE = 0
-    """Layers held, with a dense MLP; and so on."""
+    DENSE = 0  # layers held, with a dense MLP; and so on
     EXPERTS = auto()
     EMBEDDING = auto()
     HEAD = auto()
-    COPY = auto()
-    """Of a tied embedding that is on another rank too."""
-    DENSE_ACTIVE = auto()
-    """Layers times microbatches whose graphs are alive."""
+    COPY = auto()  # of a tied embedding that is on another rank too
+    DENSE_ACTIVE = auto()  # layers times microbatches whose graphs are alive
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()
-    DENSE_DEFERRED = auto()
-    """The same that wait for a W."""
+    DENSE_DEFERRED = auto()  # the same that wait for a W
     EXPERTS_DEFERRED = auto()
     HEAD_DEFERRED = auto()
-    ONLY_DENSE = auto()
-    """The workspace of recomputation, by the kinds of layers on the rank."""
+    ONLY_DENSE = auto()  # the workspace of recomputation, by the kinds of layers on the rank
     ONLY_EXPERTS = auto()
     BOTH_KINDS = auto()
-    PLAIN = auto()
-    """What is whole for a while of sharded tensors, by what the stages have beside layers."""
+    PLAIN = auto()  # what is whole for a while of sharded tensors, by what the stages have beside layers
     WITH_EMBEDDING = auto()
     WITH_HEAD = auto()
     BOTH_ENDS = auto()
 
 
 _ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.HEAD_ACTIVE for feature in Feature])
-_HEADS = (0, 1, 3, 10, 100)
-"""Layers that a head may weigh in activations."""
+_HEADS = (0, 1, 3, 10, 100)  # layers that a head may weigh in activations
 
 
 class Counter:

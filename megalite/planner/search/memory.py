@@ -42,8 +42,7 @@ def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
 class Sizer:
     """Bytes that shares of a config take for each feature."""
 
-    config: RunConfig
-    """The request's: what is not searched."""
+    config: RunConfig  # the request's: what is not searched
 
     def coefficients(self, shares: Shares, pp: int) -> Floats:
         """[features, shares], for pipelines of pp ranks."""

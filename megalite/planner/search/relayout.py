@@ -24,14 +24,10 @@ from megalite.planner.search.space import enumerate_space
 
 LAYOUT = (*(*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout"), *("cp_comm_type", "recompute_modules"))
 """Settings that a layout consists of."""
-_AXES = ("tp", "pp", "cp", "ep", "dp")
-"""Who gives one of them gives a layout; a micro batch size alone is none."""
-KEPT = ("tp", "pp", "cp", "ep")
-"""What stays as it was, where that costs little: how the weights of a replica are cut."""
-ALMOST = 1.1
-"""Times the fastest step that it may cost."""
-_COUNTS, _DOUBLINGS = 64, 6
-"""Numbers of ranks that are tried, to say what would work."""
+_AXES = ("tp", "pp", "cp", "ep", "dp")  # who gives one of them gives a layout; a micro batch size alone is none
+KEPT = ("tp", "pp", "cp", "ep")  # what stays as it was, where that costs little: how the weights of a replica are cut
+ALMOST = 1.1  # times the fastest step that it may cost
+_COUNTS, _DOUBLINGS = 64, 6  # numbers of ranks that are tried, to say what would work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +36,15 @@ class Former:
 
     step: int
     world_size: int
-    layout: Mapping[str, Any]
-    """Of the settings in LAYOUT, by name."""
+    layout: Mapping[str, Any]  # of the settings in LAYOUT, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Relayout:
     """The answer."""
 
-    layout: Mapping[str, Any]
-    """All settings in LAYOUT, dp among them."""
-    why: str
-    """For the log."""
+    layout: Mapping[str, Any]  # all settings in LAYOUT, dp among them
+    why: str  # for the log
 
 
 def relayout(
@@ -73,8 +66,7 @@ def relayout(
         fixed: those of them that must stay.
         memory_limit: bytes that a rank may hold.
 
-    Raises:
-        ConfigError: these ranks can have no layout; it names the nearest numbers of ranks that can.
+    Raises ConfigError: these ranks can have no layout; it names the nearest numbers of ranks that can.
     """
     if not explicit.isdisjoint(_AXES):
         own = _legal(config, world_size, explicit)

@@ -27,8 +27,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "sequence_parallel": (False, True),
     }
 )
-SEARCHED = (*SIZES, *CHOICES)
-"""Settings that the search decides, unless they are fixed."""
+SEARCHED = (*SIZES, *CHOICES)  # settings that the search decides, unless they are fixed
 _SHORT = {
     "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
@@ -43,13 +42,11 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 class Request:
     """One question to the planner."""
 
-    config: RunConfig
-    """Everything that is not searched; validated, with global_batch_size and the vocabulary known."""
+    config: RunConfig  # everything that is not searched; validated, with global_batch_size and the vocabulary known
     world_size: int
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Of the searched settings, the values that are allowed; what is missing is free."""
-    memory_limit: float = float("inf")
-    """Bytes that a rank may hold."""
+    memory_limit: float = float("inf")  # bytes that a rank may hold
 
     def allows(self, name: str, value: Any) -> bool:
         """The value is not ruled out by a constraint."""
@@ -61,11 +58,8 @@ class Request:
 
 
 def parse_constraint(text: str) -> tuple[str, tuple[Any, ...]]:
-    """(setting, allowed values) of `schedule=zb-v`, `tp=4,8`.
-
-    Raises:
-        ConfigError: no such setting, or a value that it cannot have.
-    """
+    """(setting, allowed values) of `schedule=zb-v`, `tp=4,8`. Raises ConfigError: no such setting, or a value that it
+    cannot have."""
     name, equals, words = text.partition("=")
     name = name.strip().replace("-", "_")
     name = _SHORT.get(name, name)
@@ -97,8 +91,7 @@ def _value(name: str, word: str, text: str) -> Any:
     return word
 
 
-USUAL_MEMORY = 0.9
-"""Of the device's: allocator, kernels and communication need some that is not in the formulas."""
+USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
 _NOT_SEARCHED = {
     "pipeline_schedule_file": "is for one schedule",
     "pipeline_costs": "belongs to schedule auto, which is built, not searched",
@@ -118,10 +111,7 @@ def refuse_not_searched(config: RunConfig, explicit: frozenset[str]) -> None:
 
 def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """Those of the settings in `names` that are searched, as constraints: setting -> the one value that it may have.
-
-    Raises:
-        ConfigError: a strategy or schedule that is not searched.
-    """
+    Raises ConfigError: a strategy or schedule that is not searched."""
     values, given = values_of(config), set(names)
     fixed = {name: (values[name],) for name in SEARCHED if name in given and values[name] is not None}
     if "shard_gradients" in given and values["shard_gradients"]:
@@ -144,8 +134,7 @@ def request_for(
     Args:
         config: with global_batch_size and vocab_size known.
 
-    Raises:
-        ConfigError: the model is not legal, or no allowed strategy goes with the other settings.
+    Raises ConfigError: the model is not legal, or no allowed strategy goes with the other settings.
     """
     shared = _without_layout(config)
     fixed = dict(fixed)

@@ -33,8 +33,7 @@ from megalite.planner.search.space import Layout, Pipeline, Shares, Space, enume
 from megalite.planner.search.time import Clock, Prices
 
 Floats = npt.NDArray[np.float64]
-_AT_ONCE = 20_000
-"""Estimates that are put in order before the next ones are."""
+_AT_ONCE = 20_000  # estimates that are put in order before the next ones are
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Survey:
     request: Request
     space: Space
     memory: tuple[Floats, ...]
-    seconds: tuple[Floats, ...]
-    """Infinite where it does not fit."""
+    seconds: tuple[Floats, ...]  # infinite where it does not fit
 
     @property
     def fitting(self) -> int:
@@ -105,11 +103,7 @@ class Survey:
 
 
 def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
-    """Sizes and times the whole space.
-
-    Raises:
-        ConfigError: the accelerator does not have the precision.
-    """
+    """Sizes and times the whole space. Raises ConfigError: the accelerator does not have the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
     sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
@@ -143,8 +137,7 @@ def _times(
     return found
 
 
-_MORE = 5
-"""Doublings of the ranks that are tried."""
+_MORE = 5  # doublings of the ranks that are tried
 _NAMED = 12
 
 
@@ -237,10 +230,8 @@ def _values(space: Space, name: str) -> list[Any]:
     return [CHOICES[name][value] for value in found] if name in CHOICES else found
 
 
-SPARE = 2
-"""Layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong."""
-RECUT = 2
-"""Of the best, how many are cut again by predicted seconds."""
+SPARE = 2  # layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong
+RECUT = 2  # of the best, how many are cut again by predicted seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,12 +239,9 @@ class Candidate:
     """A layout that was refined."""
 
     layout: Layout
-    settings: Mapping[str, Any]
-    """What the plan decides, flat; with pipeline_layers where the cut was made again."""
-    config: RunConfig
-    """Validated."""
-    estimate: float
-    """Seconds of a step in closed form."""
+    settings: Mapping[str, Any]  # what the plan decides, flat; with pipeline_layers where the cut was made again
+    config: RunConfig  # validated
+    estimate: float  # seconds of a step in closed form
     prediction: Prediction
 
     @property
@@ -272,16 +260,12 @@ class Plan:
     cluster: Cluster
     stack: SoftwareStack
     survey: Survey
-    candidates: tuple[Candidate, ...]
-    """Fastest first, each the best of its tp, ep, pp and schedule."""
+    candidates: tuple[Candidate, ...]  # fastest first, each the best of its tp, ep, pp and schedule
 
 
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5) -> Plan:
-    """The `top` fastest layouts that fit.
-
-    Raises:
-        ConfigError: no layout is legal, or none fits: what comes nearest, and what would make it fit.
-    """
+    """The `top` fastest layouts that fit. Raises ConfigError: no layout is legal, or none fits: what comes nearest, and
+    what would make it fit."""
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
@@ -307,11 +291,8 @@ def _step_seconds(candidate: Candidate) -> float:
 
 
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
-    """The validated config of some settings over the request's, as a file with them would be read.
-
-    Raises:
-        ConfigError: it is not legal.
-    """
+    """The validated config of some settings over the request's, as a file with them would be read. Raises ConfigError:
+    it is not legal."""
     base = dict(chosen)
     if base["cp"] == 1:
         base["cp_comm_type"] = settings()["cp_comm_type"].default

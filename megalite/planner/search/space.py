@@ -25,8 +25,7 @@ from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES, Request
 
 Integers = npt.NDArray[np.int64]
-ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")
-"""On one rank they take the same time; the first of them hold least."""
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # on one rank they take the same time; the first of them hold least
 LOOPED = ("interleaved", "looped-bfs")
 VEE = ("zb-v", "dualpipe-v")
 
@@ -53,12 +52,9 @@ class Shares:
     ep: Integers
     dp: Integers
     micro_batch_size: Integers
-    recompute: Integers
-    """Index into RECOMPUTE."""
-    strategy: Integers
-    """Index into STRATEGIES."""
-    sequence_parallel: Integers
-    """0 or 1."""
+    recompute: Integers  # index into RECOMPUTE
+    strategy: Integers  # index into STRATEGIES
+    sequence_parallel: Integers  # 0 or 1
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -111,8 +107,7 @@ class Block:
 
     pipelines: tuple[Pipeline, ...]
     shares: Shares
-    rows: slice
-    """Where the shares are among `Space.shares`."""
+    rows: slice  # where the shares are among `Space.shares`
 
     def __len__(self) -> int:
         return len(self.pipelines) * len(self.shares)

@@ -34,18 +34,13 @@ class Prices:
 
     layers: Floats
     """[4, 4, shares]: forward, input gradient, weight gradient, recompute of a dense layer, one with experts, embedding, head."""
-    message: Floats
-    """Seconds from one stage to the next, mean over the hops."""
+    message: Floats  # seconds from one stage to the next, mean over the hops
     after: Floats
     """Of a step: what is left of exchanges of gradients and parameters if nothing hides them, by [2, shares]."""
-    each: Floats
-    """Exchanges that come with each microbatch (zero-2, fully-sharded)."""
-    pieces: Floats
-    """Collectives that the gradients of a rank come in."""
-    optimizer: Floats
-    """Of a step."""
-    sharing: Floats
-    """Ranks a core, of which some may wait while others compute."""
+    each: Floats  # exchanges that come with each microbatch (zero-2, fully-sharded)
+    pieces: Floats  # collectives that the gradients of a rank come in
+    optimizer: Floats  # of a step
+    sharing: Floats  # ranks a core, of which some may wait while others compute
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
         """Those of some shares."""
@@ -206,12 +201,9 @@ class _Shapes:
 
     schedules: tuple[str, ...]
     chunks: Floats
-    messages: Floats
-    """c·(p-1)/p that a microbatch takes longer for."""
-    slack: Floats
-    """Whether a W fills the wait."""
-    hops: Floats
-    """Messages on the way in and out."""
+    messages: Floats  # c·(p-1)/p that a microbatch takes longer for
+    slack: Floats  # whether a W fills the wait
+    hops: Floats  # messages on the way in and out
 
     @classmethod
     def of(cls, pipelines: Sequence[Pipeline]) -> "_Shapes":
