@@ -306,7 +306,7 @@ def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareSta
         train_iters=1,
     )
     config = validate(config, world_size=1)
-    piece = layer_parts(Pricing.of(workload_of(config), cluster, stack)).piece
+    piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient
     seconds = overheads.layer_forward + overheads.layer_backward
     if not cluster.accelerator.asynchronous:

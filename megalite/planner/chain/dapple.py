@@ -1,13 +1,15 @@
 """DAPPLE's planner: branch and bound over cuts, replication and placement, for the least synchronous latency."""
 
+import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.planner.chain.inputs import Array
+from megalite.planner.chain.inputs import Array, ChainCluster
 from megalite.planner.chain.judge import Problem
 from megalite.planner.chain.plan import (
     Counts,
@@ -37,7 +39,7 @@ class _Node(NamedTuple):
     free: Counts
     stages: Stages
     entry: float  # when the first microbatch leaves the last stage
-    ending: float  # from when a gradient gets to the last stage until all of these are done with it, and have reduced
+    ending: float  # from when a gradient gets to the last stage until all are done with it, and have reduced
     pivot: float  # the latency with any of these stages as the pivot
 
 
@@ -93,17 +95,15 @@ class Search:
     """
 
     def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
-        self._problem = problem
-        self._count = microbatches
+        self._problem, self._count = problem, microbatches
         self._size = problem.global_batch // microbatches
         self._limit, self._keep, self._grain = limit, keep, grain
         self._options: dict[Counts, _Options] = {}
-        self._rates: dict[tuple[Counts, Counts], float] = {}
         self._best = float("inf")
         self._plans: list[tuple[float, int, Stages]] = []
         self._seen: dict[tuple[int, Counts, Counts], list[tuple[float, float, float]]] = {}
         self._queue: list[tuple[float, int, _Grown, int, int]] = []
-        self._number = 0
+        self._numbers = itertools.count()  # of equal bounds the first
 
     def run(self, best: float) -> Found:
         """The plans with a latency below `best`, as far as they could be found."""
@@ -145,8 +145,7 @@ class Search:
         grown = _Grown(node, options, ends, entry + forward, ending + backward, pivot)
         rows, columns = np.nonzero(bound < self._best)
         for bounded, row, column in zip(bound[rows, columns].tolist(), rows.tolist(), columns.tolist(), strict=True):
-            self._number += 1
-            heappush(self._queue, (bounded, self._number, grown, row, column))
+            heappush(self._queue, (bounded, next(self._numbers), grown, row, column))
 
     def _dominated(self, node: _Node) -> bool:
         """Another prefix of the same layers on the same devices is no worse in anything that matters later."""
@@ -169,8 +168,7 @@ class Search:
             plan = self._problem.plan(stages, self._count)
             if max(memory_bytes(plan, self._problem.profile)) > self._problem.memory:
                 continue
-            self._number += 1
-            heappush(self._plans, (float(latencies[row]), self._number, stages))
+            heappush(self._plans, (float(latencies[row]), next(self._numbers), stages))
             if len(self._plans) >= self._keep:
                 self._plans = nsmallest(self._keep, self._plans)
                 # Sorted lists are heaps.
@@ -205,15 +203,9 @@ class Search:
             return np.zeros(len(options.devices))
         cluster = self._problem.cluster
         size = float(self._problem.profile.outputs[node.begin]) * self._size
-        before = node.stages[-1].devices
-        return np.array([size * self._byte_seconds(before, there) for there in options.devices]) + (
-            cluster.latency_us * 1e-6
-        )
-
-    def _byte_seconds(self, here: Counts, there: Counts) -> float:
-        if (here, there) not in self._rates:
-            self._rates[here, there] = hop_seconds(shares(here, there), 1.0, self._problem.cluster)
-        return self._rates[here, there]
+        here = node.stages[-1].devices
+        rates = [_byte_seconds(here, there, cluster) for there in options.devices]
+        return np.array([size * rate for rate in rates]) + cluster.latency_us * 1e-6
 
     def _fits(self, begin: int, ends: npt.NDArray[np.int64], options: _Options) -> npt.NDArray[np.bool_]:
         """[options, ends]: a device could hold the stage, with another stage behind it."""
@@ -222,6 +214,11 @@ class Search:
         samples = np.ceil(self._size / options.replicas) * min(2, self._count)
         kept = samples * (profile.activations[ends] - profile.activations[begin])
         return state + kept <= self._problem.memory
+
+
+@lru_cache(maxsize=100_000)
+def _byte_seconds(here: Counts, there: Counts, cluster: ChainCluster) -> float:
+    return hop_seconds(shares(here, there), 1.0, cluster)
 
 
 def _column(values: Sequence[float]) -> Array:

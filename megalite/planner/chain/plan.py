@@ -10,12 +10,7 @@ Counts = tuple[int, ...]  # devices per machine
 
 
 def fresh_first(free: Counts, wanted: int, *, whole: int) -> Counts:
-    """Untouched machines before those in use: replicas stay together, so that they reduce over fast links.
-
-    Args:
-        free: Free devices per machine; at least `wanted` in all.
-        whole: Devices of an untouched machine.
-    """
+    """Untouched machines (of `whole` devices) before those in use: replicas stay together, to reduce over fast links."""
     return _fill(free, wanted, sorted(range(len(free)), key=lambda m: (free[m] != whole, -free[m], m)))
 
 
@@ -104,7 +99,7 @@ def device_ids(stages: Sequence[Stage], gpus_per_machine: int) -> list[tuple[int
     return found
 
 
-_GIGA = 1e9
+GIGA = 1e9
 
 
 class Share(NamedTuple):
@@ -130,7 +125,7 @@ def hop_seconds(parts: list[Share], num_bytes: float, cluster: ChainCluster) -> 
     """A message alone on the cluster, without latency: the slowest of its parts."""
     network = max(max(part.leaving, part.entering) for part in parts) / cluster.message_gb_per_s
     inside = max(part.inside for part in parts) / cluster.link_gb_per_s
-    return num_bytes / _GIGA * max(network, inside)
+    return num_bytes / GIGA * max(network, inside)
 
 
 def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster) -> float:
@@ -138,7 +133,7 @@ def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster)
     replicas = sum(devices)
     spans = sum(count > 0 for count in devices) > 1
     speed = min(cluster.network_gb_per_s, cluster.ring_gb_per_s) if spans else cluster.ring_gb_per_s
-    return 2.0 * (replicas - 1) / replicas * num_bytes / (speed * _GIGA)
+    return 2.0 * (replicas - 1) / replicas * num_bytes / (speed * GIGA)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from megalite.planner.chain.plan import ChainPlan, Counts, Stage, Stages, placem
 def refine(judge: Judge, start: Judged, *, work: int) -> Judged:
     """The plan, bettered by a faster neighbour again and again, until there is none or enough has been simulated.
 
-    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated.
-
-    Args:
-        work: Microbatches times stages to simulate at most.
+    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated, and at
+    most `work` microbatches times stages are.
     """
     best, last = start, judge.work + work
     while judge.work < last:
@@ -188,7 +186,7 @@ def plan_chain(
         raise _nothing_fits(problem, judge, candidates)
     refined = [refine(judge, plan, work=_WORK) for plan in _unlike(judged)[:_REFINED]]
     best = min([*judged.values(), *refined], key=lambda plan: plan.seconds)
-    return Planned(best, baselines, nodes, complete, judge.simulations)
+    return Planned(best, baselines, nodes, complete, len(judge.known))
 
 
 def _baselines(judge: Judge) -> dict[str, Judged]:

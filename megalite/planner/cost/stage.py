@@ -1,7 +1,7 @@
 """Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,14 +47,6 @@ def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerParts:
-    """One layer for one microbatch."""
-
-    piece: Piece
-    again: Parts  # what selective recompute runs again of it, or full recompute: its whole forward
-
-
-@dataclass(frozen=True, eq=False)
 class StageCost:
     """Seconds of one microbatch on one stage, and of what they are made. Numbers, or arrays over layouts."""
 
@@ -76,14 +68,18 @@ class StageCost:
         """All that the stage does for a microbatch."""
         return self.forward + self.backward + self.recompute
 
+    def __add__(self, other: "StageCost") -> "StageCost":
+        """One after the other."""
+        return StageCost(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
     @property
     def parts(self) -> Parts:
         """The same by kind."""
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
-def layer_parts(price: Pricing, *, moe: bool = False) -> LayerParts:
-    """One block; `moe`: with experts instead of a dense MLP."""
+def layer_parts(price: Pricing, *, moe: bool = False) -> tuple[Piece, Parts]:
+    """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
     norms = norm(price, work.hidden / work.split) * 2.0
     core, projections = attention_core(price), attention_projections(price)
@@ -106,7 +102,7 @@ def layer_parts(price: Pricing, *, moe: bool = False) -> LayerParts:
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
     again = again * (1.0 - work.recompute_full) + total.forward * work.recompute_full
-    return LayerParts(total, again)
+    return total, again
 
 
 def stage_cost(
@@ -118,25 +114,20 @@ def stage_cost(
     has_head: Number = 0.0,
     kept: Number = 0.0,
 ) -> StageCost:
-    """A stage with so many layers of each kind.
-
-    Args:
-        dense: layers with a dense MLP.
-        moe: layers with experts.
-        has_embedding, has_head: 0 or 1.
-        kept: layers that full recompute leaves alone (method block).
-    """
+    """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block)."""
     total, again = embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
         if np.any(np.asarray(number) > 0):
-            layer = layer_parts(price, moe=with_experts)
-            total = total + layer.piece * number
+            piece, recomputed = layer_parts(price, moe=with_experts)
+            total = total + piece * number
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
-            again = again + layer.again * (number * share)
+            again = again + recomputed * (number * share)
     # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
     end = _seconds(price, head(price) * has_head, Parts())
-    return _one_after_the_other(_seconds(price, total, again), end, price.stack.microbatch_seconds)
+    cost = _seconds(price, total, again) + end
+    constant = price.stack.microbatch_seconds
+    return replace(cost, forward=cost.forward + constant, input_gradient=cost.input_gradient + constant)
 
 
 def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
@@ -164,30 +155,16 @@ def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
     )
 
 
-def _one_after_the_other(layers: StageCost, end: StageCost, constant: Number) -> StageCost:
-    """The sum, and a constant on either way."""
-    return StageCost(
-        forward=layers.forward + end.forward + constant,
-        input_gradient=layers.input_gradient + end.input_gradient + constant,
-        weight_gradient=layers.weight_gradient + end.weight_gradient,
-        recompute=layers.recompute + end.recompute,
-        forward_parts=layers.forward_parts + end.forward_parts,
-        backward_parts=layers.backward_parts + end.backward_parts,
-        recompute_parts=layers.recompute_parts + end.recompute_parts,
-    )
-
-
 def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe: bool = False) -> StageCost:
     """One layer alone, without the constant of a microbatch."""
     price = Pricing.of(work, cluster, stack)
-    layer = layer_parts(price, moe=moe)
-    return _seconds(price, layer.piece, layer.again)
+    return _seconds(price, *layer_parts(price, moe=moe))
 
 
 def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
-    """Each virtual stage of a validated config. Raises ConfigError: the accelerator does not have the precision."""
+    """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
     price = Pricing.of(workload_of(config), cluster, stack)
     found: dict[StageKind, StageCost] = {}
     for plan in stages:

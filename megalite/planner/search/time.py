@@ -17,7 +17,7 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import collective_seconds, data_stride, message_seconds, pipeline_stride, sharing_ranks
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
-from megalite.planner.cost.workload import Workload, with_layouts, workload_of
+from megalite.planner.cost.workload import Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut
 from megalite.planner.search.memory import Sizer
@@ -128,24 +128,22 @@ class Clock:
         def of(module: str) -> Floats:
             return selective * (module in modules)
 
-        return with_layouts(
+        return replace(
             workload_of(replace(self.config, parallel=replace(p, dp=1))),
-            {
-                "batch": shares.micro_batch_size.astype(float),
-                "tp": tp,
-                "cp": shares.cp.astype(float),
-                "ep": shares.ep.astype(float),
-                "expert_tp": tp if p.etp is None else np.full_like(tp, p.etp),
-                "dp": shares.dp.astype(float),
-                "pp": float(pp),
-                "sequence_parallel": shares.sequence_parallel.astype(float),
-                "recompute_full": (recompute == RECOMPUTE.index("full")).astype(float),
-                "recompute_core": of("core_attn"),
-                "recompute_activation": of("mlp_act"),
-                "recompute_norm": of("layernorm"),
-                "recompute_mlp": of("mlp"),
-                "recompute_moe": of("moe"),
-            },
+            batch=shares.micro_batch_size.astype(float),
+            tp=tp,
+            cp=shares.cp.astype(float),
+            ep=shares.ep.astype(float),
+            expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
+            dp=shares.dp.astype(float),
+            pp=float(pp),
+            sequence_parallel=shares.sequence_parallel.astype(float),
+            recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
+            recompute_core=of("core_attn"),
+            recompute_activation=of("mlp_act"),
+            recompute_norm=of("layernorm"),
+            recompute_mlp=of("mlp"),
+            recompute_moe=of("moe"),
         )
 
     def _message(self, work: Workload, pp: int) -> Floats:

@@ -9,7 +9,7 @@ from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing, attention_core, attention_projections, dense_mlp, head
 from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
-from megalite.planner.cost.workload import Workload, stacked, with_layouts, workload_of
+from megalite.planner.cost.workload import stacked, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
 
@@ -233,9 +233,8 @@ def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
 
 
 def test_a_grid_of_layouts_broadcasts() -> None:
-    work: Workload = with_layouts(
-        workload_of(config_of(1)), {"tp": np.array([1.0, 2.0, 4.0])[:, None], "batch": np.array([1.0, 2.0])}
-    )
+    tp, batch = np.array([1.0, 2.0, 4.0])[:, None], np.array([1.0, 2.0])
+    work = replace(workload_of(config_of(1)), tp=tp, batch=batch)
     assert layer_seconds(work, BASE, STACK).total.shape == (3, 2)
 
 

@@ -13,12 +13,13 @@ from megalite.config.errors import ConfigError
 from megalite.config.files import read_level
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
-from megalite.planner.page import drawn_timeline, html_page
 from megalite.planner.report import (
     PARTS,
     count_in_words,
+    drawn_timeline,
     duration_in_words,
     format_plan,
+    html_page,
     launch_lines,
     plan_data,
     write_files,
