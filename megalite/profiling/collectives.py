@@ -56,15 +56,10 @@ class Machine:
 
 
 def describe_machine(world: Group, device: torch.device, *, node: str | None = None) -> Machine:
-    """Asks every rank for its host and its device.
+    """Asks every rank for its host (unless `node` is its name) and its device.
 
-    Args:
-        node: name of this host, if it is not to be asked.
-
-    Raises ConfigError: devices or numbers of threads differ, or the ranks of nodes are unequal in number or not
-    consecutive; the same on every rank.
-
-    Collectives: a gather over the world.
+    Raises ConfigError if devices or numbers of threads differ, or the ranks of nodes are unequal in number or not
+    consecutive; the same on every rank. Collectives: a gather over the world.
     """
     name, memory, multiprocessors = device_facts(device)
     mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
@@ -173,10 +168,7 @@ def make_channels(
 ) -> list[Channels]:
     """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
 
-    Args:
-        made: as for `Topology.create`.
-
-    Collectives: makes process groups; every rank calls it at the same time.
+    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time.
     """
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
@@ -239,28 +231,13 @@ def _collective(operation: str, group: Group, size: int, device: torch.device) -
     part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
     whole = torch.zeros(part.numel() * group.size, device=device)
     other = torch.zeros_like(whole)
-    run: Callable[[], object]
-    if operation == "all-reduce":
-
-        def run() -> None:
-            group.all_reduce(whole)
-
-    elif operation == "all-gather":
-
-        def run() -> None:
-            group.all_gather(whole, part)
-
-    elif operation == "reduce-scatter":
-
-        def run() -> None:
-            group.reduce_scatter(part, whole)
-
-    else:
-
-        def run() -> None:
-            group.all_to_all_equal(other, whole)
-
-    return run, whole.numel() * whole.element_size()
+    runs: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: group.all_reduce(whole),
+        "all-gather": lambda: group.all_gather(whole, part),
+        "reduce-scatter": lambda: group.reduce_scatter(part, whole),
+        "all-to-all": lambda: group.all_to_all_equal(other, whole),
+    }
+    return runs[operation], whole.numel() * whole.element_size()
 
 
 def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:

@@ -101,8 +101,7 @@ def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize:
 
 
 def first_rate(timer: Timer, dtype: torch.dtype) -> float:
-    """FLOP/s of a middling product: which shapes there is time for is judged by it. The same on every rank. Raises
-    RuntimeError: torch has no matrix product of this type on the device."""
+    """FLOP/s of a middling product: which shapes there is time for is judged by it. The same on every rank."""
     size = 2048 if timer.device.type == "cuda" else 256
     x = torch.randn(size, size, device=timer.device).to(dtype)
     matmul = Kernels().get("matmul", device=timer.device, dtype=dtype, size=size)

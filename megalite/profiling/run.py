@@ -99,12 +99,7 @@ def measure(
     made: ProcessGroups | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
-    """Measure for about `seconds`. Every rank calls it at the same time.
-
-    Args:
-        machine: of `describe_machine`.
-        made: process groups to re-use, as for `Topology.create`.
-        progress: gets a line before each part.
+    """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
 
     Collectives: those that are measured, and barriers and gathers over the timer's world.
     """

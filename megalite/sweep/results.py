@@ -62,8 +62,8 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, spec: SweepSpec, launcher: str) -> "Store":
-        """The store in `folder`, made if it is new. Raises ConfigError: it belongs to another sweep, another process
-        works in it, or it cannot be written."""
+        """The store in `folder`, made if it is new. Raises ConfigError if it belongs to another sweep, another process works
+        in it, or it cannot be written."""
         store = cls(folder)
         try:
             store._open(_identity(spec, launcher))
@@ -224,15 +224,8 @@ _MOST_CHARACTERS = 500  # of an error, in a table
 
 
 def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int) -> Result:
-    """The result of a run that has ended.
-
-    Args:
-        folder: of the run.
-        status: exit status of its launcher.
-        timed_out: the seconds that it had, if it was ended for having used them up.
-        seconds: that it took.
-        warm_up: first steps that are not measured.
-    """
+    """The result of a run that has ended after `seconds`: `status` of its launcher, or `timed_out` after the seconds that it
+    had; the first `warm_up` steps are not measured."""
     measured = measure(folder / METRICS, warm_up=warm_up)
     plain: dict[str, Any] = {"key": run.key, "settings": dict(run.settings), "ranks": run.ranks}
     plain |= {"seconds": round(seconds, 3), **measured}

@@ -130,8 +130,7 @@ def _options(value: Any, where: str) -> dict[str, str]:
             )
         if not word.isprintable() or any(letter in word for letter in "'\"\\"):
             raise ConfigError(
-                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks: sbatch reads "
-                f"a line of it"
+                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks"
             )
     return found
 
@@ -184,8 +183,7 @@ KEYS: Mapping[str, Reader] = MappingProxyType(
 
 
 def read_spec(path: Path) -> SweepSpec:
-    """The sweep that a file describes. Paths in it are relative to its folder. Raises ConfigError: the file cannot be
-    read, or a key or value of it is not legal; which one."""
+    """The sweep that a file describes. Paths in it are relative to its folder."""
     found = read_keys(read_mapping(path, "sweep"), KEYS, f"sweep {path}")
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(
