@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
@@ -50,8 +51,7 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
     return longest
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What the clock showed."""
 
     seconds: float  # until every stage has done its last backward and reduced its gradients
@@ -192,8 +192,7 @@ def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
 _MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simulating takes time in proportion
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """A plan and what it costs."""
 
     plan: ChainPlan
