@@ -10,23 +10,7 @@ from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
-from megalite.sweep.rules import (
-    Condition,
-    Reader,
-    count,
-    entries,
-    mapping,
-    plain_settings,
-    read_condition,
-    read_keys,
-    read_mapping,
-    refuse_fixed,
-    seconds,
-    text,
-    texts,
-    whole,
-    words,
-)
+from megalite.sweep import rules
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -59,8 +43,8 @@ class SweepSpec:
     listed: tuple[Mapping[str, Any], ...] = ()
     from_plan: Path | None = None
     top: int | None = None  # of the plan's entries, from the first on; default all
-    exclude: tuple[Condition, ...] = ()
-    only: tuple[Condition, ...] = ()
+    exclude: tuple[rules.Condition, ...] = ()
+    only: tuple[rules.Condition, ...] = ()
     steps: int = 8  # of each run
     warm_up_steps: int = 3  # the first of them, which are not measured
     timeout: float = DEFAULT_TIMEOUT
@@ -73,25 +57,25 @@ class SweepSpec:
 
 
 def _base(value: Any, where: str) -> tuple[Path, ...]:
-    return tuple(Path(each) for each in texts(value, where))
+    return tuple(Path(each) for each in rules.texts(value, where))
 
 
 def _path(value: Any, where: str) -> Path:
-    return Path(text(value, where))
+    return Path(rules.text(value, where))
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
-    found = plain_settings(mapping(value, where), where)
-    refuse_fixed(found, where)
+    found = rules.plain_settings(rules.mapping(value, where), where)
+    rules.refuse_fixed(found, where)
     return found
 
 
 def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]], ...]:
     axes = []
     taken: dict[str, str] = {}
-    for name, values in mapping(value, where).items():
+    for name, values in rules.mapping(value, where).items():
         points = []
-        for each in entries(values, f"{where}: {name}"):
+        for each in rules.entries(values, f"{where}: {name}"):
             point = _settings({name: each}, where)
             if point in points:
                 raise ConfigError(f"{where}: {name} has {reprlib.repr(each)} twice; keep one of them")
@@ -105,11 +89,13 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
 
 
 def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    return tuple(_settings(each, f"{where}, entry {number}") for number, each in enumerate(entries(value, where), 1))
+    return tuple(
+        _settings(each, f"{where}, entry {number}") for number, each in enumerate(rules.entries(value, where), 1)
+    )
 
 
-def _conditions(value: Any, where: str) -> tuple[Condition, ...]:
-    return tuple(read_condition(each, where) for each in entries(value, where))
+def _conditions(value: Any, where: str) -> tuple[rules.Condition, ...]:
+    return tuple(rules.read_condition(each, where) for each in rules.entries(value, where))
 
 
 def _bytes(value: Any, where: str) -> float:
@@ -121,7 +107,7 @@ def _bytes(value: Any, where: str) -> float:
 
 def _options(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `#SBATCH --name=value`."""
-    found = words(value, where)
+    found = rules.words(value, where)
     for name, word in found.items():
         if not _OPTION.fullmatch(name):
             raise ConfigError(
@@ -137,7 +123,7 @@ def _options(value: Any, where: str) -> dict[str, str]:
 
 def _environment(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `export NAME='value'`."""
-    found = words(value, where)
+    found = rules.words(value, where)
     for name, word in found.items():
         if not _VARIABLE.fullmatch(name) or "\0" in word:
             raise ConfigError(
@@ -147,33 +133,39 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     return found
 
 
-_SBATCH: Mapping[str, Reader] = MappingProxyType(
-    {"gpus_per_node": whole, "at_once": whole, "poll_seconds": seconds, "options": _options, "setup": texts}
+_SBATCH: Mapping[str, rules.Reader] = MappingProxyType(
+    {
+        "gpus_per_node": rules.whole,
+        "at_once": rules.whole,
+        "poll_seconds": rules.seconds,
+        "options": _options,
+        "setup": rules.texts,
+    }
 )
 
 
 def _sbatch(value: Any, where: str) -> SbatchSpec:
-    return SbatchSpec(**read_keys(mapping(value, where), _SBATCH, where))
+    return SbatchSpec(**rules.read_keys(rules.mapping(value, where), _SBATCH, where))
 
 
-KEYS: Mapping[str, Reader] = MappingProxyType(
+KEYS: Mapping[str, rules.Reader] = MappingProxyType(
     {
-        "preset": text,
+        "preset": rules.text,
         "base": _base,
         "settings": _settings,
-        "ranks": whole,
+        "ranks": rules.whole,
         "grid": _grid,
         "list": _listed,
         "from_plan": _path,
-        "top": whole,
+        "top": rules.whole,
         "exclude": _conditions,
         "only": _conditions,
-        "steps": whole,
-        "warm_up_steps": count,
-        "timeout": seconds,
+        "steps": rules.whole,
+        "warm_up_steps": rules.count,
+        "timeout": rules.seconds,
         "memory_limit": _bytes,
-        "cluster": text,
-        "stack": text,
+        "cluster": rules.text,
+        "stack": rules.text,
         "environment": _environment,
         "program": _path,
         "sbatch": _sbatch,
@@ -184,7 +176,7 @@ KEYS: Mapping[str, Reader] = MappingProxyType(
 
 def read_spec(path: Path) -> SweepSpec:
     """The sweep that a file describes. Paths in it are relative to its folder."""
-    found = read_keys(read_mapping(path, "sweep"), KEYS, f"sweep {path}")
+    found = rules.read_keys(rules.read_mapping(path, "sweep"), KEYS, f"sweep {path}")
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(
             f"sweep {path} names no configurations; add grid, list or from_plan, e.g. grid: {{tp: [1, 2], pp: [1, 2]}}"

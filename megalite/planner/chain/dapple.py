@@ -9,25 +9,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megalite.planner.chain import plan as plans
 from megalite.planner.chain.inputs import Array, ChainCluster
 from megalite.planner.chain.judge import Problem
-from megalite.planner.chain.plan import (
-    Counts,
-    Stage,
-    Stages,
-    all_reduce_seconds,
-    hop_seconds,
-    memory_bytes,
-    placements,
-    shares,
-    taken_from,
-)
 
 
 class Found(NamedTuple):
     """What the search for one number of microbatches gave."""
 
-    plans: list[tuple[float, Stages]]  # (latency, stages), the best first
+    plans: list[tuple[float, plans.Stages]]  # (latency, stages), the best first
     complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
     nodes: int  # partial plans that were looked into
 
@@ -36,8 +26,8 @@ class _Node(NamedTuple):
     """The first stages of a plan. What comes after them matters through `entry`, `ending` and `last` alone."""
 
     begin: int  # the first layer that has no stage
-    free: Counts
-    stages: Stages
+    free: plans.Counts
+    stages: plans.Stages
     entry: float  # when the first microbatch leaves the last stage
     ending: float  # from when a gradient gets to the last stage until all are done with it, and have reduced
     pivot: float  # the latency with any of these stages as the pivot
@@ -46,8 +36,8 @@ class _Node(NamedTuple):
 class _Options(NamedTuple):
     """Where a stage can go, given what is free."""
 
-    devices: list[Counts]
-    left: list[Counts]
+    devices: list[plans.Counts]
+    left: list[plans.Counts]
     replicas: Array  # [options, 1]
     samples: Array  # [options, 1]: of a microbatch, on the slowest replica
     reduce: Array  # [options, 1]: seconds that a byte of parameters takes to reduce
@@ -71,7 +61,7 @@ class _Grown(NamedTuple):
         return _Node(
             end,
             self.options.left[row],
-            (*node.stages, Stage(node.begin, end, self.options.devices[row])),
+            (*node.stages, plans.Stage(node.begin, end, self.options.devices[row])),
             float(self.entry[row, column]),
             float(self.ending[row, column]),
             float(self.pivot[row, column]),
@@ -98,10 +88,10 @@ class Search:
         self._problem, self._count = problem, microbatches
         self._size = problem.global_batch // microbatches
         self._limit, self._keep, self._grain = limit, keep, grain
-        self._options: dict[Counts, _Options] = {}
+        self._options: dict[plans.Counts, _Options] = {}
         self._best = float("inf")
-        self._plans: list[tuple[float, int, Stages]] = []
-        self._seen: dict[tuple[int, Counts, Counts], list[tuple[float, float, float]]] = {}
+        self._plans: list[tuple[float, int, plans.Stages]] = []
+        self._seen: dict[tuple[int, plans.Counts, plans.Counts], list[tuple[float, float, float]]] = {}
         self._queue: list[tuple[float, int, _Grown, int, int]] = []
         self._numbers = itertools.count()  # of equal bounds the first
 
@@ -164,9 +154,9 @@ class Search:
         for row in np.argsort(latencies)[: self._keep]:
             if latencies[row] >= self._best:
                 break
-            stages = (*node.stages, Stage(node.begin, last, options.devices[row]))
+            stages = (*node.stages, plans.Stage(node.begin, last, options.devices[row]))
             plan = self._problem.plan(stages, self._count)
-            if max(memory_bytes(plan, self._problem.profile)) > self._problem.memory:
+            if max(plans.memory_bytes(plan, self._problem.profile)) > self._problem.memory:
                 continue
             heappush(self._plans, (float(latencies[row]), next(self._numbers), stages))
             if len(self._plans) >= self._keep:
@@ -174,15 +164,15 @@ class Search:
                 # Sorted lists are heaps.
                 self._best = min(self._best, self._plans[-1][0])
 
-    def _options_of(self, free: Counts) -> _Options:
+    def _options_of(self, free: plans.Counts) -> _Options:
         if free not in self._options:
             whole = self._problem.cluster.gpus_per_machine
             devices = [
                 counts
                 for wanted in range(self._grain, sum(free) + 1, self._grain)
-                for counts in placements(free, wanted, whole=whole)
+                for counts in plans.placements(free, wanted, whole=whole)
             ]
-            left = [taken_from(free, counts) for counts in devices]
+            left = [plans.taken_from(free, counts) for counts in devices]
             cluster, profile = self._problem.cluster, self._problem.profile
             replicas = [sum(counts) for counts in devices]
             free_after = np.array([sum(counts) for counts in left])
@@ -191,7 +181,7 @@ class Search:
                 left,
                 replicas=_column(replicas),
                 samples=_column([profile.slice_samples(self._size, count) for count in replicas]),
-                reduce=_column([all_reduce_seconds(counts, 1.0, cluster) for counts in devices]),
+                reduce=_column([plans.all_reduce_seconds(counts, 1.0, cluster) for counts in devices]),
                 free=_column(np.maximum(free_after, 1).tolist()),
                 none_left=free_after == 0,
             )
@@ -217,8 +207,8 @@ class Search:
 
 
 @lru_cache(maxsize=100_000)
-def _byte_seconds(here: Counts, there: Counts, cluster: ChainCluster) -> float:
-    return hop_seconds(shares(here, there), 1.0, cluster)
+def _byte_seconds(here: plans.Counts, there: plans.Counts, cluster: ChainCluster) -> float:
+    return plans.hop_seconds(plans.shares(here, there), 1.0, cluster)
 
 
 def _column(values: Sequence[float]) -> Array:

@@ -11,18 +11,7 @@ from megalite.partition.activations import recompute_units
 from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
-from megalite.planner.cost.operations import (
-    Piece,
-    Pricing,
-    attention_core,
-    attention_projections,
-    dense_mlp,
-    embedding,
-    experts,
-    head,
-    norm,
-    residual,
-)
+from megalite.planner.cost import operations
 from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.workload import Number, Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -78,25 +67,25 @@ class StageCost:
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
-def layer_parts(price: Pricing, *, moe: bool = False) -> tuple[Piece, Parts]:
+def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
     """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
-    norms = norm(price, work.hidden / work.split) * 2.0
-    core, projections = attention_core(price), attention_projections(price)
+    norms = operations.norm(price, work.hidden / work.split) * 2.0
+    core, projections = operations.attention_core(price), operations.attention_projections(price)
     communication = price.block_communication(projections.weight_gradient)
-    total = norms + core + projections + communication + residual(price) * 2.0
+    total = norms + core + projections + communication + operations.residual(price) * 2.0
     if moe:
-        products, nonlinearity, exchange = experts(price)
+        products, nonlinearity, exchange = operations.experts(price)
         total = total + products + nonlinearity + exchange
         feed_forward = products.forward + nonlinearity.forward + exchange.forward
         if np.any(np.asarray(work.shared_ffn) > 0):
-            products, nonlinearity = dense_mlp(price, work.shared_ffn)
+            products, nonlinearity = operations.dense_mlp(price, work.shared_ffn)
             communication = price.block_communication(products.weight_gradient)
             total = total + products + nonlinearity + communication
             feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
         again = feed_forward * work.recompute_moe
     else:
-        products, nonlinearity = dense_mlp(price, work.ffn)
+        products, nonlinearity = operations.dense_mlp(price, work.ffn)
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
         again = (products.forward + nonlinearity.forward + price.enter()) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
@@ -106,7 +95,7 @@ def layer_parts(price: Pricing, *, moe: bool = False) -> tuple[Piece, Parts]:
 
 
 def stage_cost(
-    price: Pricing,
+    price: operations.Pricing,
     *,
     dense: Number = 0.0,
     moe: Number = 0.0,
@@ -115,7 +104,7 @@ def stage_cost(
     kept: Number = 0.0,
 ) -> StageCost:
     """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block)."""
-    total, again = embedding(price) * has_embedding, Parts()
+    total, again = operations.embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
         if np.any(np.asarray(number) > 0):
@@ -124,13 +113,13 @@ def stage_cost(
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
             again = again + recomputed * (number * share)
     # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
-    end = _seconds(price, head(price) * has_head, Parts())
+    end = _seconds(price, operations.head(price) * has_head, Parts())
     cost = _seconds(price, total, again) + end
     constant = price.stack.microbatch_seconds
     return replace(cost, forward=cost.forward + constant, input_gradient=cost.input_gradient + constant)
 
 
-def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
+def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -> StageCost:
     """Without the constant of a microbatch. What is computed again and the backward alternate, layer by layer: the host
     may be late in one and make up for it in the other."""
     cluster, stack = price.cluster, price.stack
@@ -157,7 +146,7 @@ def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
 
 def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe: bool = False) -> StageCost:
     """One layer alone, without the constant of a microbatch."""
-    price = Pricing.of(work, cluster, stack)
+    price = operations.Pricing.of(work, cluster, stack)
     return _seconds(price, *layer_parts(price, moe=moe))
 
 
@@ -165,7 +154,7 @@ def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
     """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
-    price = Pricing.of(workload_of(config), cluster, stack)
+    price = operations.Pricing.of(workload_of(config), cluster, stack)
     found: dict[StageKind, StageCost] = {}
     for plan in stages:
         kind = stage_kind(config, plan)

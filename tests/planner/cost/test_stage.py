@@ -54,14 +54,6 @@ def test_products_of_an_mlp_are_its_flops_where_nothing_else_counts() -> None:
         assert part.gemm == pytest.approx(flops / 312e12)
 
 
-def test_one_rank_of_tensor_parallelism_communicates_nothing() -> None:
-    cost = layer_seconds(workload_of(config_of(1)), BASE, STACK)
-    assert cost.parts.tensor == 0.0
-    assert cost.parts.collectives == 0.0
-    several = layer_seconds(workload_of(config_of(4, tp=4)), BASE, STACK)
-    assert several.parts.tensor > 0.0
-
-
 def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
     stack = replace(STACK, overlap_tensor_gradients=False, overlap_gathers=False)
     plain = layer_seconds(workload_of(config_of(4, tp=4)), cluster_with(link_latency=0.0), stack)
@@ -230,18 +222,3 @@ def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
         alone = stage_cost(Pricing.of(work, BASE, stack), dense=layers[at], has_head=heads[at])
         for name in ("forward", "input_gradient", "weight_gradient", "recompute"):
             assert getattr(together, name)[at] == pytest.approx(getattr(alone, name), rel=1e-12)
-
-
-def test_a_grid_of_layouts_broadcasts() -> None:
-    tp, batch = np.array([1.0, 2.0, 4.0])[:, None], np.array([1.0, 2.0])
-    work = replace(workload_of(config_of(1)), tp=tp, batch=batch)
-    assert layer_seconds(work, BASE, STACK).total.shape == (3, 2)
-
-
-def test_an_embedding_and_a_head_are_extra() -> None:
-    price = Pricing.of(workload_of(config_of(1)), BASE, STACK)
-    middle, first = stage_cost(price, dense=2), stage_cost(price, dense=2, has_embedding=1.0)
-    last = stage_cost(price, dense=2, has_head=1.0)
-    assert middle.total < first.total < last.total
-    flops = 6 * 1024 * 2048 * 51200
-    assert last.total - middle.total > flops / 312e12
