@@ -10,8 +10,15 @@ from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.plan_flags import FLAGS, Asked, parse_plan
 from megalite.pipeline.ir.render import render_grid
-from megalite.planner.page import drawn_timeline, html_page
-from megalite.planner.report import format_plan, launch_lines, plan_data, write_files, write_text
+from megalite.planner.report import (
+    drawn_timeline,
+    format_plan,
+    html_page,
+    launch_lines,
+    plan_data,
+    write_files,
+    write_text,
+)
 from megalite.planner.search.search import Plan, find
 
 _WIDTH = 160

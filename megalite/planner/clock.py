@@ -5,7 +5,7 @@ little sets the pace only after the queues before it are full, and until then ea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,37 +19,20 @@ from megalite.pipeline.ir.generators.many_chunks import smallest_group
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
-SIMULATED_ACTIONS = 6_000
-"""Steps with no more forwards and backwards are simulated whole."""
-MOST_ACTIONS = 100_000
-"""Where no steady state is found, a step is simulated up to so many (about two seconds)."""
-_WHOLE = ("auto", "file")
-"""Built or read schedules, which need not repeat anything."""
-_NEVER_STEADY = ("looped-bfs",)
-"""Each phase has all microbatches of one chunk, so that no two stretches of a step are alike."""
-_EQUAL = 1e-9
-"""Of a step: rounding."""
+SIMULATED_ACTIONS = 6_000  # steps with no more forwards and backwards are simulated whole
+MOST_ACTIONS = 100_000  # where no steady state is found, a step is simulated up to so many (about two seconds)
+_WHOLE = ("auto", "file")  # built or read schedules, which need not repeat anything
+_NEVER_STEADY = ("looped-bfs",)  # a phase has all microbatches of one chunk: no two stretches of a step are alike
+_EQUAL = 1e-9  # of a step: rounding
 
 
-@dataclass(frozen=True)
-class Window:
-    """Numbers of microbatches of the steps that are simulated."""
-
-    microbatches: int
-    cycle: int
-    """Microbatches after which the steady state repeats itself; 0 if the step is simulated whole."""
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A simulated step, and what it was extended by."""
 
     timeline: Timeline
-    scale: float
-    """Microbatches of the step over those simulated."""
-    shift: float
-    """Seconds that the step is longer by."""
-    window: Window
+    scale: float  # microbatches of the step over those simulated
+    shift: float  # seconds that the step is longer by
+    cycle: int  # microbatches after which the steady state repeats itself; 0 if the step is simulated whole
 
     @property
     def seconds(self) -> float:
@@ -102,6 +85,7 @@ class Clock:
         while count < wanted and p.schedule_name not in _WHOLE:
             timeline = self._simulate(self._aligned(count, self._period), costs)
             if count == most:
+                # No steady state: a rank that computes all the time will do so in what is added.
                 shorter = self._simulate(timeline.schedule.num_microbatches - self._period, costs)
                 return self._extended(timeline, shorter, at_least=max(timeline.busy))
             cycle = _cycle(timeline, self._period)
@@ -112,15 +96,16 @@ class Clock:
             if _end_alike(timeline, shorter):
                 return self._extended(timeline, shorter)
             count = min(2 * count, most)
-        return Run(self._simulate(wanted, costs), 1.0, 0.0, Window(wanted, 0))
+        return Run(self._simulate(wanted, costs), 1.0, 0.0, 0)
 
-    def extended(self, window: Window, seconds: Callable[[Program], float]) -> float:
-        """Seconds of the step by another clock, extended over a run's window."""
-        taken = seconds(self.program(window.microbatches))
-        if not window.cycle:
+    def extended(self, run: Run, seconds: Callable[[Program], float]) -> float:
+        """Seconds of the step by another clock, extended as `run` was."""
+        count = run.timeline.schedule.num_microbatches
+        taken = seconds(self.program(count))
+        if not run.cycle:
             return taken
-        each = (taken - seconds(self.program(window.microbatches - window.cycle))) / window.cycle
-        return taken + each * (self._num_microbatches - window.microbatches)
+        each = (taken - seconds(self.program(count - run.cycle))) / run.cycle
+        return taken + each * (self._num_microbatches - count)
 
     def _aligned(self, count: int, cycle: int) -> int:
         """At most `count`, whole cycles less than the step."""
@@ -130,11 +115,10 @@ class Clock:
         return simulate(self.program(count), costs)
 
     def _extended(self, timeline: Timeline, shorter: Timeline, *, at_least: float = 0.0) -> Run:
-        """`at_least`: seconds of the simulated step in which a rank computes, and will in what is added."""
         count, wanted = timeline.schedule.num_microbatches, self._num_microbatches
         cycle = count - shorter.schedule.num_microbatches
         each = max((timeline.makespan - shorter.makespan) / cycle, at_least / count)
-        return Run(timeline, wanted / count, each * (wanted - count), Window(count, cycle))
+        return Run(timeline, wanted / count, each * (wanted - count), cycle)
 
 
 def _cycle(timeline: Timeline, period: int) -> int:

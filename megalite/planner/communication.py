@@ -10,7 +10,6 @@ T = b·s/cp tokens of a rank, A = T·h·e the activations between two layers, wh
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.parallel import LOCAL_STRATEGIES
@@ -23,8 +22,7 @@ from megalite.partition.memory import gather_counts, units_of
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan
 
-Volume = tuple[str, str, int]
-"""Group, operation, bytes."""
+Volume = tuple[str, str, int]  # group, operation, bytes
 
 
 def norm_terms(config: RunConfig) -> int:
@@ -95,9 +93,7 @@ def _exchanges(
         ]
     if p.dp_strategy == "sharded-parameter-server":
         return [("all-to-all", n * wire), ("all-gather", n * element)]
-    if p.dp_strategy == "parameter-server":
-        return [("send", (count - 1) * n * element)]
-    if p.dp_strategy == "async-parameter-server":
+    if p.dp_strategy in ("parameter-server", "async-parameter-server"):
         return [("send", (count - 1) * n * element)]
     if p.dp_strategy == "gossip":
         peers = 1 if d.gossip_graph == "one-peer" or count == 2 else 2
@@ -128,12 +124,10 @@ def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
     size = local_size(shape, config)
     if len(shape.shape) < 2:
         return size
-    rank, columns = config.data_parallel.powersgd_rank, shape.shape[-1]
-    rows = shape.shape[-2]
-    split = shape.shard_dim
-    if split == len(shape.shape) - 1:
+    rank, (rows, columns) = config.data_parallel.powersgd_rank, shape.shape[-2:]
+    if shape.shard_dim == len(shape.shape) - 1:
         columns //= config.parallel.tp
-    elif split == len(shape.shape) - 2:
+    elif shape.shard_dim == len(shape.shape) - 2:
         rows //= config.parallel.tp
     matrices = size // (rows * columns)
     return matrices * rank * (rows + columns) if low_rank_pays(rank, rows, columns) else size
@@ -151,16 +145,13 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
 
     How many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over
     the ranks of the expert grid, which is exact where no token is dropped.
-
-    Args:
-        config: validated, vocabulary known.
-        num_microbatches: of the step.
     """
     stages = plan_stages(config)
     mine = [plan for plan in stages if plan.rank == pipeline_rank]
     found: Counter[tuple[str, str]] = Counter()
+    microbatch = _Microbatch(config)
     for plan in mine:
-        for group, operation, size in _microbatch(config, plan, stages):
+        for group, operation, size in microbatch.through(plan, stages):
             found[group, operation] += num_microbatches * size
         for group, operation, size in gradient_volumes(config, plan, stages, num_microbatches):
             found[group, operation] += size
@@ -191,193 +182,131 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The letters of this page, for one config."""
+class _Microbatch:
+    """The collectives of one microbatch's forward and backward, by the letters of this page.
 
-    config: RunConfig
-
-    @property
-    def e(self) -> int:
-        return ELEMENT_BYTES[self.config.training.precision]
-
-    @property
-    def w(self) -> int:
-        return max(4, self.e)
-
-    @property
-    def tokens(self) -> int:
-        training = self.config.training
-        return training.micro_batch_size * training.seq_length // self.config.parallel.cp
-
-    @property
-    def activations(self) -> int:
-        return self.tokens * self.config.model.hidden_size * self.e
-
-
-def _microbatch(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterable[Volume]:
-    """Forward and backward of one microbatch through one stage."""
-    sizes = _Sizes(config)
-    if plan.has_embedding:
-        yield from _embedding(sizes)
-    layers = range(plan.first_layer, plan.last_layer)
-    for index in layers:
-        yield from _attention_forward(sizes)
-        yield from _feed_forward_forward(sizes, index)
-        yield from _attention_backward(sizes)
-        yield from _feed_forward_backward(sizes, index)
-    yield from _recomputed(sizes, layers)
-    if plan.has_head:
-        yield from _head(sizes)
-    message = sizes.activations // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    for neighbour in (plan.stage - 1, plan.stage + 1):
-        if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
-            yield "pp", "send", message
-
-
-def _enter(sizes: _Sizes) -> Iterable[Volume]:
-    """Forward into a column-parallel layer."""
-    if sizes.config.parallel.sequence_parallel:
-        yield "tp", "all-gather", sizes.activations
-
-
-def _leave(sizes: _Sizes) -> Iterable[Volume]:
-    """Forward out of a row-parallel layer or the embedding."""
-    split = sizes.config.parallel.sequence_parallel
-    yield "tp", "reduce-scatter" if split else "all-reduce", sizes.activations
-
-
-def _enter_backward(sizes: _Sizes) -> Iterable[Volume]:
-    """The input is gathered again for the weight's gradient, and its own gradient summed."""
-    yield from _enter(sizes)
-    yield from _leave(sizes)
-
-
-def _leave_backward(sizes: _Sizes) -> Iterable[Volume]:
-    yield from _enter(sizes)
-
-
-def _embedding(sizes: _Sizes) -> Iterable[Volume]:
-    yield from _leave(sizes)
-    yield from _leave_backward(sizes)
-    config = sizes.config
-    if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
-        # Positions of their own in each sample, where they restart with its documents.
-        restart = config.data.reset_position_ids or config.data.packing == "best-fit"
-        samples = config.training.micro_batch_size if restart else 1
-        rows = config.training.seq_length // config.parallel.cp * samples
-        yield "tp", "all-gather", rows * config.model.hidden_size * sizes.e
-
-
-def _head(sizes: _Sizes) -> Iterable[Volume]:
-    yield from _enter(sizes)
-    yield from _enter_backward(sizes)
-    # Cross-entropy: a logsumexp and the label's logit of each token.
-    yield "tp", "all-gather", sizes.config.parallel.tp * 3 * sizes.tokens * sizes.w
-
-
-def _attention_core(sizes: _Sizes, *, backward: bool) -> Iterable[Volume]:
-    """What passes between the ranks of a sequence."""
-    model, p = sizes.config.model, sizes.config.parallel
-    group_width = sizes.tokens * model.query_groups // p.tp * model.head_size * sizes.e
-    query_width = sizes.tokens * model.num_attention_heads // p.tp * model.head_size * sizes.e
-    if p.cp_comm_type == "a2a":
-        yield "cp", "all-to-all", query_width + 2 * group_width
-        yield "cp", "all-to-all", query_width
-    elif model.attention_dropout:
-        yield "cp", "reduce-scatter" if backward else "all-gather", 2 * group_width * p.cp
-    else:
-        yield "cp", "send", (p.cp - 1) * 2 * group_width
-        if backward:  # the gradients of keys and values follow, in fp32
-            yield "cp", "send", (p.cp - 1) * 2 * group_width // sizes.e * sizes.w
-
-
-def _attention_forward(sizes: _Sizes) -> Iterable[Volume]:
-    yield from _enter(sizes)
-    yield from _attention_core(sizes, backward=False)
-    yield from _leave(sizes)
-
-
-def _attention_backward(sizes: _Sizes) -> Iterable[Volume]:
-    yield from _leave_backward(sizes)
-    yield from _attention_core(sizes, backward=True)
-    yield from _enter_backward(sizes)
-
-
-def _feed_forward_forward(sizes: _Sizes, layer: int) -> Iterable[Volume]:
-    """In the order in which they happen."""
-    config = sizes.config
-    if not config.model.is_moe_layer(layer):
-        yield from _enter(sizes)
-        yield from _leave(sizes)
-        return
-    yield from _routing(sizes)
-    yield from _expert_rows(sizes)
-    if not config.parallel.sequence_parallel:
-        yield "tp", "all-gather", sizes.activations
-    if config.model.moe_shared_expert_intermediate_size:
-        yield from _enter(sizes)
-        yield from _leave(sizes)
-
-
-def _feed_forward_backward(sizes: _Sizes, layer: int) -> Iterable[Volume]:
-    config = sizes.config
-    moe = config.model.is_moe_layer(layer)
-    if not moe or config.model.moe_shared_expert_intermediate_size:
-        yield from _leave_backward(sizes)
-        yield from _enter_backward(sizes)
-    if moe:
-        yield from _expert_rows(sizes)
-        if not config.parallel.sequence_parallel:
-            yield "tp", "all-gather", sizes.activations
-
-
-def _routing(sizes: _Sizes) -> Iterable[Volume]:
-    """Counts and choices, before any token travels."""
-    model, p, training = sizes.config.model, sizes.config.parallel, sizes.config.training
-    assert model.num_experts is not None
-    if model.moe_aux_loss_coeff:
-        yield "tp-cp", "all-reduce", training.micro_batch_size * model.num_experts * sizes.w
-    if model.moe_expert_capacity_factor is not None:
-        numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
-        yield "tp-cp", "all-gather", training.seq_length * numbers * sizes.w
-    yield "ep", "all-to-all", 8 * model.num_experts
-    yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
-
-
-def _expert_rows(sizes: _Sizes) -> Iterable[Volume]:
-    """To the experts and back; the backward takes the same ways."""
-    model, p = sizes.config.model, sizes.config.parallel
-    rows = sizes.activations // p.tp * model.moe_router_topk
-    yield "ep", "all-to-all", rows
-    yield "expert-tp", "all-to-all", rows * p.expert_tp
-    yield "expert-tp", "all-to-all", rows * p.expert_tp
-    yield "ep", "all-to-all", rows
-
-
-def _recomputed(sizes: _Sizes, layers: range) -> Iterable[Volume]:
-    """Collectives of forwards that the backward runs again.
-
-    A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
-    tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is.
+    Forward into a column-parallel layer (`_enter`) sequence parallelism gathers the input; out of a row-parallel layer or
+    the embedding (`_leave`) the output is summed. Backward into a column-parallel layer the input is gathered again for
+    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered.
     """
-    training = sizes.config.training
-    if training.recompute_granularity == "full":
-        whole = training.recompute_method == "uniform"
-        unit = training.recompute_num_layers if whole else 1
-        stop = layers.stop if whole else min(layers.start + training.recompute_num_layers, layers.stop)
-        for first in range(layers.start, stop, unit):
-            again: list[Volume] = []
-            for index in range(first, min(first + unit, stop)):
-                again += [*_attention_forward(sizes), *_feed_forward_forward(sizes, index)]
-            yield from again if sizes.config.model.hidden_dropout else _without_exit(again)
-    elif training.recompute_granularity == "selective":
+
+    def __init__(self, config: RunConfig) -> None:
+        p, training = config.parallel, config.training
+        self._config = config
+        self._e = ELEMENT_BYTES[training.precision]
+        self._w = max(4, self._e)
+        self._tokens = training.micro_batch_size * training.seq_length // p.cp
+        self._activations = self._tokens * config.model.hidden_size * self._e
+        self._enter: list[Volume] = [("tp", "all-gather", self._activations)] if p.sequence_parallel else []
+        operation = "reduce-scatter" if p.sequence_parallel else "all-reduce"
+        self._leave: list[Volume] = [("tp", operation, self._activations)]
+        self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # behind experts
+
+    def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
+        """One stage."""
+        p = self._config.parallel
+        if plan.has_embedding:
+            yield from self._embedding()
+        layers = range(plan.first_layer, plan.last_layer)
         for index in layers:
-            moe = sizes.config.model.is_moe_layer(index)
-            if "core_attn" in training.recompute_modules and sizes.config.parallel.cp_comm_type == "p2p":
-                yield from _attention_core(sizes, backward=False)
-            if ("moe" if moe else "mlp") in training.recompute_modules:
-                yield from _without_exit([*_feed_forward_forward(sizes, index)])
+            yield from self._attention_forward()
+            yield from self._feed_forward(index)
+            yield from (*self._enter, *self._attention_core(backward=True), *self._enter, *self._leave)
+            yield from self._feed_forward_backward(index)
+        yield from self._recomputed(layers)
+        if plan.has_head:
+            yield from (*self._enter, *self._enter, *self._leave)
+            # Cross-entropy: a logsumexp and the label's logit of each token.
+            yield "tp", "all-gather", p.tp * 3 * self._tokens * self._w
+        for neighbour in (plan.stage - 1, plan.stage + 1):
+            if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
+                yield "pp", "send", self._activations // (p.tp if p.sequence_parallel else 1)
+
+    def _embedding(self) -> Iterator[Volume]:
+        yield from (*self._leave, *self._enter)
+        config = self._config
+        if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
+            # Each sample has other positions where they restart with its documents.
+            restart = config.data.reset_position_ids or config.data.packing == "best-fit"
+            samples = config.training.micro_batch_size if restart else 1
+            rows = config.training.seq_length // config.parallel.cp * samples
+            yield "tp", "all-gather", rows * config.model.hidden_size * self._e
+
+    def _attention_core(self, *, backward: bool) -> Iterator[Volume]:
+        """What passes between the ranks of a sequence."""
+        model, p = self._config.model, self._config.parallel
+        keys = self._tokens * model.query_groups // p.tp * model.head_size * self._e
+        queries = self._tokens * model.num_attention_heads // p.tp * model.head_size * self._e
+        if p.cp_comm_type == "a2a":
+            yield "cp", "all-to-all", queries + 2 * keys
+            yield "cp", "all-to-all", queries
+        elif model.attention_dropout:
+            yield "cp", "reduce-scatter" if backward else "all-gather", 2 * keys * p.cp
+        else:
+            yield "cp", "send", (p.cp - 1) * 2 * keys
+            if backward:  # the gradients of keys and values follow, in fp32
+                yield "cp", "send", (p.cp - 1) * 2 * keys // self._e * self._w
+
+    def _attention_forward(self) -> list[Volume]:
+        return [*self._enter, *self._attention_core(backward=False), *self._leave]
+
+    def _feed_forward(self, layer: int) -> list[Volume]:
+        """Forward, in the order in which they happen."""
+        model, dense = self._config.model, [*self._enter, *self._leave]
+        if not model.is_moe_layer(layer):
+            return dense
+        shared = dense if model.moe_shared_expert_intermediate_size else []
+        return [*self._routing(), *self._expert_rows(), *self._exchange, *shared]
+
+    def _feed_forward_backward(self, layer: int) -> Iterator[Volume]:
+        model = self._config.model
+        moe = model.is_moe_layer(layer)
+        if not moe or model.moe_shared_expert_intermediate_size:
+            yield from (*self._enter, *self._enter, *self._leave)
+        if moe:
+            yield from (*self._expert_rows(), *self._exchange)
+
+    def _routing(self) -> Iterator[Volume]:
+        """Counts and choices, before any token travels."""
+        model, p, training = self._config.model, self._config.parallel, self._config.training
+        assert model.num_experts is not None
+        if model.moe_aux_loss_coeff:
+            yield "tp-cp", "all-reduce", training.micro_batch_size * model.num_experts * self._w
+        if model.moe_expert_capacity_factor is not None:
+            numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
+            yield "tp-cp", "all-gather", training.seq_length * numbers * self._w
+        yield "ep", "all-to-all", 8 * model.num_experts
+        yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
+
+    def _expert_rows(self) -> list[Volume]:
+        """To the experts and back; the backward takes the same ways."""
+        model, p = self._config.model, self._config.parallel
+        rows = self._activations // p.tp * model.moe_router_topk
+        return 2 * [("ep", "all-to-all", rows), ("expert-tp", "all-to-all", rows * p.expert_tp)]
+
+    def _recomputed(self, layers: range) -> Iterator[Volume]:
+        """Collectives of forwards that the backward runs again.
+
+        A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
+        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is.
+        """
+        training = self._config.training
+        if training.recompute_granularity == "full":
+            whole = training.recompute_method == "uniform"
+            unit = training.recompute_num_layers if whole else 1
+            stop = layers.stop if whole else min(layers.start + training.recompute_num_layers, layers.stop)
+            for first in range(layers.start, stop, unit):
+                again: list[Volume] = []
+                for index in range(first, min(first + unit, stop)):
+                    again += [*self._attention_forward(), *self._feed_forward(index)]
+                yield from again if self._config.model.hidden_dropout else _without_exit(again)
+        elif training.recompute_granularity == "selective":
+            for index in layers:
+                moe = self._config.model.is_moe_layer(index)
+                if "core_attn" in training.recompute_modules and self._config.parallel.cp_comm_type == "p2p":
+                    yield from self._attention_core(backward=False)
+                if ("moe" if moe else "mlp") in training.recompute_modules:
+                    yield from _without_exit(self._feed_forward(index))
 
 
 def _without_exit(volumes: list[Volume]) -> list[Volume]:

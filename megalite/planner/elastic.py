@@ -16,12 +16,10 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable
 from megalite.planner.hardware import Cluster, cluster_of_device, load_cluster, load_stack
-from megalite.planner.search.relayout import LAYOUT, Former, relayout
+from megalite.planner.search.relayout import LAYOUT, Former, ranks, relayout
 from megalite.planner.search.request import USUAL_MEMORY, not_default
 from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.group import Group
-
-_STACK = "fused"
 
 
 def take_layout(
@@ -42,58 +40,49 @@ def take_layout(
         fixed: those that stay: of the command line.
         log: called on rank 0.
 
-    Raises:
-        ConfigError: these ranks can have no layout, or the cluster is not known; the same on every rank.
+    Raises ConfigError if these ranks can have no layout, or the cluster is not known; the same on every rank.
 
     Collectives: a gather and a broadcast over the world.
     """
-    found: Exception | None = None
-    layout: dict[str, Any] = {}
-    note = ""
+    failed: Exception | None = None
+    layout: Mapping[str, Any] = {}
     if world.rank == 0:
         try:
             layout, note = _find(config, explicit=explicit, fixed=fixed, world_size=world.size, device=device)
+            log(note)
         except Exception as error:
-            found = error
-    world.agree(found, device)
-    if note:
-        log(note)
-    config = replace(config, **world.broadcast_json(layout, device))
+            failed = error
+    world.agree(failed, device)
+    config = replace(config, **world.broadcast_json(dict(layout), device))
     return config, not_default(config)
 
 
 def _find(
     config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world_size: int, device: torch.device
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Mapping[str, Any], str]:
     """The layout, and what the log says of it."""
     require_startable(config)
-    config = _with_vocabulary(config)
+    if config.model.vocab_size is None:
+        tokenizer = build_tokenizer(config.data, None)
+        assert tokenizer is not None, "require_startable asks for one"
+        config = replace(config, vocab_size=tokenizer.vocab_size)
     assert config.checkpoint.load is not None, "check_elastic asks for it"
     former = newest_layout(Path(config.checkpoint.load))
     cluster, memory = _machine(config, device)
-    found = relayout(
+    layout, why = relayout(
         config,
         world_size=world_size,
         explicit=explicit,
         fixed=fixed,
         former=former,
         cluster=cluster,
-        stack=load_stack(_STACK),
+        stack=load_stack("fused"),
         memory_limit=memory * USUAL_MEMORY,
     )
     was = ""
     if former is not None and former.world_size != world_size:
-        was = f"; the checkpoint of step {former.step} is of {_ranks(former.world_size)} as {_in_words(former.layout)}"
-    note = f"elastic: {_ranks(world_size)}{was}; going on as {_in_words(found.layout)} ({found.why})"
-    return dict(found.layout), note
-
-
-def _with_vocabulary(config: RunConfig) -> RunConfig:
-    if config.model.vocab_size is not None:
-        return config
-    tokenizer = build_tokenizer(config.data, None)
-    assert tokenizer is not None, "require_startable asks for one"
-    return replace(config, vocab_size=tokenizer.vocab_size)
+        was = f"; the checkpoint of step {former.step} is of {ranks(former.world_size)} as {_in_words(former.layout)}"
+    return layout, f"elastic: {ranks(world_size)}{was}; going on as {_in_words(layout)} ({why})"
 
 
 def newest_layout(folder: Path) -> Former | None:
@@ -114,48 +103,39 @@ def newest_layout(folder: Path) -> Former | None:
         except CheckpointError:
             continue
         world_size = math.prod(layout[axis] for axis in ("tp", "cp", "dp", "pp"))
-        return Former(step=manifest.step, world_size=world_size, layout=layout)
+        return Former(manifest.step, world_size, layout)
     return None
 
 
 def _saved(config: Mapping[str, Any], name: str) -> Any:
-    """A setting as a checkpoint has it; one that came later had its default's meaning.
-
-    Raises:
-        CheckpointError: it is no value of that setting.
-    """
+    """A setting as a checkpoint has it (one that came later had its default's meaning); raises CheckpointError if it is no
+    value of that setting."""
     setting = settings()[name]
     section = config.get(setting.section)
     value = section.get(name, setting.default) if isinstance(section, dict) else setting.default
     elements = value if isinstance(value, list) and setting.is_list else [value]
     fits = value is None and (setting.optional or name == "dp")
-    if not fits and not all(type(element) is setting.type for element in elements):
+    legal = fits or all(type(element) is setting.type for element in elements)
+    if not legal or (name in ("tp", "cp", "dp", "pp") and (value is None or value < 1)):
         raise CheckpointError(f"{name} is {value!r} in the checkpoint's config")
-    if name in ("tp", "cp", "dp", "pp") and (value is None or value < 1):
-        raise CheckpointError(f"{name} is {value} in the checkpoint's config")
     return value
 
 
 def _machine(config: RunConfig, device: torch.device) -> tuple[Cluster, float]:
     """What the planner goes by, and the bytes that a rank has."""
     given = config.parallel.elastic_cluster
-    name = given or "cpu-box"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        known = given or cluster_of_device(properties.name)
-        if known is None:
-            raise ConfigError(
-                f"elastic has no figures of {properties.name} for the planner; add --elastic-cluster FILE (megalite profile "
-                "--output FILE measures this machine) or the name of a cluster like it, e.g. dgx-h100"
-            )
-        cluster = load_cluster(known)
-        return cluster, min(float(properties.total_memory), cluster.accelerator.memory_bytes)
-    cluster = load_cluster(name)
-    return cluster, cluster.accelerator.memory_bytes
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+    if device.type != "cuda":
+        cluster = load_cluster(given or "cpu-box")
+        return cluster, cluster.accelerator.memory_bytes
+    properties = torch.cuda.get_device_properties(device)
+    known = given or cluster_of_device(properties.name)
+    if known is None:
+        raise ConfigError(
+            f"elastic has no figures of {properties.name} for the planner; add --elastic-cluster FILE (megalite profile "
+            "--output FILE measures this machine) or the name of a cluster like it, e.g. dgx-h100"
+        )
+    cluster = load_cluster(known)
+    return cluster, min(float(properties.total_memory), cluster.accelerator.memory_bytes)
 
 
 def _in_words(layout: Mapping[str, Any]) -> str:

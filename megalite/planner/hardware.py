@@ -3,16 +3,14 @@
 Bandwidths are bytes a second in one direction, latencies seconds, peaks FLOP/s of dense products.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megalite.config.errors import ConfigError
 from megalite.config.reading import AT_LEAST_ONE, FRACTION, OR_ZERO, PRECISIONS, build, find_file, read_yaml, write_yaml
 
-_CLUSTERS = Path(__file__).parent / "clusters"
-SOURCES = ("accelerator", "node", "network")
-"""Sections of vendor's figures: one line of provenance each; each efficiency has a line of its own."""
+_CLUSTERS, _STACKS = Path(__file__).parent / "clusters", Path(__file__).parent / "stacks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +20,10 @@ class Accelerator:
     name: str
     memory_bytes: float
     memory_bandwidth: float
-    peak_flops: Mapping[str, float] = field(metadata={"keys": PRECISIONS})
-    """Precision -> FLOP/s of the fastest units that it runs on; what is not listed is not supported."""
-    multiprocessors: int
-    """Tiles of a matrix product that run at once (1: products are not cut into waves)."""
-    kernel_seconds: float = field(metadata=OR_ZERO)
-    """What every operation takes on the device on top of its work."""
-    asynchronous: bool
-    """The host starts operations ahead of the device, so that the slower of the two decides; on a CPU their times add
-    up."""
+    peak_flops: Mapping[str, float] = field(metadata={"keys": PRECISIONS})  # by precision; missing: not supported
+    multiprocessors: int  # tiles of a matrix product that run at once (1: products are not cut into waves)
+    kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
+    asynchronous: bool  # the host runs ahead: the slower of host and device decides. On a CPU their times add up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +31,20 @@ class Node:
     """The machine around some accelerators."""
 
     accelerators: int
-    link_bandwidth: float
-    """Of one accelerator to the others of its node."""
-    link_latency: float = field(metadata=OR_ZERO)
-    """Of one step of a collective inside the node."""
+    link_bandwidth: float  # of one accelerator to the others of its node
+    link_latency: float = field(metadata=OR_ZERO)  # of one step of a collective inside the node
+    # On a CPU with more ranks than cores: the rates above are what a rank has while all others compute; while some wait,
+    # the others have their cores. Measured, it is a little less than their numbers say: not all of a core is put to use.
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
-    """On a CPU with more ranks than cores: the rates above are what a rank has while all others compute; while some wait,
-    the others have their cores. Measured, it is a little less than their numbers say: not all of a core is put to use."""
+    # Latency of a message inside the node, in link_latencies: only the receiver waits for it.
     message_steps: float = field(default=1.0, metadata=OR_ZERO)
-    """Latency of a message inside the node, in `link_latency`s: nobody but the receiver waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """Between nodes."""
 
-    nics: int
-    """Adapters of a node, which its accelerators share equally."""
+    nics: int  # adapters of a node, which its accelerators share equally
     nic_bandwidth: float
     latency: float = field(metadata=OR_ZERO)
 
@@ -63,23 +53,24 @@ class Network:
 class Efficiency:
     """Shares of the figures above that training reaches."""
 
-    gemm: float = field(metadata=FRACTION)
-    """Of peak_flops, by a product that fills all multiprocessors with whole tiles."""
-    memory: float = field(metadata=FRACTION)
-    """Of memory_bandwidth, by operations that only read and write."""
-    link: float = field(metadata=FRACTION)
-    """Of link_bandwidth, by collectives of large tensors inside a node."""
-    network: float = field(metadata=FRACTION)
-    """Of a rank's share of the adapters, by collectives of large tensors across nodes."""
-    p2p: float = field(metadata=FRACTION)
-    """Of a rank's share of the adapters (in a node: of its links), by messages between pipeline stages."""
+    gemm: float = field(
+        metadata=FRACTION
+    )  # of peak_flops, by a product that fills all multiprocessors with whole tiles
+    memory: float = field(metadata=FRACTION)  # of memory_bandwidth, by operations that only read and write
+    link: float = field(metadata=FRACTION)  # of link_bandwidth, by collectives of large tensors inside a node
+    network: float = field(metadata=FRACTION)  # of a rank's share of the adapters, by collectives across nodes
+    p2p: float = field(metadata=FRACTION)  # of that share (in a node: of its links), by messages between stages
+    # Of what a group over all of a node reaches, by a group of two; by groups in between in powers of it.
     small_groups: float = field(default=1.0, metadata=FRACTION)
-    """Of what a group over all of a node reaches, by a group of two; by groups in between in powers of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes all alike; how many is the run's affair."""
+    """Equal nodes; how many is the run's affair.
+
+    `provenance` says of `accelerator`, `node`, `network` and each `efficiency.NAME` where the figures are from: vendor,
+    fitted on, measured by, or assumed.
+    """
 
     name: str
     description: str
@@ -88,20 +79,15 @@ class Cluster:
     network: Network
     efficiency: Efficiency
     provenance: Mapping[str, str]
-    """`accelerator`, `node`, `network` and `efficiency.NAME` -> where the figures are from: vendor, fitted on, measured
-    by, or assumed."""
 
     def peak(self, precision: str) -> float:
-        """FLOP/s at that precision.
-
-        Raises:
-            ConfigError: the accelerator has none.
-        """
+        """FLOP/s at that precision. Raises ConfigError if the accelerator has none."""
         peaks = self.accelerator.peak_flops
         if precision not in peaks:
+            works = "fp16" if "fp16" in peaks else min(peaks, key=list(PRECISIONS).index)
             raise ConfigError(
                 f"cluster {self.name} has no peak for {precision}: {self.accelerator.name} has {', '.join(peaks)}; use "
-                f"--{min(peaks, key=list(PRECISIONS).index) if 'fp16' not in peaks else 'fp16'}"
+                f"--{works}"
             )
         return peaks[precision]
 
@@ -111,104 +97,35 @@ class Cluster:
         return self.network.nics * self.network.nic_bandwidth / self.node.accelerators
 
 
-def cluster_names() -> list[str]:
-    """Names of the files that come with megalite, sorted."""
-    return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
-
-
-def load_cluster(name_or_path: str) -> Cluster:
-    """A cluster by its name or from a file.
-
-    Raises:
-        ConfigError: there is none (the nearest names are given), or a field is unknown, missing, of another type or out
-            of range, or has no provenance.
-    """
-    path = find_file(name_or_path, _CLUSTERS, kind="cluster")
-    cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
-    known = [*SOURCES, *(f"efficiency.{each.name}" for each in fields(Efficiency))]
-    left_out = {
-        f"efficiency.{each.name}"
-        for each in fields(Efficiency)
-        if getattr(cluster.efficiency, each.name) == each.default
-    }
-    for name in known:
-        if name not in cluster.provenance and name not in left_out:
-            raise ConfigError(
-                f"cluster file {path}: provenance: {name} is missing; say where the figures are from, such as vendor, "
-                f"measured with ..., fitted on ..., or assumed"
-            )
-    for name in cluster.provenance:
-        if name not in known:
-            raise ConfigError(f"cluster file {path}: provenance: unknown name {name} (there are {', '.join(known)})")
-    return cluster
-
-
-def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Write a file that `load_cluster` reads back equal.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")
-
-
-def cluster_of_device(name: str) -> str | None:
-    """The cluster that comes with megalite for a device that calls itself so ("NVIDIA H100 80GB HBM3"); None if none does."""
-    words = name.upper()
-    return next((each for each in cluster_names() if each.removeprefix("dgx-").upper() in words), None)
-
-
-_STACKS = Path(__file__).parent / "stacks"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SoftwareStack:
     """One way to run the same model."""
 
     name: str
     description: str
-    fused_attention: bool
-    """Scores never reach memory, and the half above the diagonal is not computed (flash attention)."""
-    fused_softmax: bool
-    """Scale, mask and softmax are one pass over the scores (only without fused attention)."""
-    fused_elementwise: bool
-    """Bias and activation, and dropout and residual sum, are one pass each."""
-    overlap_tensor_parallel: bool
-    """Collectives of tensor parallelism run beside the products next to them."""
-    overlap_gradients: bool
-    """Gradients are summed while the last backward runs, where the config asks for it."""
-    half_gradients: bool
-    """Gradients are added up and summed over replicas in the precision of activations; else as the config says."""
-    scatter_messages: bool
-    """A message between stages is cut over tensor-parallel ranks, and put together on the other side."""
-    attention_efficiency: float = field(metadata=FRACTION)
-    """Of the GEMM efficiency, what fused attention reaches in its products."""
+    fused_attention: bool  # scores never reach memory; the half above the diagonal is not computed (flash attention)
+    fused_softmax: bool  # scale, mask and softmax are one pass over the scores (only without fused attention)
+    fused_elementwise: bool  # bias and activation, and dropout and residual sum, are one pass each
+    overlap_tensor_parallel: bool  # collectives of tensor parallelism run beside the products next to them
+    overlap_gradients: bool  # gradients are summed while the last backward runs, where the config asks for it
+    half_gradients: bool  # gradients are summed in the precision of activations; else as the config says
+    scatter_messages: bool  # a message between stages is cut over tp ranks and gathered on the other side
+    attention_efficiency: float = field(metadata=FRACTION)  # of the GEMM efficiency, in fused attention's products
+    # Time of the operations on activations between products over their bytes at the cluster's memory rate: more than 1
+    # where arithmetic bounds them, or where one pass counted is several.
     elementwise_slowdown: float
-    """How many times longer the operations on activations between the products take than their bytes at the rate that the
-    cluster's memory gives: more than 1 where arithmetic bounds them, or one pass counted is several."""
-    operation_seconds: float = field(metadata=OR_ZERO)
-    """The host's time to start one operation; a stage takes no less than all of its operations."""
+    operation_seconds: float = field(metadata=OR_ZERO)  # the host's time to start one operation
+    # The same of a collective of tensor parallelism over two ranks. Over t it takes t/2 times that: it begins when the
+    # last of them has started it.
     collective_seconds: float = field(metadata=OR_ZERO)
-    """The same of one collective of tensor parallelism over two ranks. Over t it takes t/2 times that: it begins when the
-    last of them has started it."""
-    microbatch_seconds: float = field(metadata=OR_ZERO)
-    """On top of each stage's forward, and of its backward, whatever they hold."""
-    step_seconds: float = field(metadata=OR_ZERO)
-    """On top of each step: data, norm, scheduler."""
-    provenance: Mapping[str, str]
-    """Name of a figure -> where it is from."""
-    overlap_tensor_gradients: bool = False
-    """In the backward, the gradient of a linear layer's input is summed (or scattered) beside the product for the weight's
-    gradient."""
-    overlap_gathers: bool = False
-    """With sequence parallelism, the backward gathers the input once more beside the product for the input's gradient."""
-    fused_loss: bool = True
-    """The loss reads the logits as they are; else it copies them in fp32 and each step of it is a pass over the copy."""
-    softmax_multiple: int = 1
-    """The fused softmax takes batches times heads (of a rank) in multiples of this; others go step by step."""
-    product_rate: float = 1.0
-    """Of the rate of products that the cluster file says, what this stack's libraries reach; more than 1 if that was
-    fitted on slower ones."""
+    microbatch_seconds: float = field(metadata=OR_ZERO)  # on top of each stage's forward, and of its backward
+    step_seconds: float = field(metadata=OR_ZERO)  # on top of each step: data, norm, scheduler
+    provenance: Mapping[str, str]  # name of a figure -> where it is from
+    overlap_tensor_gradients: bool = False  # the sum of an input's gradient runs beside the weight gradient's product
+    overlap_gathers: bool = False  # sequence parallelism's second gather runs beside the input gradient's product
+    fused_loss: bool = True  # else the logits are copied in fp32, and each step of the loss is a pass over the copy
+    softmax_multiple: int = 1  # the fused softmax takes batches times heads (of a rank) in multiples of this
+    product_rate: float = 1.0  # of the cluster's rate of products; above 1 if that was fitted on slower libraries
 
 
 _FIGURES = (
@@ -217,36 +134,63 @@ _FIGURES = (
 )
 
 
+def cluster_names() -> list[str]:
+    """Names of the clusters that come with megalite."""
+    return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
+
+
 def stack_names() -> list[str]:
-    """Names of the files that come with megalite, sorted."""
+    """Names of the stacks that come with megalite."""
     return sorted(path.stem for path in _STACKS.glob("*.yaml"))
 
 
-def load_stack(name_or_path: str) -> SoftwareStack:
-    """A stack by its name or from a file.
+def load_cluster(name_or_path: str) -> Cluster:
+    """A cluster by its name or from a file. Raises ConfigError if there is none, or naming a field that is not legal or
+    has no provenance."""
+    path = find_file(name_or_path, _CLUSTERS, kind="cluster")
+    cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
+    shares = {f"efficiency.{each.name}": each.default for each in fields(Efficiency)}
+    known = ["accelerator", "node", "network", *shares]
+    at_default = {
+        name
+        for name, default in shares.items()
+        if getattr(cluster.efficiency, name.removeprefix("efficiency.")) == default
+    }
+    _check_provenance(f"cluster file {path}", cluster.provenance, known, at_default)
+    return cluster
 
-    Raises:
-        ConfigError: there is none (the nearest names are given), or a field is unknown, missing, of another type or out
-            of range, or a figure has no provenance.
-    """
+
+def load_stack(name_or_path: str) -> SoftwareStack:
+    """A stack by its name or from a file; raises as `load_cluster`."""
     path = find_file(name_or_path, _STACKS, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
-    for name in _FIGURES:
-        if name not in stack.provenance and not (name == "product_rate" and stack.product_rate == 1.0):
-            raise ConfigError(
-                f"stack file {path}: provenance: {name} is missing; say where the figure is from, such as measured with "
-                f"..., fitted on ..., or assumed"
-            )
-    for name in stack.provenance:
-        if name not in _FIGURES:
-            raise ConfigError(f"stack file {path}: provenance: unknown name {name} (there are {', '.join(_FIGURES)})")
+    at_default = {"product_rate"} if stack.product_rate == 1.0 else ()
+    _check_provenance(f"stack file {path}", stack.provenance, _FIGURES, at_default)
     return stack
 
 
-def save_stack(stack: SoftwareStack, path: str | Path) -> None:
-    """Write a file that `load_stack` reads back equal.
+def _check_provenance(where: str, given: Mapping[str, str], known: Collection[str], optional: Collection[str]) -> None:
+    for name in known:
+        if name not in given and name not in optional:
+            raise ConfigError(
+                f"{where}: provenance: {name} is missing; say where the figures are from, such as vendor, measured with "
+                f"..., fitted on ..., or assumed"
+            )
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{where}: provenance: unknown name {name} (there are {', '.join(known)})")
 
-    Raises:
-        ConfigError: it cannot be written.
-    """
+
+def save_cluster(cluster: Cluster, path: str | Path) -> None:
+    """Write a file that `load_cluster` reads back equal."""
+    write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")
+
+
+def save_stack(stack: SoftwareStack, path: str | Path) -> None:
+    """Write a file that `load_stack` reads back equal."""
     write_yaml(stack, path, header="Seconds of the host; what is fused and what overlaps. docs/planner.md")
+
+
+def cluster_of_device(name: str) -> str | None:
+    """The cluster that comes with megalite for a device of that name ("NVIDIA H100 80GB HBM3"); None if there is none."""
+    return next((each for each in cluster_names() if each.removeprefix("dgx-").upper() in name.upper()), None)

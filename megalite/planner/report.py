@@ -1,4 +1,4 @@
-"""A plan as one dict (what `megalite plan --json` prints), for a terminal, and as files that training and sweep read."""
+"""A plan as one dict (what `megalite plan --json` prints), for a terminal, as a page, and as files that training reads."""
 
 import itertools
 import math
@@ -14,8 +14,16 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.models.shapes import parameter_count
+from megalite.pipeline.ir.simulate import Timeline
+from megalite.pipeline.ir.svg import Panel, draw_svg
+from megalite.planner.clock import Clock
+from megalite.planner.cost.rates import links_of
+from megalite.planner.cost.stage import simulator_costs
+from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
 
+# Part of a step -> what it is.
 PARTS: Mapping[str, str] = {
     "products": "matrix products",
     "memory": "operations that move bytes",
@@ -32,16 +40,11 @@ PARTS: Mapping[str, str] = {
     "step": "constants of a step",
 }
 """Part of a step -> what it is."""
-_NAMED = 2
-"""Parts that a comparison names."""
 
 
 def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Keys: `model`, `cluster`, `space`, `tokens`, `layouts` (fastest first), `frontier` ([bytes, seconds] in closed form).
-
-    Args:
-        tokens: of the training whose length is told.
-    """
+    """Keys: `model`, `cluster`, `space`, `tokens`, `layouts` (fastest first), `frontier` ([bytes, seconds] in closed form);
+    `tokens` are of the training whose length is predicted."""
     request, config = plan.request, plan.request.config
     best = plan.candidates[0]
     return {
@@ -69,7 +72,6 @@ def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
 def _layout(candidate: Candidate, best: Candidate, tokens: float) -> dict[str, Any]:
     found = candidate.prediction
     rank, memory = candidate.fullest
-    parts = {name: float(value) for name, value in found.parts.items()}
     return {
         "settings": dict(candidate.settings),
         "words": describe(candidate.layout),
@@ -80,7 +82,7 @@ def _layout(candidate: Candidate, best: Candidate, tokens: float) -> dict[str, A
         "mfu": {"palm": float(found.mfu), "megatron": float(found.mfu_causal)},
         "bubble": float(found.bubble),
         "exposed_seconds": {name: float(value) for name, value in found.exposed.items()},
-        "parts": parts,
+        "parts": {name: float(value) for name, value in found.parts.items()},
         "memory": {"pipeline_rank": rank, **asdict(memory), "total_bytes": memory.total_bytes},
         "training_seconds": tokens / float(found.tokens_per_second),
         "layers": layers_in_words(candidate),
@@ -106,7 +108,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
         return f"as fast, with {format_bytes(held)} a rank instead of {format_bytes(least)}"
     longer = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in {*mine, *other}}
     ranked = sorted(longer, key=lambda name: (-longer[name], name))
-    named = [name for name in ranked[:_NAMED] if longer[name] > 0.1 * longer[ranked[0]]]
+    named = [name for name in ranked[:2] if longer[name] > 0.1 * longer[ranked[0]]]
     parts = " and ".join(f"{PARTS.get(name, name)} (+{seconds_in_words(longer[name])})" for name in named)
     return f"{slower / best.prediction.step_seconds:.1%} slower: more {parts}"
 
@@ -132,13 +134,7 @@ def count_in_words(number: float) -> str:
     return f"{number:.4g}"
 
 
-_MEMORY = (
-    ("parameter_bytes", "parameters"),
-    ("gradient_bytes", "gradients"),
-    ("optimizer_bytes", "optimizer"),
-    ("activation_bytes", "activations"),
-    ("workspace_bytes", "workspace"),
-)
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 COLUMNS = (
     *("tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "schedule", "recompute", "strategy", "sp"),
     *("step", "tokens/s", "MFU", "causal", "bubble", "exposed", "memory", "time"),
@@ -147,16 +143,27 @@ COLUMNS = (
 
 def format_plan(data: dict[str, Any]) -> str:
     """The dict of `plan_data` in sections."""
-    return "\n\n".join((_question(data), _table(data), _best(data), *_losers(data)))
+    layouts = data["layouts"]
+    rows = [COLUMNS, *map(cells, layouts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(cell.rjust(width) for cell, width in zip((str(number or ""), *row), (2, *widths)))
+        for number, row in enumerate(rows)
+    ]
+    sections = [_question(data), table, _best(data)]
+    if len(layouts) > 1:
+        losers = (f"{rank:>2}  {layout['why']}" for rank, layout in enumerate(layouts[1:], start=2))
+        sections.append(["Why the others lose:", *losers])
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def _question(data: dict[str, Any]) -> str:
+def _question(data: dict[str, Any]) -> list[str]:
     model, cluster, space = data["model"], data["cluster"], data["space"]
     lines = [
         f"{count_in_words(model['parameters'])} parameters, sequence {model['seq_length']}, batch "
         f"{model['global_batch_size']}, {model['precision']} on {cluster['ranks']} ranks of {cluster['name']}, stack "
         f"{cluster['stack']}",
-        f"{space['layouts']} layouts are legal, {space['fitting']} fit into "
+        f"{space['layouts']:,} layouts are legal, {space['fitting']:,} fit into "
         f"{format_bytes(cluster['memory_limit_bytes'])} a rank",
     ]
     if data["constraints"]:
@@ -165,14 +172,7 @@ def _question(data: dict[str, Any]) -> str:
     assumed = [name for name, source in cluster["provenance"].items() if source.startswith("assumed")]
     if assumed:
         lines.append(f"assumed, neither measured nor fitted: {', '.join(assumed)}")
-    return "\n".join(lines)
-
-
-def _table(data: dict[str, Any]) -> str:
-    rows = [COLUMNS, *(cells(layout) for layout in data["layouts"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(f"{'' if index == 0 else index:>2}  {line}" for index, line in enumerate(lines))
+    return lines
 
 
 def cells(layout: dict[str, Any]) -> Sequence[str]:
@@ -196,37 +196,94 @@ def cells(layout: dict[str, Any]) -> Sequence[str]:
     )
 
 
-def _best(data: dict[str, Any]) -> str:
+def _best(data: dict[str, Any]) -> list[str]:
     best = data["layouts"][0]
     memory = best["memory"]
-    held = ", ".join(f"{name} {format_bytes(memory[key])}" for key, name in _MEMORY if memory[key])
-    parts = [(name, value) for name, value in best["parts"].items() if value > 5e-4 * best["step_seconds"]]
-    exposed = [(name, value) for name, value in best["exposed_seconds"].items() if value > 0]
-    lines = [
+    sizes = {name: memory[f"{name.removesuffix('s')}_bytes"] for name in _MEMORY}
+    held = (f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+    layers = [f"  layers      {best['layers']} of each stage, cut by their predicted seconds"] if best["layers"] else []
+    return [
         f"Best: {best['words']}; {best['microbatches']} microbatches",
-        f"  step        {_shares(parts, best['step_seconds'], PARTS)}",
-        f"  exposed     {_shares(exposed, best['step_seconds'], {}) or 'no communication'}",
-        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {held}",
+        *layers,
+        f"  step        {_shares(best['parts'], best['step_seconds'], 5e-4)}",
+        f"  exposed     {_shares(best['exposed_seconds'], best['step_seconds'], 0.0) or 'no communication'}",
+        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}",
         f"  {count_in_words(data['tokens'])} tokens take {duration_in_words(best['training_seconds'])}",
     ]
-    if best["layers"]:
-        lines.insert(1, f"  layers      {best['layers']} of each stage, cut by their predicted seconds")
-    return "\n".join(lines)
 
 
-def _shares(parts: Sequence[tuple[str, float]], whole: float, names: Any) -> str:
-    ranked = sorted(parts, key=lambda part: -part[1])
+def _shares(parts: Mapping[str, float], whole: float, least: float) -> str:
+    """Those above a share of the whole, the longest first."""
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(
-        f"{names.get(name, name)} {seconds_in_words(value)} ({value / whole:.1%})" for name, value in ranked
+        f"{PARTS.get(name, name)} {seconds_in_words(value)} ({value / whole:.1%})"
+        for name, value in ranked
+        if value > least * whole
     )
 
 
-def _losers(data: dict[str, Any]) -> list[str]:
-    others = data["layouts"][1:]
-    if not others:
-        return []
-    lines = [f"{rank:>2}  {layout['why']}" for rank, layout in enumerate(others, start=2)]
-    return ["\n".join(["Why the others lose:", *lines])]
+_ACTIONS = 1200  # forwards and backwards that are still told apart in a picture
+_GIB = 1024.0**3
+
+
+def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Timeline:
+    """The step, or one with fewer microbatches: whole rounds of the pipeline, at least three."""
+    pipeline, config = candidate.layout.pipeline, candidate.config
+    rounds = max(3, _ACTIONS // (2 * pipeline.pp * pipeline.pp * pipeline.vpp))
+    count = min(pipeline.microbatches, rounds * pipeline.pp)
+    costs = list(candidate.prediction.stages)
+    timing = simulator_costs(costs, config, links_of(config, cluster, stack))
+    return Clock(config, len(costs), count).run(timing).timeline
+
+
+def html_page(data: dict[str, Any], timeline: Timeline) -> str:
+    """The dict of `plan_data` with its frontier drawn, and the step of the best layout on a clock."""
+    model, cluster, layouts = data["model"], data["cluster"], data["layouts"]
+    best, columns = layouts[0], len(COLUMNS)
+    rows = [Row((*cells(layout), layout["why"]), "" if number else "best") for number, layout in enumerate(layouts)]
+    parts = [
+        Row((PARTS.get(name, name), seconds_in_words(value), f"{value / best['step_seconds']:.1%}"))
+        for name, value in sorted(best["parts"].items(), key=lambda part: -part[1])
+        if value > 0
+    ]
+    batch = model["global_batch_size"] * model["seq_length"]
+    dots = [
+        Dot(
+            layout["memory"]["total_bytes"] / _GIB,
+            layout["tokens_per_second"],
+            f"{number}: {layout['words']}, {format_bytes(layout['memory']['total_bytes'])}",
+            "best" if layout is best else "",
+        )
+        for number, layout in enumerate(layouts, start=1)
+    ]
+    frontier = [(size / _GIB, batch / seconds) for size, seconds in data["frontier"]]
+    picture = scatter(dots[::-1], x_label="GiB on the fullest rank", y_label="tokens/s", frontier=frontier)
+    about = "The line: the fastest layout for each amount of memory, in closed form. The dots: the layouts above, simulated."
+    sources = [Row(source) for source in cluster["provenance"].items()]
+    return page(
+        f"{count_in_words(model['parameters'])} on {cluster['ranks']} ranks of {cluster['name']}",
+        [
+            Section(texts=[*_question(data), f"Time is that of {count_in_words(data['tokens'])} tokens."]),
+            Section(heading="Layouts", table=Table((*COLUMNS, "why it loses"), rows, left=(7, 8, 9, 10, columns))),
+            Section(heading="Speed against memory", figures=[(picture, about)]),
+            Section(
+                heading="The step of the best layout",
+                texts=[best["words"]],
+                figures=[(_timeline_svg(timeline, best), "")],
+                table=Table(("part", "seconds", "share"), parts, left=(0,)),
+            ),
+            Section(heading="Where the figures are from", table=Table(("figure", "source"), sources, left=(0, 1))),
+        ],
+    )
+
+
+def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
+    """The pipeline's step to scale."""
+    peaks = tuple(str(peak) for peak in timeline.peak_activations)
+    count = timeline.schedule.num_microbatches
+    shown = "" if count == layout["microbatches"] else f", the first {count} of {layout['microbatches']} microbatches"
+    panel = Panel(timeline, peaks, f"bubble {layout['bubble']:.1%}{shown}")
+    return draw_svg([panel], unit="s", peak="activations alive, in microbatches x stages")
 
 
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
@@ -247,34 +304,24 @@ def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
     return {**_chosen(best), **found}
 
 
-def alternatives(plan: Plan) -> dict[str, Any]:
-    """`plans:` the searched settings of all layouts, best first: what `megalite sweep` reads."""
-    return {"plans": [_chosen(candidate) for candidate in plan.candidates]}
-
-
 def _chosen(candidate: Candidate) -> dict[str, Any]:
     """The searched settings without what would have no effect there."""
-    found = dict(candidate.settings)
-    for name in ("shard_gradients", "sequence_parallel"):
-        if not found[name]:
-            del found[name]
-    return found
+    dropped = ("shard_gradients", "sequence_parallel")
+    return {name: value for name, value in candidate.settings.items() if name not in dropped or value}
 
 
 def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
-    """Writes plan.yaml and, beside it, NAME-alternatives.yaml; returns both.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Writes plan.yaml and next to it NAME-alternatives.yaml (what `megalite sweep` reads: the searched settings of all
+    layouts, best first); returns both."""
     best = plan.candidates[0].prediction
     head = (
         f"# For {plan.request.world_size} ranks of {plan.cluster.name}, stack {plan.stack.name}: predicted "
         f"{seconds_in_words(best.step_seconds)} a step, MFU {best.mfu:.1%}.\n"
     )
     others = path.with_name(f"{path.stem}-alternatives{path.suffix or '.yaml'}")
+    alternatives = {"plans": [_chosen(candidate) for candidate in plan.candidates]}
     # A line a setting; a layout a line or two.
-    written = ((path, training_config(plan, tokens), False), (others, alternatives(plan), None))
+    written = ((path, training_config(plan, tokens), False), (others, alternatives, None))
     for target, tree, flow in written:
         text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=flow)
         write_text(target, head + text)

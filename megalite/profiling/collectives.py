@@ -25,18 +25,13 @@ class Machine:
 
     device_type: str
     device_name: str
-    memory_bytes: int
-    """Of one rank: a GPU's, or its equal share of the node's."""
-    multiprocessors: int
-    """Of a GPU; 1 on a CPU."""
-    threads: int
-    """That torch computes with, a rank."""
-    cores: int
-    """Of a node that these processes may use."""
+    memory_bytes: int  # of one rank: a GPU's, or its equal share of the node's
+    multiprocessors: int  # of a GPU; 1 on a CPU
+    threads: int  # that torch computes with, a rank
+    cores: int  # of a node that these processes may use
     nodes: int
     ranks_per_node: int
-    accelerators_per_node: int
-    """GPUs of a node, also those that measure nothing; on a CPU its ranks."""
+    accelerators_per_node: int  # GPUs of a node, also those that measure nothing; on a CPU its ranks
     torch_version: str
 
     @property
@@ -61,16 +56,10 @@ class Machine:
 
 
 def describe_machine(world: Group, device: torch.device, *, node: str | None = None) -> Machine:
-    """Asks every rank for its host and its device.
+    """Asks every rank for its host (unless `node` is its name) and its device.
 
-    Args:
-        node: name of this host, if it is not to be asked.
-
-    Raises:
-        ConfigError: devices or numbers of threads differ, or the ranks of nodes are unequal in number or not consecutive;
-            the same on every rank.
-
-    Collectives: a gather over the world.
+    Raises ConfigError if devices or numbers of threads differ, or the ranks of nodes are unequal in number or not
+    consecutive; the same on every rank. Collectives: a gather over the world.
     """
     name, memory, multiprocessors = device_facts(device)
     mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
@@ -98,11 +87,8 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
 
 
 def _ranks_per_node(hosts: Sequence[str]) -> int:
-    """Ranks of each node, from the host of each rank.
-
-    Raises:
-        ConfigError: not the same number on each, or ranks of one are not consecutive.
-    """
+    """Ranks of each node, from the host of each rank. Raises ConfigError: not the same number on each, or ranks of one
+    are not consecutive."""
     count = hosts.count(hosts[0])
     blocks = [hosts[start : start + count] for start in range(0, len(hosts), count)]
     if any(len(set(block)) > 1 or len(block) < count for block in blocks) or len(set(hosts)) != len(blocks):
@@ -140,14 +126,10 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 class CollectiveTime:
     """One operation at one size of message."""
 
-    operation: str
-    """One of OPERATIONS, or `p2p`."""
-    place: str
-    """`inside` a node or `across` nodes."""
-    ranks: int
-    """Of the group."""
-    message_bytes: int
-    """The whole tensor: what is reduced, gathered, scattered or exchanged by one rank."""
+    operation: str  # one of OPERATIONS, or `p2p`
+    place: str  # `inside` a node or `across` nodes
+    ranks: int  # of the group
+    message_bytes: int  # the whole tensor: what is reduced, gathered, scattered or exchanged by one rank
     timing: Timing
 
     @property
@@ -177,10 +159,8 @@ class Channels:
     """The groups of one place that this rank is in."""
 
     place: str
-    groups: tuple[Group, ...]
-    """One for each size."""
-    edges: tuple[Group, Group] | None
-    """To a neighbour and back; None where this rank has no neighbour of that kind."""
+    groups: tuple[Group, ...]  # one for each size
+    edges: tuple[Group, Group] | None  # to a neighbour and back; None where this rank has no neighbour of that kind
 
 
 def make_channels(
@@ -188,10 +168,7 @@ def make_channels(
 ) -> list[Channels]:
     """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
 
-    Args:
-        made: as for `Topology.create`.
-
-    Collectives: makes process groups; every rank calls it at the same time.
+    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time.
     """
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
@@ -254,28 +231,13 @@ def _collective(operation: str, group: Group, size: int, device: torch.device) -
     part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
     whole = torch.zeros(part.numel() * group.size, device=device)
     other = torch.zeros_like(whole)
-    run: Callable[[], object]
-    if operation == "all-reduce":
-
-        def run() -> None:
-            group.all_reduce(whole)
-
-    elif operation == "all-gather":
-
-        def run() -> None:
-            group.all_gather(whole, part)
-
-    elif operation == "reduce-scatter":
-
-        def run() -> None:
-            group.reduce_scatter(part, whole)
-
-    else:
-
-        def run() -> None:
-            group.all_to_all_equal(other, whole)
-
-    return run, whole.numel() * whole.element_size()
+    runs: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: group.all_reduce(whole),
+        "all-gather": lambda: group.all_gather(whole, part),
+        "reduce-scatter": lambda: group.reduce_scatter(part, whole),
+        "all-to-all": lambda: group.all_to_all_equal(other, whole),
+    }
+    return runs[operation], whole.numel() * whole.element_size()
 
 
 def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:
@@ -316,8 +278,7 @@ def there_and_back(
     return run
 
 
-_TURN_PRODUCTS = 60
-"""Of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage."""
+_TURN_PRODUCTS = 60  # of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage
 _LOOKS = 4
 
 
@@ -326,8 +287,7 @@ class TurnTime:
     """The same computation, by all ranks at once and by the two ranks of each pair in turn."""
 
     at_once: Timing
-    in_turn: Timing
-    """Of both, one after the other, with a message each way."""
+    in_turn: Timing  # of both, one after the other, with a message each way
 
     @property
     def speedup(self) -> float:

@@ -4,13 +4,12 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import gemm_seconds
 from megalite.planner.cost.stage import layer_parts
@@ -18,31 +17,24 @@ from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Accelerator, Cluster, Network, SoftwareStack, cluster_names, load_cluster
 from megalite.profiling.collectives import CollectiveTime, Machine
 from megalite.profiling.operations import AttentionTime, GemmTime, MemoryTime
-from megalite.profiling.passes import TINY_MODEL, TINY_TOKENS, Overheads
+from megalite.profiling.passes import TINY_MODEL, TINY_TOKENS, Overheads, config_of
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import fit_times
 
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Fitted:
     """A cluster, and how well its formulas give the measured times."""
 
     cluster: Cluster
-    errors: dict[str, float]
-    """Part -> mean of |formula / measured - 1|."""
+    errors: dict[str, float]  # part -> mean of |formula / measured - 1|
 
 
 def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
-    """The cluster whose figures stand for what is not measured, and whether its accelerator is this one.
-
-    Args:
-        like: its name or file, if given.
-
-    Raises:
-        ConfigError: none was given and none is known for this accelerator.
-    """
+    """The cluster (of the name or file `like`) whose figures stand for what is not measured, and whether its accelerator is
+    this one. Raises ConfigError if none was given and none is known for this accelerator."""
     if like is not None:
         base = load_cluster(like)
         return base, _same_accelerator(machine, base)
@@ -78,14 +70,15 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     machine = measured.machine
     provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
     accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
-    provenance["accelerator"] = (
-        f"vendor, from cluster {base.name}; kernel_seconds {source}" if nominal else f"highest rates {source}"
-    )
+    vendor = f"vendor, from cluster {base.name}"
+    provenance["accelerator"] = f"{vendor}; kernel_seconds {source}" if nominal else f"highest rates {source}"
     provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
     provenance["efficiency.memory"] = source
-    node = dataclasses.replace(
-        base.node, accelerators=machine.accelerators_per_node, ranks_per_core=_ranks_per_core(measured)
-    )
+    crowd = machine.ranks_per_core
+    if measured.turns is not None:
+        # Times what of the speedup that their number allows was reached while every second rank waited.
+        crowd = max(1.0, crowd * min(1.0, measured.turns.speedup / min(2.0, crowd)))
+    node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node, ranks_per_core=crowd)
     network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
     inside = [time for time in measured.collectives if time.place == "inside"]
     across = [time for time in measured.collectives if time.place == "across"]
@@ -100,7 +93,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
             shares, link=min(1.0, steps.rate / peak), p2p=min(1.0, messages.rate / peak), small_groups=1.0
         )
         provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
-        provenance["node"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
+        provenance["node"] = f"{vendor}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
     if across:
         steps, messages, errors["across"] = fit_links(across)
@@ -108,7 +101,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         share = nics * base.network.nic_bandwidth / node.accelerators if nominal else rate
         network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=steps.latency)
         shares = dataclasses.replace(shares, network=min(1.0, steps.rate / share), p2p=min(1.0, messages.rate / share))
-        provenance["network"] = f"vendor, from cluster {base.name}; latency {source}" if nominal else source
+        provenance["network"] = f"{vendor}; latency {source}" if nominal else source
         provenance["efficiency.network"] = provenance["efficiency.p2p"] = f"across nodes, {source}"
     cluster = Cluster(
         name=name,
@@ -119,15 +112,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         efficiency=shares,
         provenance=provenance,
     )
-    return Fitted(cluster=cluster, errors=errors)
-
-
-def _ranks_per_core(measured: Measurements) -> float:
-    """As many as there are, times what of the speedup that their number allows was reached while every second one waited."""
-    there = measured.machine.ranks_per_core
-    if measured.turns is None:
-        return there
-    return max(1.0, there * min(1.0, measured.turns.speedup / min(2.0, there)))
+    return Fitted(cluster, errors)
 
 
 def describe(machine: Machine) -> str:
@@ -199,11 +184,7 @@ def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float,
     """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`.
 
     Both are searched over a grid for the least sum of absolute relative errors: what another program disturbed does not
-    draw the fit after it.
-
-    Args:
-        times: of one type.
-        cluster: everything but its efficiency of products.
+    draw the fit after it. `times` are of one type; `cluster` has everything but its efficiency of products.
     """
     dtype, seconds = times[0].dtype, np.array([time.timing.seconds for time in times])
     m, n, k = (np.array([float(getattr(time, letter)) for time in times]) for letter in "mnk")
@@ -222,8 +203,7 @@ def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float,
     return share, kernel, error
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """seconds = latency · steps + bytes sent / rate."""
 
     latency: float
@@ -232,36 +212,23 @@ class Line:
 
 def fit_links(times: Sequence[CollectiveTime]) -> tuple[Line, Line, float]:
     """(collectives, messages, mean relative error) of one place."""
-    lines, error = [], 0.0
+    lines, total = [], 0.0
     for p2p in (False, True):
         chosen = [time for time in times if (time.operation == "p2p") == p2p]
-        fit = fit_times(
-            [[time.latencies for time in chosen], [time.wire_bytes for time in chosen]],
-            [time.timing.seconds for time in chosen],
-        )
-        latency, slope = fit.constants
-        lines.append(Line(latency, _rate(slope, chosen)))
-        error += fit.error * len(chosen) / len(times)
+        columns = [[time.latencies for time in chosen], [time.wire_bytes for time in chosen]]
+        (latency, slope), error = fit_times(columns, [time.timing.seconds for time in chosen])
+        # The highest rate reached where times do not grow with the bytes.
+        grows = slope > 0 and math.isfinite(1.0 / slope)
+        lines.append(Line(latency, 1.0 / slope if grows else max(time.bytes_per_second for time in chosen)))
+        total += error * len(chosen) / len(times)
     collectives, messages = lines
-    return collectives, messages, error
-
-
-def _rate(slope: float, times: Sequence[CollectiveTime]) -> float:
-    """1 / slope; the highest rate reached where times do not grow with the bytes."""
-    if slope > 0 and math.isfinite(1.0 / slope):
-        return 1.0 / slope
-    return max(time.bytes_per_second for time in times)
+    return collectives, messages, total
 
 
 def fit_stack(
     measured: Measurements, cluster: Cluster, base: SoftwareStack, *, name: str, source: str
 ) -> SoftwareStack:
-    """The base, with the constants that were measured.
-
-    Args:
-        cluster: of the same measurements.
-        source: when, with what and how it was measured, for the provenance.
-    """
+    """The base, with the constants that were measured together with `cluster`; `source` as for `fit_cluster`."""
     overheads, synchronous = measured.overheads, not cluster.accelerator.asynchronous
     if measured.machine.crowded:
         # What is exchanged beside computation takes a core from it: it costs as much as after it.
@@ -299,16 +266,8 @@ def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareSta
 
     On a synchronous device the little that the device itself takes is left out.
     """
-    config = replace(
-        dataclasses.replace(RunConfig(), model=TINY_MODEL),
-        seq_length=TINY_TOKENS,
-        precision=dtype,
-        micro_batch_size=1,
-        global_batch_size=1,
-        train_iters=1,
-    )
-    config = validate(config, world_size=1)
-    piece = layer_parts(Pricing.of(workload_of(config), cluster, stack)).piece
+    config = replace(config_of(TINY_MODEL, TINY_TOKENS), precision=dtype)
+    piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient
     seconds = overheads.layer_forward + overheads.layer_backward
     if not cluster.accelerator.asynchronous:

@@ -16,8 +16,7 @@ from megalite.profiling.timing import Timer, Timing
 
 HIDDEN_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
-SPLITS = (1, 8)
-"""Tensor-parallel sizes whose narrow matrices are among the shapes."""
+SPLITS = (1, 8)  # tensor-parallel sizes whose narrow matrices are among the shapes
 PRODUCTS = ("forward", "input-gradient", "weight-gradient")
 
 
@@ -102,11 +101,7 @@ def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize:
 
 
 def first_rate(timer: Timer, dtype: torch.dtype) -> float:
-    """FLOP/s of a middling product: which shapes there is time for is judged by it. The same on every rank.
-
-    Raises:
-        RuntimeError: torch has no matrix product of this type on the device.
-    """
+    """FLOP/s of a middling product: which shapes there is time for is judged by it. The same on every rank."""
     size = 2048 if timer.device.type == "cuda" else 256
     x = torch.randn(size, size, device=timer.device).to(dtype)
     matmul = Kernels().get("matmul", device=timer.device, dtype=dtype, size=size)
@@ -169,8 +164,7 @@ class AttentionShape:
 class AttentionTime:
     """Forward or backward of one shape."""
 
-    kind: str
-    """`fused` or `unfused`."""
+    kind: str  # `fused` or `unfused`
     backward: bool
     shape: AttentionShape
     dtype: str

@@ -6,31 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.profiling.collectives import (
-    Channels,
-    CollectiveTime,
-    Machine,
-    TurnTime,
-    make_channels,
-    measure_collectives,
-    measure_turns,
-    message_sizes,
-)
-from megalite.profiling.operations import (
-    ADAM_BYTES,
-    AttentionTime,
-    GemmTime,
-    MemoryTime,
-    attention_shapes,
-    chosen_shapes,
-    first_bandwidth,
-    first_rate,
-    measure_attention,
-    measure_gemms,
-    measure_memory,
-    tensor_sizes,
-)
-from megalite.profiling.passes import SHAPES, Overheads, PassTime, measure_overheads, measure_passes
+from megalite.profiling import collectives as between
+from megalite.profiling import operations as pieces
+from megalite.profiling import passes as stages
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
@@ -40,8 +18,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 _WEIGHTS = {"gemm": 0.2, "attention": 0.1, "memory": 0.1, "overheads": 0.05, "passes": 0.25, "collectives": 0.3}
 """Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
 
-_TURNS = 0.15
-"""Of the time for what lies between ranks, where they outnumber the cores."""
+_TURNS = 0.15  # of the time for what lies between ranks, where they outnumber the cores
 
 _SAMPLES = 6
 """How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
@@ -52,17 +29,15 @@ not chosen."""
 class Measurements:
     """All that was measured, the same on every rank."""
 
-    machine: Machine
+    machine: between.Machine
     dtypes: tuple[str, ...]
-    gemms: tuple[GemmTime, ...]
-    attention: tuple[AttentionTime, ...]
-    memory: tuple[MemoryTime, ...]
-    overheads: Overheads
-    passes: tuple[PassTime, ...]
-    """On a CPU, whose rates depend on more than bytes."""
-    collectives: tuple[CollectiveTime, ...]
-    turns: TurnTime | None = None
-    """Where ranks outnumber cores."""
+    gemms: tuple[pieces.GemmTime, ...]
+    attention: tuple[pieces.AttentionTime, ...]
+    memory: tuple[pieces.MemoryTime, ...]
+    overheads: stages.Overheads
+    passes: tuple[stages.PassTime, ...]  # on a CPU, whose rates depend on more than bytes
+    collectives: tuple[between.CollectiveTime, ...]
+    turns: between.TurnTime | None = None  # where ranks outnumber cores
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
@@ -73,8 +48,7 @@ def default_dtypes(device: torch.device) -> tuple[str, ...]:
 def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> None:
     """Try a product of each type on every rank.
 
-    Raises:
-        ConfigError: a rank's device does not have one; the same on every rank.
+    Raises ConfigError: a rank's device does not have one; the same on every rank.
 
     Collectives: a gather over the world.
     """
@@ -95,7 +69,7 @@ def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> No
 
 
 def measure(
-    machine: Machine,
+    machine: between.Machine,
     timer: Timer,
     *,
     dtypes: Sequence[str],
@@ -103,12 +77,7 @@ def measure(
     made: ProcessGroups | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
-    """Measure for about `seconds`. Every rank calls it at the same time.
-
-    Args:
-        machine: of `describe_machine`.
-        made: process groups to re-use, as for `Topology.create`.
-        progress: gets a line before each part.
+    """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
 
     Collectives: those that are measured, and barriers and gathers over the timer's world.
     """
@@ -118,45 +87,45 @@ def measure(
     weights = {name: weight for name, weight in _WEIGHTS.items() if name not in left_out}
     share = {name: seconds * weight / sum(weights.values()) for name, weight in weights.items()}
     most_bytes = machine.memory_bytes / 8
-    gemms: list[GemmTime] = []
-    attention: list[AttentionTime] = []
+    gemms: list[pieces.GemmTime] = []
+    attention: list[pieces.AttentionTime] = []
     for name in dtypes:
         dtype = DTYPES[name]
         progress(f"matrix products in {name}")
-        rate = first_rate(timer, dtype)
+        rate = pieces.first_rate(timer, dtype)
         budget = share["gemm"] / len(dtypes)
         # A tenth of a second for each of three products, or as many shapes as go with a quarter of that.
         count = max(4, min(16, int(budget / 0.3)))
         most = rate * budget / (3 * count * _SAMPLES)
-        shapes = chosen_shapes(count=count, most_flops=most, most_bytes=most_bytes, itemsize=dtype.itemsize)
-        gemms += measure_gemms(timer, dtype=dtype, name=name, shapes=shapes, seconds=budget)
+        shapes = pieces.chosen_shapes(count=count, most_flops=most, most_bytes=most_bytes, itemsize=dtype.itemsize)
+        gemms += pieces.measure_gemms(timer, dtype=dtype, name=name, shapes=shapes, seconds=budget)
         progress(f"attention in {name}")
         budget = share["attention"] / len(dtypes)
         # Attention reaches a fraction of the rate of plain products.
         most = rate * budget / (4 * 8 * _SAMPLES) / 2
-        heads = attention_shapes(most_flops=most, most_bytes=most_bytes)
-        attention += measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
+        heads = pieces.attention_shapes(most_flops=most, most_bytes=most_bytes)
+        attention += pieces.measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
     progress("memory")
     # Four tensors of the largest size; 15 measurements at the most.
-    most = first_bandwidth(timer) * share["memory"] / (15 * _SAMPLES * ADAM_BYTES)
-    sizes = tensor_sizes(most_elements=min(most, most_bytes / 16))
-    memory = list(measure_memory(timer, sizes=sizes, seconds=share["memory"]))
+    most = pieces.first_bandwidth(timer) * share["memory"] / (15 * _SAMPLES * pieces.ADAM_BYTES)
+    sizes = pieces.tensor_sizes(most_elements=min(most, most_bytes / 16))
+    memory = list(pieces.measure_memory(timer, sizes=sizes, seconds=share["memory"]))
     progress("small operations")
-    overheads = measure_overheads(timer, dtype=DTYPES[dtypes[0]], seconds=share["overheads"])
-    passes: list[PassTime] = []
+    overheads = stages.measure_overheads(timer, dtype=DTYPES[dtypes[0]], seconds=share["overheads"])
+    passes: list[stages.PassTime] = []
     if "passes" in share:
         progress("passes of small stages")
         name = dtypes[0]
-        most = first_rate(timer, DTYPES[name]) * share["passes"] / (2 * len(SHAPES) * _SAMPLES)
-        passes += measure_passes(timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"])
-    collectives: list[CollectiveTime] = []
-    turns: TurnTime | None = None
+        most = pieces.first_rate(timer, DTYPES[name]) * share["passes"] / (2 * len(stages.SHAPES) * _SAMPLES)
+        passes += stages.measure_passes(timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"])
+    collectives: list[between.CollectiveTime] = []
+    turns: between.TurnTime | None = None
     if machine.ranks > 1:
-        places = make_channels(machine, timer.world.rank, timer.device, made=made)
+        places = between.make_channels(machine, timer.world.rank, timer.device, made=made)
         seconds = share["collectives"]
         if machine.crowded and places[0].place == "inside":
             progress("what ranks that wait leave to others")
-            turns = measure_turns(timer, places[0], seconds=_TURNS * seconds)
+            turns = between.measure_turns(timer, places[0], seconds=_TURNS * seconds)
             seconds *= 1.0 - _TURNS
         collectives = _collectives(places, timer, seconds, most_bytes=most_bytes, progress=progress)
     return Measurements(
@@ -173,21 +142,26 @@ def measure(
 
 
 def _collectives(
-    places: Sequence[Channels], timer: Timer, seconds: float, *, most_bytes: float, progress: Callable[[str], None]
-) -> list[CollectiveTime]:
-    found: list[CollectiveTime] = []
+    places: Sequence[between.Channels],
+    timer: Timer,
+    seconds: float,
+    *,
+    most_bytes: float,
+    progress: Callable[[str], None],
+) -> list[between.CollectiveTime]:
+    found: list[between.CollectiveTime] = []
     for channels in places:
         progress(f"collectives {channels.place} {'a node' if channels.place == 'inside' else 'nodes'}")
         budget = seconds / len(places)
         kinds = 1 + 4 * len(channels.groups)
         count = max(3, min(7, int(budget / kinds / 0.1)))
         largest = _largest_message(timer, channels, budget / kinds / count)
-        sizes = message_sizes(largest=min(largest, int(most_bytes / 4), 1 << 28), count=count)
-        found += measure_collectives(timer, channels, sizes=sizes, seconds=budget)
+        sizes = between.message_sizes(largest=min(largest, int(most_bytes / 4), 1 << 28), count=count)
+        found += between.measure_collectives(timer, channels, sizes=sizes, seconds=budget)
     return found
 
 
-def _largest_message(timer: Timer, channels: Channels, seconds: float) -> int:
+def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -> int:
     """Bytes that an all-reduce over the largest group moves in a sixth of `seconds`; at least a mebibyte."""
     group, trial = channels.groups[-1], 1 << 20
     tensor = torch.zeros(trial // 4, device=timer.device)

@@ -17,20 +17,16 @@ import torch
 
 from megalite.topology.group import Group
 
-FEWEST, MOST = 3, 400
-"""Samples of one operation."""
-MOST_REPEATS = 10_000
-"""Runs in a sample."""
-_PRODUCTS = 10
-"""Of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-512."""
+FEWEST, MOST = 3, 400  # samples of one operation
+MOST_REPEATS = 10_000  # runs in a sample
+_PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """One operation's time."""
 
-    seconds: float
-    """Median."""
+    seconds: float  # median
     spread: float
     """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
     samples: int
@@ -56,14 +52,10 @@ def products(count: int, device: torch.device) -> Callable[[], None]:
 
 
 class Timer:
-    """Times operations on one device of each rank of `world`.
+    """Times operations on one device (waited for before each look at the clock) of each rank of `world`.
 
-    Args:
-        device: where the operations run; it is waited for before each look at the clock.
-        world: all ranks that measure at the same time.
-        crowded: there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median
-            would be the speed of a rank that has a core to itself.
-        clock: seconds; tests give their own.
+    `crowded`: there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median
+    would be the speed of a rank that has a core to itself. `clock` is for tests.
     """
 
     def __init__(
@@ -135,10 +127,7 @@ class Timer:
         return Timing(seconds=left, spread=whole.spread * whole.seconds / left, samples=whole.samples)
 
     def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
-        """The median of the ranks' medians, and of their spreads; the same on every rank.
-
-        Args:
-            idle: this rank took no part, and does not count. Not all ranks may be idle.
+        """The median of the ranks' medians, and of their spreads, over those that are not idle; the same on every rank.
 
         Collectives: a gather over the world.
         """
@@ -186,28 +175,14 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """seconds = known + Σ constant · count."""
-
-    constants: tuple[float, ...]
-    """In the order of the columns, none below 0."""
-    error: float
-    """Mean of |fitted / measured - 1|."""
-
-
 def fit_times(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None
-) -> Fit:
-    """Least squares over the relative errors, with no constant below 0.
+) -> tuple[tuple[float, ...], float]:
+    """(constants, mean of |fitted / measured - 1|) of seconds = known + Σ constant · count, with no constant below 0.
 
-    Each row is divided by its time, so that a message of a kilobyte counts as much as one of a megabyte. The columns are
-    few: the best solution with constants at 0 is found by trying all choices of them.
-
-    Args:
-        columns: for each constant its counts, one a measurement, such as latencies of a ring's steps, bytes or FLOPs.
-        seconds: measured, above 0.
-        known: what of each time needs no constant; default 0.
+    Least squares over the relative errors: each row is divided by its time, so that a message of a kilobyte counts as
+    much as one of a megabyte. The columns are few, one a constant (latencies of a ring's steps, bytes or FLOPs of each
+    measurement): the best solution with constants at 0 is found by trying all choices of them.
     """
     time = np.asarray(seconds, dtype=float)
     left = np.ones(len(time)) if known is None else 1.0 - np.asarray(known, dtype=float) / time
@@ -225,4 +200,4 @@ def fit_times(
             if (found >= 0).all() and squares < least:
                 best, least = found, squares
     error = float(np.abs(rows @ best - left).mean())
-    return Fit(constants=tuple(float(value) for value in best / scale), error=error)
+    return tuple(map(float, best / scale)), error

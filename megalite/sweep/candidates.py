@@ -4,11 +4,12 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -30,11 +31,8 @@ from megalite.sweep.rules import RANKS, entries, fix, ignored, mapping, plain_se
 from megalite.sweep.spec import SweepSpec
 from megalite.tokenizers.build import build_tokenizer
 
-__all__ = ["Machine", "Predicted", "predicted_memory", "predicted_step", "read_machine"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """The hardware and software that times are predicted for."""
 
     cluster: Cluster
@@ -45,31 +43,19 @@ class Machine:
 class Predicted:
     """A step as the planner sees it."""
 
-    memory_bytes: int
-    """Of the fullest rank."""
-    first_rank_bytes: int
-    """Of rank 0, whose memory is measured."""
-    step_seconds: float | None = None
-    """None where no cluster is given."""
+    memory_bytes: int  # of the fullest rank
+    first_rank_bytes: int  # of rank 0, whose memory is measured
+    step_seconds: float | None = None  # None where no cluster is given
 
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
-    """The machine that a sweep names, or None.
-
-    Raises:
-        ConfigError: there is no such cluster or stack, or its file is not legal.
-    """
-    if cluster is None:
-        return None
-    return Machine(cluster=load_cluster(cluster), stack=load_stack(stack))
+    """The machine that a sweep names, or None. Raises ConfigError if there is no such cluster or stack."""
+    return None if cluster is None else Machine(load_cluster(cluster), load_stack(stack))
 
 
 def predicted_memory(config: RunConfig) -> Predicted:
-    """Bytes of a rank for a validated config with a known vocabulary.
-
-    Raises:
-        ConfigError: the schedule does not take the number of microbatches, or not within pipeline_memory_limit.
-    """
+    """Bytes of a rank for a validated config with a known vocabulary. Raises ConfigError if the schedule does not take the
+    number of microbatches, or not within pipeline_memory_limit."""
     stages = plan_stages(config)
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
@@ -81,54 +67,32 @@ def predicted_memory(config: RunConfig) -> Predicted:
     return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
 
 
-def predicted_step(memory: Predicted, config: RunConfig, machine: Machine | None) -> Predicted:
-    """The same with the seconds of a step on `machine`.
-
-    Raises:
-        ConfigError: the cluster cannot run the config, as where it has no such precision.
-    """
-    if machine is None:
-        return memory
-    seconds = float(predict(config, machine.cluster, machine.stack, with_memory=False).step_seconds)
-    return dataclasses.replace(memory, step_seconds=seconds)
-
-
-MOST = 100_000
-"""Configurations of one sweep: a grid with more is a slip."""
+MOST = 100_000  # configurations of one sweep: a grid with more is a slip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One configuration, not yet checked."""
 
-    source: str
-    """`grid`, `list, entry 2` or `plan 1`."""
-    settings: Mapping[str, Any]
-    """What it gives over the base."""
+    source: str  # `grid`, `list, entry 2` or `plan 1`
+    settings: Mapping[str, Any]  # what it gives over the base
     config: RunConfig
     explicit: frozenset[str]
     ranks: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expansion:
+class Expansion(NamedTuple):
     """All configurations of a sweep."""
 
     candidates: tuple[Candidate, ...]
-    base: RunConfig
-    """What the candidates are laid over."""
-    left_out: int
-    """By `exclude` and `only`."""
-    ignored: tuple[str, ...]
-    """Settings of the base that a sweep does not go by."""
+    base: RunConfig  # what the candidates are laid over
+    left_out: int  # by `exclude` and `only`
+    ignored: tuple[str, ...]  # settings of the base that a sweep does not go by
 
 
 def expand(spec: SweepSpec) -> Expansion:
-    """The configurations of a sweep, in the order plan, list, grid.
-
-    Raises:
-        ConfigError: a file cannot be read, the grid is too large, or no configuration is left.
-    """
+    """The configurations of a sweep, in the order plan, list, grid. Raises ConfigError if a file cannot be read, the grid
+    is too large, or no configuration is left."""
     levels = _base_levels(spec)
     candidates, left_out = [], 0
     for source, given in _points(spec):
@@ -151,9 +115,7 @@ def expand(spec: SweepSpec) -> Expansion:
             f"sweep {spec.path}: exclude and only leave none of {left_out} configurations; relax one of them"
         )
     base = merge(copy.deepcopy(levels)).config
-    return Expansion(
-        candidates=tuple(candidates), base=fix(base, spec.steps)[0], left_out=left_out, ignored=tuple(ignored(base))
-    )
+    return Expansion(tuple(candidates), fix(base, spec.steps)[0], left_out, tuple(ignored(base)))
 
 
 def _base_levels(spec: SweepSpec) -> list[Level]:
@@ -181,24 +143,15 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"list, entry {number}", given
     if not spec.grid:
         return
-    size = 1
-    for _, values in spec.grid:
-        size *= len(values)
+    size = math.prod(len(values) for _, values in spec.grid)
     if size > MOST:
         raise ConfigError(f"sweep {spec.path}: the grid has {size} configurations, more than {MOST}; shorten an axis")
     for chosen in itertools.product(*(values for _, values in spec.grid)):
-        point: dict[str, Any] = {}
-        for part in chosen:
-            point |= part
-        yield "grid", point
+        yield "grid", {name: value for part in chosen for name, value in part.items()}
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name.
-
-    Raises:
-        ConfigError: the file cannot be read, holds no plans, or names a setting that there is not.
-    """
+    """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name."""
     tree = read_mapping(path, "plan")
     if "plans" not in tree:
         beside = path.with_name(f"{path.stem}-alternatives{path.suffix}")
@@ -213,11 +166,9 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
 
 
 def _wanted(candidate: Candidate, spec: SweepSpec) -> bool:
-    values = values_of(candidate.config)
     p = candidate.config.parallel
     dp, rest = divmod(candidate.ranks, p.tp * p.pp * p.cp)
-    values["dp"] = values["dp"] or (dp if not rest else None)
-    values[RANKS] = candidate.ranks
+    values = {**values_of(candidate.config), "dp": p.dp or (None if rest else dp), RANKS: candidate.ranks}
     return all(condition.holds(values) for condition in spec.only) and not any(
         condition.holds(values) for condition in spec.exclude
     )
@@ -230,18 +181,13 @@ _KEY_LENGTH = 10
 class Run:
     """A checked configuration."""
 
-    key: str
-    """Digest of the config and the number of ranks: the same configuration in another sweep has the same."""
+    key: str  # digest of the config and the number of ranks: the same configuration in another sweep has the same
     source: str
-    label: str
-    """In a few words, for people."""
-    settings: Mapping[str, Any]
-    """Those that some run of the sweep changes, from its base or from another run."""
-    config: RunConfig
-    """Resolved, its vocabulary known, unless it is refused."""
+    label: str  # in a few words, for people
+    settings: Mapping[str, Any]  # those that some run of the sweep changes, from its base or from another run
+    config: RunConfig  # resolved, its vocabulary known, unless it is refused
     ranks: int
-    refused: str | None = None
-    """Why it cannot run."""
+    refused: str | None = None  # why it cannot run
     predicted: Predicted | None = field(default=None, compare=False)
 
     @property
@@ -255,23 +201,33 @@ class Run:
 def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Machine | None) -> tuple[Run, ...]:
     """Each candidate as a run, in the same order; of those that are the same configuration the first.
 
-    Args:
-        memory_limit: bytes; a run that is predicted to need more on a rank is refused.
-        machine: predicts times.
+    A run that is predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times.
     """
-    vocabularies = _Vocabularies()
+    vocabularies: list[tuple[DataConfig, int | ConfigError]] = []
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
     for candidate in expansion.candidates:
-        run = _check(
-            candidate,
-            _label(candidate, apart),
-            changed,
-            memory_limit=memory_limit,
-            machine=machine,
-            vocabularies=vocabularies,
+        config, refused, predicted = candidate.config, None, None
+        try:
+            config = validate(config, candidate.ranks, candidate.explicit, startable=True)
+            # All sizes need the vocabulary's, which a tokenizer may have to tell.
+            config = validate(replace(config, vocab_size=_vocabulary(config, vocabularies)), candidate.ranks)
+            predicted = _predicted(config, memory_limit, machine)
+        except ConfigError as error:
+            refused = "; ".join(error.problems)
+        key = hashlib.sha256(f"{candidate.ranks}\n{files.dump(config)}".encode()).hexdigest()[:_KEY_LENGTH]
+        values = values_of(candidate.config)
+        run = Run(
+            key=key,
+            source=candidate.source,
+            label=_label(candidate, apart),
+            settings={name: values[name] for name in changed},
+            config=config,
+            ranks=candidate.ranks,
+            refused=refused,
+            predicted=predicted,
         )
-        runs.setdefault(run.key, run)
+        runs.setdefault(key, run)
     return tuple(runs.values())
 
 
@@ -298,77 +254,35 @@ def _label(candidate: Candidate, apart: Sequence[str]) -> str:
     return ", ".join(shown) or "as the base"
 
 
-def _check(
-    candidate: Candidate,
-    label: str,
-    changed: list[str],
-    *,
-    memory_limit: float | None,
-    machine: Machine | None,
-    vocabularies: "_Vocabularies",
-) -> Run:
-    config, ranks = candidate.config, candidate.ranks
-    refused, predicted = None, None
-    try:
-        config = validate(config, ranks, candidate.explicit, startable=True)
-        # All sizes need the vocabulary's, which a tokenizer may have to tell.
-        config = validate(replace(config, vocab_size=vocabularies.size(config)), ranks)
-        predicted = predicted_memory(config)
-        _refuse_large(predicted, memory_limit)
-        predicted = predicted_step(predicted, config, machine)
-    except ConfigError as error:
-        refused = "; ".join(error.problems)
-    values = values_of(candidate.config)
-    return Run(
-        key=_key(config, ranks),
-        source=candidate.source,
-        label=label,
-        settings={name: values[name] for name in changed},
-        config=config,
-        ranks=ranks,
-        refused=refused,
-        predicted=predicted,
-    )
-
-
-def _refuse_large(predicted: Predicted, limit: float | None) -> None:
-    if limit is not None and predicted.memory_bytes > limit:
+def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) -> Predicted:
+    """Memory and, on a machine, seconds. Raises ConfigError if they are more than the limit, or the machine cannot run the
+    config, as where it has no such precision."""
+    memory = predicted_memory(config)
+    if limit is not None and memory.memory_bytes > limit:
         raise ConfigError(
-            f"needs {format_bytes(predicted.memory_bytes)} on the fullest rank, more than memory_limit "
-            f"{format_bytes(limit)}"
+            f"needs {format_bytes(memory.memory_bytes)} on the fullest rank, more than memory_limit {format_bytes(limit)}"
         )
+    if machine is None:
+        return memory
+    return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))
 
 
-def _key(config: RunConfig, ranks: int) -> str:
-    return hashlib.sha256(f"{ranks}\n{files.dump(config)}".encode()).hexdigest()[:_KEY_LENGTH]
-
-
-class _Vocabularies:
-    """Sizes of vocabularies; each tokenizer is read once."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[DataConfig, int | ConfigError]] = []
-
-    def size(self, config: RunConfig) -> int:
-        """As the config says, or as its tokenizer does."""
-        if config.model.vocab_size is not None:
-            return config.model.vocab_size
-        found = next((found for data, found in self._known if data == config.data), None)
-        if found is None:
-            found = self._read(config)
-            self._known.append((config.data, found))
-        if isinstance(found, ConfigError):
-            raise found
-        return found
-
-    @staticmethod
-    def _read(config: RunConfig) -> int | ConfigError:
+def _vocabulary(config: RunConfig, known: list[tuple[DataConfig, int | ConfigError]]) -> int:
+    """Its size, as the config says or its tokenizer does; each tokenizer is read once."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    found = next((found for data, found in known if data == config.data), None)
+    if found is None:
         try:
             tokenizer = build_tokenizer(config.data, None)
+            assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
+            found = tokenizer.vocab_size
         except ConfigError as error:
-            return error
-        assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
-        return tokenizer.vocab_size
+            found = error
+        known.append((config.data, found))
+    if isinstance(found, ConfigError):
+        raise found
+    return found
 
 
 def refusals(runs: Sequence[Run]) -> Iterator[str]:

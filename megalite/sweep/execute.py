@@ -15,8 +15,7 @@ from megalite.sweep.candidates import Run
 from megalite.sweep.launchers import CONFIG, Launched, Launcher
 from megalite.sweep.results import Result, Store, outcome, refused, steps_made
 
-_LOOK_SECONDS = 0.2
-"""Between two looks at what is under way."""
+_LOOK_SECONDS = 0.2  # between two looks at what is under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +58,8 @@ def execute(
 ) -> None:
     """Run what has no result yet, in order; whatever ends it, nothing is left running.
 
-    Args:
-        warm_up: first steps of a run that are not measured.
-        timeout: seconds that a run may take.
-        limit: launch at most so many.
-        retry: run again what did not end well.
-
-    Raises:
-        ConfigError: a run cannot be started at all.
+    The first `warm_up` steps of a run are not measured; a run may take `timeout` seconds; at most `limit` are launched;
+    `retry` runs again what did not end well. Raises ConfigError if a run cannot be started at all.
     """
     for run in runs:
         if run.refused is not None:

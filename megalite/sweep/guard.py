@@ -16,11 +16,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-END_SECONDS = 6.0
-"""For a launcher to end its ranks by itself, and for what is killed to be gone."""
+END_SECONDS = 6.0  # for a launcher to end its ranks by itself, and for what is killed to be gone
 _LOOK_SECONDS = 0.02
-_STATE, _PARENT = 0, 1
-"""Places in /proc/PID/stat, counted from the state."""
+_STATE, _PARENT = 0, 1  # places in /proc/PID/stat, counted from the state
 
 
 def descendants(pid: int) -> set[int]:
@@ -56,8 +54,7 @@ def kill_below(pid: int) -> None:
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.05
-_BY_SIGNAL = 128
-"""What shells add to the number of a signal that ended a process."""
+_BY_SIGNAL = 128  # what shells add to the number of a signal that ended a process
 
 
 def main(arguments: list[str]) -> int:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from megalite.config.errors import ConfigError
 from megalite.sweep import guard
@@ -18,41 +17,7 @@ from megalite.sweep.candidates import Run
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import SbatchSpec
 
-CONFIG = "config.yaml"
-"""In a run's folder: what it is started with. Training writes it again, resolved."""
-
-
-class Launched(Protocol):
-    """A run that has been started."""
-
-    def poll(self) -> int | None:
-        """Exit status, or None while it is under way."""
-
-    def seconds(self) -> float:
-        """That it has been running; waiting in a queue does not count."""
-
-    def end(self) -> None:
-        """End it with all its processes; returns when they are gone."""
-
-
-class Launcher(Protocol):
-    """Starts runs."""
-
-    at_once: int
-    """Runs that may be under way at one time."""
-
-    def fault(self, run: Run) -> str | None:
-        """Why it cannot start this run, or None."""
-
-    def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
-        """Start a run whose config is in `folder`, and whose log is to be there.
-
-        Raises:
-            ConfigError: it cannot be started at all: no such program, or a queue that takes no jobs.
-        """
-
-    def clear(self, folder: Path) -> None:
-        """End what a sweep that was killed may have left at work in a run's folder."""
+CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training writes it again, resolved.
 
 
 def training_command(config: Path, program: Path | None) -> list[str]:
@@ -61,29 +26,23 @@ def training_command(config: Path, program: Path | None) -> list[str]:
     return [*start, "--config", str(config)]
 
 
-_END_SECONDS = guard.END_SECONDS
-
-
 class LocalLauncher:
     """Starts `torchrun --standalone`; a run ends when the sweep does, in whatever way that ends.
 
-    Args:
-        environment: variables of the runs.
-        program: script that trains, in place of `megalite train`.
+    `environment` are the variables of the runs; `program` trains in place of `megalite train`.
     """
 
     at_once = 1
 
     def __init__(self, *, environment: Mapping[str, str], program: Path | None = None) -> None:
-        self._environment = dict(environment)
-        self._program = program
+        self._environment, self._program = dict(environment), program
 
     def fault(self, run: Run) -> str | None:
         """None: torchrun starts any number of ranks."""
         return None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
-        """Start a run; see `Launcher`."""
+        """Start a run whose config is in `folder`, and whose log is to be there; raises ConfigError if it cannot be started."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(run.ranks)]
         command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]
@@ -97,13 +56,7 @@ class LocalLauncher:
 
 
 class LocalRun:
-    """A command under way, below a guard that ends with this process and leaves nothing behind.
-
-    Args:
-        command: and its arguments.
-        log: file for all that it says.
-        environment: all of its variables.
-    """
+    """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says."""
 
     def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> None:
         with log.open("wb") as file:
@@ -129,7 +82,7 @@ class LocalRun:
         """End the command and all that it has started."""
         self._guard.terminate()
         try:
-            self._guard.wait(3 * _END_SECONDS)
+            self._guard.wait(3 * guard.END_SECONDS)
         except subprocess.TimeoutExpired:
             guard.kill_below(self._guard.pid)
             self._guard.kill()
@@ -139,11 +92,9 @@ class LocalRun:
 SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
 _PORT = 29400
 _SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
-_UNKNOWN_STATUS = 1
-"""Of a job that is gone and left none: it was killed."""
+_UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
-_LOOKS_AFTER_END = 3
-"""The file system of the nodes may show a job's last files a little later than the queue."""
+_LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
 _ANSWER_SECONDS = 60.0
 
 
@@ -191,44 +142,35 @@ def _quoted(value: str) -> str:
 
 
 class SbatchLauncher:
-    """Submits a job for each run.
-
-    Args:
-        environment: variables that each script exports.
-        program: script that trains, in place of `megalite train`.
-    """
+    """Submits a job for each run; `environment` and `program` as for `LocalLauncher`."""
 
     def __init__(self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         self.at_once = spec.at_once
-        self._spec = spec
-        self._environment = dict(environment)
-        self._program = program
+        self._spec, self._environment, self._program = spec, dict(environment), program
 
     def fault(self, run: Run) -> str | None:
         """Ranks that do not fill all of their nodes alike."""
         a_node = self._spec.gpus_per_node
         nodes = -(-run.ranks // a_node)
-        if run.ranks % nodes == 0:
-            return None
+        fits = run.ranks % nodes == 0
         return (
-            f"{run.ranks} ranks do not divide over {nodes} nodes of {a_node}; use a number of ranks that does, such as "
-            f"{nodes * a_node}"
+            None
+            if fits
+            else f"{run.ranks} ranks do not divide over {nodes} nodes of {a_node}; use e.g. {nodes * a_node}"
         )
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
-        """Submit a run; see `Launcher`."""
+        """Submit a run; see `LocalLauncher.start`."""
         if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
             raise ConfigError(
                 f"sbatch cannot write a log below {folder.resolve()}: its name has a quote, a backslash or a line break; "
                 f"give another folder with --output"
             )
-        script = folder / SCRIPT
-        script.write_text(
-            job_script(
-                run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
-            )
+        script = job_script(
+            run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
         )
-        answer = _ask("sbatch", "--parsable", str(script))
+        (folder / SCRIPT).write_text(script)
+        answer = _ask("sbatch", "--parsable", str(folder / SCRIPT))
         job = answer.strip().partition(";")[0]
         if not job.isdecimal():
             raise ConfigError(f"sbatch was to answer with the number of a job, and said {answer.strip()!r}")
@@ -245,9 +187,7 @@ class Job:
     """A job of Slurm."""
 
     def __init__(self, job: str, folder: Path, *, every: float) -> None:
-        self._job = job
-        self._folder = folder
-        self._every = every
+        self._job, self._folder, self._every = job, folder, every
         self._looked = -math.inf
         self._started: float | None = None
         self._missing = 0
@@ -279,13 +219,8 @@ class Job:
 
 def _state(job: str) -> str | None:
     """PENDING, RUNNING, ...; None once the queue does not know the job."""
-    answer = subprocess.run(
-        ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
-        capture_output=True,
-        text=True,
-        timeout=_ANSWER_SECONDS,
-        check=False,
-    )
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
     if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
         return "UNKNOWN"  # the controller is busy: ask again
     return answer.stdout.strip().partition("\n")[0] or None
@@ -308,3 +243,7 @@ def _ask(*command: str) -> str:
     if answer.returncode != 0:
         raise ConfigError(f"{command[0]} refused the job: {answer.stderr.strip() or answer.stdout.strip()}")
     return answer.stdout
+
+
+Launched = LocalRun | Job  # a run that has been started: poll() gives its exit status, or None while it is under way
+Launcher = LocalLauncher | SbatchLauncher

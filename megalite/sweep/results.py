@@ -33,24 +33,16 @@ class Result:
     settings: Mapping[str, Any]
     ranks: int
     status: str
-    error: str | None = None
-    """The first line that says why it is not ok."""
-    launched: bool = True
-    """False: refused by the checks before."""
-    seconds: float | None = None
-    """Of the whole run, its start included."""
-    steps: int = 0
-    """That were measured."""
-    step_seconds: float | None = None
-    """Median of the measured steps."""
+    error: str | None = None  # the first line that says why it is not ok
+    launched: bool = True  # false: refused by the checks before
+    seconds: float | None = None  # of the whole run, its start included
+    steps: int = 0  # that were measured
+    step_seconds: float | None = None  # median of the measured steps
     step_seconds_low: float | None = None
-    step_seconds_high: float | None = None
-    """The fastest and the slowest of them."""
+    step_seconds_high: float | None = None  # the fastest and the slowest of them
     tokens_per_second: float | None = None
-    memory_bytes: int | None = None
-    """Peak of rank 0: allocated on the GPU, or resident on a CPU."""
-    loss: float | None = None
-    """Of the last step."""
+    memory_bytes: int | None = None  # peak of rank 0: allocated on the GPU, or resident on a CPU
+    loss: float | None = None  # of the last step
 
 
 _FIELDS = frozenset(each.name for each in dataclasses.fields(Result))
@@ -64,18 +56,14 @@ class Store:
     """
 
     folder: Path
-    results: dict[str, Result] = field(default_factory=dict)
-    """Key -> the last result."""
+    results: dict[str, Result] = field(default_factory=dict)  # key -> the last result
     _lock: int | None = None
     _file: int = -1
 
     @classmethod
     def open(cls, folder: Path, spec: SweepSpec, launcher: str) -> "Store":
-        """The store in `folder`, made if it is new.
-
-        Raises:
-            ConfigError: it belongs to another sweep, another process works in it, or it cannot be written.
-        """
+        """The store in `folder`, made if it is new. Raises ConfigError if it belongs to another sweep, another process works
+        in it, or it cannot be written."""
         store = cls(folder)
         try:
             store._open(_identity(spec, launcher))
@@ -220,8 +208,7 @@ def table(runs: Sequence[Run], results: Mapping[str, Result]) -> str:
 
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
-BAD_INPUT = 2
-"""Exit status of a training program that refuses its settings."""
+BAD_INPUT = 2  # exit status of a training program that refuses its settings
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"
@@ -233,20 +220,12 @@ _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT")
 _REFUSED = re.compile(r"exitcode\s*:\s*2\b")
 _OURS = re.compile(r"error: \S.*")
 _RAISED = re.compile(r"(?:\[[\w:-]+\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b(?::.*|))$")
-_MOST_CHARACTERS = 500
-"""Of an error, in a table."""
+_MOST_CHARACTERS = 500  # of an error, in a table
 
 
 def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int) -> Result:
-    """The result of a run that has ended.
-
-    Args:
-        folder: of the run.
-        status: exit status of its launcher.
-        timed_out: the seconds that it had, if it was ended for having used them up.
-        seconds: that it took.
-        warm_up: first steps that are not measured.
-    """
+    """The result of a run that has ended after `seconds`: `status` of its launcher, or `timed_out` after the seconds that it
+    had; the first `warm_up` steps are not measured."""
     measured = measure(folder / METRICS, warm_up=warm_up)
     plain: dict[str, Any] = {"key": run.key, "settings": dict(run.settings), "ranks": run.ranks}
     plain |= {"seconds": round(seconds, 3), **measured}

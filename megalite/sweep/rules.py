@@ -18,27 +18,18 @@ from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
 
-Reader = Callable[[Any, str], Any]
-"""From a value and where it stands to the value with its type; raises ConfigError."""
+Reader = Callable[[Any, str], Any]  # from a value and where it stands to the value with its type; raises ConfigError
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        ConfigError: there is no such file, it is not YAML, holds something else, or gives a key twice.
-    """
+    """The mapping that a YAML file holds; raises ConfigError if it holds something else, or gives a key twice."""
     if not path.is_file():
         raise ConfigError(f"{what} file {path} does not exist")
     return read_yaml(path, kind=what)
 
 
 def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: str) -> dict[str, Any]:
-    """Each value read by its key's reader.
-
-    Raises:
-        ConfigError: a key that nobody reads (the nearest are named), or a value of another type.
-    """
+    """Each value read by its key's reader; raises ConfigError for another key (the nearest are named)."""
     found = {}
     for key, value in tree.items():
         if key not in readers:
@@ -47,70 +38,45 @@ def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: st
     return found
 
 
-def whole(value: Any, where: str) -> int:
-    """A whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {reprlib.repr(value)}")
-    return value
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def count(value: Any, where: str) -> int:
-    """A whole number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{where} takes a whole number such as 3, got {reprlib.repr(value)}")
-    return value
+def _taking(what: str, legal: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> Reader:
+    """A reader of values that are legal."""
+
+    def read(value: Any, where: str) -> Any:
+        if not legal(value):
+            raise ConfigError(f"{where} takes {what}, got {reprlib.repr(value)}")
+        return convert(value)
+
+    return read
 
 
-def seconds(value: Any, where: str) -> float:
-    """A length of time above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{where} takes a number of seconds such as 300, got {reprlib.repr(value)}")
-    return float(value)
-
-
-def text(value: Any, where: str) -> str:
-    """Text that is not empty."""
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where} takes text, got {reprlib.repr(value)}; write it in quotes if you mean it")
-    return value
+whole = _taking("a whole number of at least 1, such as 4", lambda v: _number(v) and isinstance(v, int) and v >= 1)
+count = _taking("a whole number such as 3", lambda v: _number(v) and isinstance(v, int) and v >= 0)
+seconds = _taking("a number of seconds such as 300", lambda v: _number(v) and 0 < v < float("inf"), float)
+text = _taking("text (in quotes if it looks like a number)", lambda v: isinstance(v, str) and bool(v.strip()))
+entries = _taking("a list with something in it", lambda v: isinstance(v, list) and bool(v))
+mapping = _taking(
+    "`name: value` lines", lambda v: isinstance(v, dict) and bool(v) and all(isinstance(key, str) for key in v)
+)
 
 
 def texts(value: Any, where: str) -> tuple[str, ...]:
     """One text or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(text(each, where) for each in values)
-
-
-def entries(value: Any, where: str) -> list[Any]:
-    """A list that is not empty."""
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
-    return value
-
-
-def mapping(value: Any, where: str) -> dict[str, Any]:
-    """A mapping of names that is not empty."""
-    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where} takes `name: value` lines, got {reprlib.repr(value)}")
-    return value
+    return tuple(text(each, where) for each in (value if isinstance(value, list) else [value]))
 
 
 def words(value: Any, where: str) -> dict[str, str]:
     """A mapping of names to text; numbers are taken as they are written."""
-    found = {}
-    for name, word in mapping(value, where).items():
-        if isinstance(word, bool) or not isinstance(word, str | int | float):
-            raise ConfigError(f"{where}: {name} takes text or a number, got {reprlib.repr(word)}")
-        found[name] = str(word)
-    return found
+    take = _taking("text or a number", lambda word: isinstance(word, str) or _number(word), str)
+    return {name: take(word, f"{where}: {name}") for name, word in mapping(value, where).items()}
 
 
 def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings of training by their own names, whichever spelling a mapping has, each with its type.
-
-    Raises:
-        ConfigError: no such setting, a value of another type, or a key that stands for a rule over other settings.
-    """
+    """Settings of training by their own names, whichever spelling a mapping has, each with its type. Raises ConfigError for
+    a key that stands for a rule over other settings."""
     level = level_from_text(yaml.safe_dump(dict(tree)), where)
     if level.derived:
         flag = next(iter(level.derived))
@@ -121,8 +87,7 @@ def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: given.value for name, given in level.given.items()}
 
 
-RANKS = "ranks"
-"""Beside the settings: the number of ranks that a configuration runs on."""
+RANKS = "ranks"  # beside the settings: the number of ranks that a configuration runs on
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {
         ast.Add: operator.add,
@@ -158,11 +123,7 @@ class Condition:
     formula: ast.expr | None = None
 
     def holds(self, of: Mapping[str, Any]) -> bool:
-        """Whether it is true of these settings.
-
-        Raises:
-            ConfigError: the formula cannot be worked out, as where a setting in it has no value.
-        """
+        """Whether it is true of these settings; raises ConfigError where a setting of the formula has no value."""
         if self.formula is None:
             return all(of[name] in allowed for name, allowed in self.values)
         try:
@@ -172,11 +133,7 @@ class Condition:
 
 
 def read_condition(given: Any, where: str) -> Condition:
-    """A condition as it stands in a file.
-
-    Raises:
-        ConfigError: neither a mapping nor a formula, a name that is no setting, or something else in a formula.
-    """
+    """A condition as it stands in a file."""
     if isinstance(given, dict) and given:
         return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
     if not isinstance(given, str) or not given.strip():
@@ -266,38 +223,25 @@ def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
 
 
 _WHY = {
-    "train_iters": "the length of a run is steps",
-    "train_samples": "the length of a run is steps",
-    "exit_interval": "the length of a run is steps",
-    "rampup_batch_size": "every step has the full batch",
-    "eval_interval": "the runs of a sweep only train",
-    "eval_iters": "the runs of a sweep only train",
-    "test_data_path": "the runs of a sweep only train",
-    "run_dir": "each run has a folder of its own",
-    "tensorboard_dir": "each run has a folder of its own",
-    "log_interval": "every step is written",
-    "trace": "tracing takes time of its own",
-    "trace_steps": "tracing takes time of its own",
-    "profile": "profiling takes time of its own",
-    "profile_step_start": "profiling takes time of its own",
-    "profile_step_end": "profiling takes time of its own",
-    "profile_ranks": "profiling takes time of its own",
-    "record_memory_history": "noting allocations takes time of its own",
-    "metrics": "the sweep reads metrics.jsonl alone",
-    "wandb_project": "the sweep reads metrics.jsonl alone",
-    "wandb_entity": "the sweep reads metrics.jsonl alone",
-    "wandb_exp_name": "the sweep reads metrics.jsonl alone",
-    "min_lr": "so short a run needs no schedule of the learning rate",
+    "the length of a run is steps": ("train_iters", "train_samples", "exit_interval"),
+    "every step has the full batch": ("rampup_batch_size",),
+    "the runs of a sweep only train": ("eval_interval", "eval_iters", "test_data_path"),
+    "each run has its own folder": ("run_dir", "tensorboard_dir"),
+    "every step is written": ("log_interval",),
+    "tracing takes time": ("trace", "trace_steps"),
+    "profiling takes time": ("profile", "profile_step_start", "profile_step_end", "profile_ranks"),
+    "noting allocations takes time": ("record_memory_history",),
+    "the sweep reads metrics.jsonl alone": ("metrics", "wandb_project", "wandb_entity", "wandb_exp_name"),
+    "so short a run needs no schedule of the learning rate": ("min_lr",),
 }
+_FIXED = {name: why for why, names in _WHY.items() for name in names}
 
 
 def _why(name: str) -> str | None:
     """Why the sweep itself decides a setting, or None."""
     if settings()[name].section == "checkpoint":
         return "the runs of a sweep neither load nor save"
-    if name.startswith("lr_"):
-        return _WHY["min_lr"]
-    return _WHY.get(name)
+    return _FIXED["min_lr"] if name.startswith("lr_") else _FIXED.get(name)
 
 
 def refuse_fixed(names: Iterable[str], where: str) -> None:
@@ -310,8 +254,7 @@ def refuse_fixed(names: Iterable[str], where: str) -> None:
 
 def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
     """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
-    plain = RunConfig()
-    values: dict[str, Any] = values_of(plain)
+    values: dict[str, Any] = values_of(RunConfig())
     names = frozenset(name for name in settings() if _why(name) is not None)
     fixed = {name: values[name] for name in names} | {"train_iters": steps, "log_interval": 1}
     return replace(config, **fixed), names

@@ -10,44 +10,23 @@ from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
-from megalite.sweep.rules import (
-    Condition,
-    Reader,
-    count,
-    entries,
-    mapping,
-    plain_settings,
-    read_condition,
-    read_keys,
-    read_mapping,
-    refuse_fixed,
-    seconds,
-    text,
-    texts,
-    whole,
-    words,
-)
+from megalite.sweep import rules
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-DEFAULT_TIMEOUT = 300.0
-"""Seconds that a run may take, its start included."""
+DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
 
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec:
     """How jobs are submitted."""
 
-    gpus_per_node: int = 8
-    """Ranks on one node; a job has as many nodes as it needs."""
-    at_once: int = 1
-    """Jobs in the queue at one time."""
-    poll_seconds: float = 10.0
-    """Between two looks at the queue."""
+    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
+    at_once: int = 1  # jobs in the queue at one time
+    poll_seconds: float = 10.0  # between two looks at the queue
     options: Mapping[str, str] = field(default_factory=dict)
     """Further options by their long names: partition, account, ..."""
-    setup: tuple[str, ...] = ()
-    """Shell lines before the run: modules, virtual environments."""
+    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,55 +35,47 @@ class SweepSpec:
 
     path: Path
     preset: str | None = None
-    base: tuple[Path, ...] = ()
-    """Config files, later ones win."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Over the base, the same in all configurations."""
-    ranks: int | None = None
-    """Of every configuration; default tp·pp·cp·dp of each."""
+    base: tuple[Path, ...] = ()  # config files, later ones win
+    settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
+    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
     grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()
     """Axes of the cartesian product: the key as written, and for each value the settings that it stands for."""
     listed: tuple[Mapping[str, Any], ...] = ()
     from_plan: Path | None = None
-    top: int | None = None
-    """Of the plan's entries, from the first on; default all."""
-    exclude: tuple[Condition, ...] = ()
-    only: tuple[Condition, ...] = ()
-    steps: int = 8
-    """Of each run."""
-    warm_up_steps: int = 3
-    """The first of them, which are not measured."""
+    top: int | None = None  # of the plan's entries, from the first on; default all
+    exclude: tuple[rules.Condition, ...] = ()
+    only: tuple[rules.Condition, ...] = ()
+    steps: int = 8  # of each run
+    warm_up_steps: int = 3  # the first of them, which are not measured
     timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = None
-    """Bytes a rank: what is predicted to need more is refused."""
+    memory_limit: float | None = None  # bytes a rank: what is predicted to need more is refused
     cluster: str | None = None
     stack: str = "fused"
     environment: Mapping[str, str] = field(default_factory=dict)
-    program: Path | None = None
-    """Script that trains in place of `megalite train`."""
+    program: Path | None = None  # script that trains in place of `megalite train`
     sbatch: SbatchSpec = field(default_factory=SbatchSpec)
 
 
 def _base(value: Any, where: str) -> tuple[Path, ...]:
-    return tuple(Path(each) for each in texts(value, where))
+    return tuple(Path(each) for each in rules.texts(value, where))
 
 
 def _path(value: Any, where: str) -> Path:
-    return Path(text(value, where))
+    return Path(rules.text(value, where))
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
-    found = plain_settings(mapping(value, where), where)
-    refuse_fixed(found, where)
+    found = rules.plain_settings(rules.mapping(value, where), where)
+    rules.refuse_fixed(found, where)
     return found
 
 
 def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]], ...]:
     axes = []
     taken: dict[str, str] = {}
-    for name, values in mapping(value, where).items():
+    for name, values in rules.mapping(value, where).items():
         points = []
-        for each in entries(values, f"{where}: {name}"):
+        for each in rules.entries(values, f"{where}: {name}"):
             point = _settings({name: each}, where)
             if point in points:
                 raise ConfigError(f"{where}: {name} has {reprlib.repr(each)} twice; keep one of them")
@@ -118,11 +89,13 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
 
 
 def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    return tuple(_settings(each, f"{where}, entry {number}") for number, each in enumerate(entries(value, where), 1))
+    return tuple(
+        _settings(each, f"{where}, entry {number}") for number, each in enumerate(rules.entries(value, where), 1)
+    )
 
 
-def _conditions(value: Any, where: str) -> tuple[Condition, ...]:
-    return tuple(read_condition(each, where) for each in entries(value, where))
+def _conditions(value: Any, where: str) -> tuple[rules.Condition, ...]:
+    return tuple(rules.read_condition(each, where) for each in rules.entries(value, where))
 
 
 def _bytes(value: Any, where: str) -> float:
@@ -134,7 +107,7 @@ def _bytes(value: Any, where: str) -> float:
 
 def _options(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `#SBATCH --name=value`."""
-    found = words(value, where)
+    found = rules.words(value, where)
     for name, word in found.items():
         if not _OPTION.fullmatch(name):
             raise ConfigError(
@@ -143,15 +116,14 @@ def _options(value: Any, where: str) -> dict[str, str]:
             )
         if not word.isprintable() or any(letter in word for letter in "'\"\\"):
             raise ConfigError(
-                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks: sbatch reads "
-                f"a line of it"
+                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks"
             )
     return found
 
 
 def _environment(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `export NAME='value'`."""
-    found = words(value, where)
+    found = rules.words(value, where)
     for name, word in found.items():
         if not _VARIABLE.fullmatch(name) or "\0" in word:
             raise ConfigError(
@@ -161,33 +133,39 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     return found
 
 
-_SBATCH: Mapping[str, Reader] = MappingProxyType(
-    {"gpus_per_node": whole, "at_once": whole, "poll_seconds": seconds, "options": _options, "setup": texts}
+_SBATCH: Mapping[str, rules.Reader] = MappingProxyType(
+    {
+        "gpus_per_node": rules.whole,
+        "at_once": rules.whole,
+        "poll_seconds": rules.seconds,
+        "options": _options,
+        "setup": rules.texts,
+    }
 )
 
 
 def _sbatch(value: Any, where: str) -> SbatchSpec:
-    return SbatchSpec(**read_keys(mapping(value, where), _SBATCH, where))
+    return SbatchSpec(**rules.read_keys(rules.mapping(value, where), _SBATCH, where))
 
 
-KEYS: Mapping[str, Reader] = MappingProxyType(
+KEYS: Mapping[str, rules.Reader] = MappingProxyType(
     {
-        "preset": text,
+        "preset": rules.text,
         "base": _base,
         "settings": _settings,
-        "ranks": whole,
+        "ranks": rules.whole,
         "grid": _grid,
         "list": _listed,
         "from_plan": _path,
-        "top": whole,
+        "top": rules.whole,
         "exclude": _conditions,
         "only": _conditions,
-        "steps": whole,
-        "warm_up_steps": count,
-        "timeout": seconds,
+        "steps": rules.whole,
+        "warm_up_steps": rules.count,
+        "timeout": rules.seconds,
         "memory_limit": _bytes,
-        "cluster": text,
-        "stack": text,
+        "cluster": rules.text,
+        "stack": rules.text,
         "environment": _environment,
         "program": _path,
         "sbatch": _sbatch,
@@ -197,12 +175,8 @@ KEYS: Mapping[str, Reader] = MappingProxyType(
 
 
 def read_spec(path: Path) -> SweepSpec:
-    """The sweep that a file describes. Paths in it are relative to its folder.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or value of it is not legal; which one.
-    """
-    found = read_keys(read_mapping(path, "sweep"), KEYS, f"sweep {path}")
+    """The sweep that a file describes. Paths in it are relative to its folder."""
+    found = rules.read_keys(rules.read_mapping(path, "sweep"), KEYS, f"sweep {path}")
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(
             f"sweep {path} names no configurations; add grid, list or from_plan, e.g. grid: {{tp: [1, 2], pp: [1, 2]}}"

@@ -94,6 +94,6 @@ def test_another_clock_is_extended_over_the_same_window(monkeypatch: pytest.Monk
     def work(program: Program) -> float:
         return 3.0 * program.schedule.num_microbatches + 9.0
 
-    assert mine.extended(mine.run(costs).window, work) == pytest.approx(309.0)
+    assert mine.extended(mine.run(costs), work) == pytest.approx(309.0)
     few = clock_of("1f1b", 4, 1, 5)
-    assert few.extended(few.run(costs).window, work) == pytest.approx(24.0)
+    assert few.extended(few.run(costs), work) == pytest.approx(24.0)

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.cli.stopping import Stopped, first_signal_raises
 from megalite.config import files
-from megalite.sweep import launchers
+from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.execute import Progress, execute, launchable
 from megalite.sweep.guard import descendants
@@ -190,7 +190,7 @@ def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: p
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
     assert child in descendants(os.getpid())
-    monkeypatch.setattr(launchers, "_END_SECONDS", 0.1)  # the guard itself waits for longer
+    monkeypatch.setattr(guard, "END_SECONDS", 0.1)  # the guard itself waits for longer
     run.end()
     assert_gone(child)
 
@@ -227,6 +227,6 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
     assert [run.refused for run in launchable(runs, launcher)] == [
         None,
         None,
-        "9 ranks do not divide over 2 nodes of 8; use a number of ranks that does, such as 16",
+        "9 ranks do not divide over 2 nodes of 8; use e.g. 16",
         None,
     ]

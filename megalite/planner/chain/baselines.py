@@ -5,9 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
-from megalite.planner.chain.plan import Stage, Stages, append_first, hop_seconds, shares, taken_from
-
-_GIGA = 1e9
+from megalite.planner.chain.plan import GIGA, Stage, Stages, append_first, hop_seconds, shares, taken_from
 
 
 def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
@@ -32,7 +30,7 @@ def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
         (cluster.gpus_per_machine, cluster.link_gb_per_s, cluster.link_gb_per_s),
         (cluster.machines, cluster.network_gb_per_s, cluster.message_gb_per_s),
     ):
-        level = _Solver(profile, own, components, reduce * _GIGA, message * _GIGA)
+        level = _Solver(profile, own, components, reduce * GIGA, message * GIGA)
         levels.append(level)
         own = level.best[:, :, components - 1]
     found: list[Stage] = []

@@ -1,66 +1,47 @@
 """DAPPLE's planner: branch and bound over cuts, replication and placement, for the least synchronous latency."""
 
+import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.planner.chain.inputs import Array
+from megalite.planner.chain import plan as plans
+from megalite.planner.chain.inputs import Array, ChainCluster
 from megalite.planner.chain.judge import Problem
-from megalite.planner.chain.plan import (
-    Counts,
-    Stage,
-    Stages,
-    all_reduce_seconds,
-    hop_seconds,
-    memory_bytes,
-    placements,
-    shares,
-    taken_from,
-)
 
 
 class Found(NamedTuple):
     """What the search for one number of microbatches gave."""
 
-    plans: list[tuple[float, Stages]]
-    """(latency, stages), the best first."""
-    complete: bool
-    """No plan of this family has a lower latency: the search did not stop at its limit."""
-    nodes: int
-    """Partial plans that were looked into."""
+    plans: list[tuple[float, plans.Stages]]  # (latency, stages), the best first
+    complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
+    nodes: int  # partial plans that were looked into
 
 
 class _Node(NamedTuple):
     """The first stages of a plan. What comes after them matters through `entry`, `ending` and `last` alone."""
 
-    begin: int
-    """The first layer that has no stage."""
-    free: Counts
-    stages: Stages
-    entry: float
-    """When the first microbatch leaves the last stage."""
-    ending: float
-    """From when a gradient gets to the last stage until all of these are done with it, and have reduced."""
-    pivot: float
-    """The latency with any of these stages as the pivot."""
+    begin: int  # the first layer that has no stage
+    free: plans.Counts
+    stages: plans.Stages
+    entry: float  # when the first microbatch leaves the last stage
+    ending: float  # from when a gradient gets to the last stage until all are done with it, and have reduced
+    pivot: float  # the latency with any of these stages as the pivot
 
 
 class _Options(NamedTuple):
     """Where a stage can go, given what is free."""
 
-    devices: list[Counts]
-    left: list[Counts]
-    replicas: Array
-    """[options, 1]."""
-    samples: Array
-    """[options, 1]: of a microbatch, on the slowest replica."""
-    reduce: Array
-    """[options, 1]: seconds that a byte of parameters takes to reduce."""
-    free: Array
-    """[options, 1]: how many devices are left; at least 1, so that one can divide by it."""
+    devices: list[plans.Counts]
+    left: list[plans.Counts]
+    replicas: Array  # [options, 1]
+    samples: Array  # [options, 1]: of a microbatch, on the slowest replica
+    reduce: Array  # [options, 1]: seconds that a byte of parameters takes to reduce
+    free: Array  # [options, 1]: how many devices are left; at least 1, so that one can divide by it
     none_left: npt.NDArray[np.bool_]
 
 
@@ -80,7 +61,7 @@ class _Grown(NamedTuple):
         return _Node(
             end,
             self.options.left[row],
-            (*node.stages, Stage(node.begin, end, self.options.devices[row])),
+            (*node.stages, plans.Stage(node.begin, end, self.options.devices[row])),
             float(self.entry[row, column]),
             float(self.ending[row, column]),
             float(self.pivot[row, column]),
@@ -104,17 +85,15 @@ class Search:
     """
 
     def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
-        self._problem = problem
-        self._count = microbatches
+        self._problem, self._count = problem, microbatches
         self._size = problem.global_batch // microbatches
         self._limit, self._keep, self._grain = limit, keep, grain
-        self._options: dict[Counts, _Options] = {}
-        self._rates: dict[tuple[Counts, Counts], float] = {}
+        self._options: dict[plans.Counts, _Options] = {}
         self._best = float("inf")
-        self._plans: list[tuple[float, int, Stages]] = []
-        self._seen: dict[tuple[int, Counts, Counts], list[tuple[float, float, float]]] = {}
+        self._plans: list[tuple[float, int, plans.Stages]] = []
+        self._seen: dict[tuple[int, plans.Counts, plans.Counts], list[tuple[float, float, float]]] = {}
         self._queue: list[tuple[float, int, _Grown, int, int]] = []
-        self._number = 0
+        self._numbers = itertools.count()  # of equal bounds the first
 
     def run(self, best: float) -> Found:
         """The plans with a latency below `best`, as far as they could be found."""
@@ -156,8 +135,7 @@ class Search:
         grown = _Grown(node, options, ends, entry + forward, ending + backward, pivot)
         rows, columns = np.nonzero(bound < self._best)
         for bounded, row, column in zip(bound[rows, columns].tolist(), rows.tolist(), columns.tolist(), strict=True):
-            self._number += 1
-            heappush(self._queue, (bounded, self._number, grown, row, column))
+            heappush(self._queue, (bounded, next(self._numbers), grown, row, column))
 
     def _dominated(self, node: _Node) -> bool:
         """Another prefix of the same layers on the same devices is no worse in anything that matters later."""
@@ -176,26 +154,25 @@ class Search:
         for row in np.argsort(latencies)[: self._keep]:
             if latencies[row] >= self._best:
                 break
-            stages = (*node.stages, Stage(node.begin, last, options.devices[row]))
+            stages = (*node.stages, plans.Stage(node.begin, last, options.devices[row]))
             plan = self._problem.plan(stages, self._count)
-            if max(memory_bytes(plan, self._problem.profile)) > self._problem.memory:
+            if max(plans.memory_bytes(plan, self._problem.profile)) > self._problem.memory:
                 continue
-            self._number += 1
-            heappush(self._plans, (float(latencies[row]), self._number, stages))
+            heappush(self._plans, (float(latencies[row]), next(self._numbers), stages))
             if len(self._plans) >= self._keep:
                 self._plans = nsmallest(self._keep, self._plans)
                 # Sorted lists are heaps.
                 self._best = min(self._best, self._plans[-1][0])
 
-    def _options_of(self, free: Counts) -> _Options:
+    def _options_of(self, free: plans.Counts) -> _Options:
         if free not in self._options:
             whole = self._problem.cluster.gpus_per_machine
             devices = [
                 counts
                 for wanted in range(self._grain, sum(free) + 1, self._grain)
-                for counts in placements(free, wanted, whole=whole)
+                for counts in plans.placements(free, wanted, whole=whole)
             ]
-            left = [taken_from(free, counts) for counts in devices]
+            left = [plans.taken_from(free, counts) for counts in devices]
             cluster, profile = self._problem.cluster, self._problem.profile
             replicas = [sum(counts) for counts in devices]
             free_after = np.array([sum(counts) for counts in left])
@@ -204,7 +181,7 @@ class Search:
                 left,
                 replicas=_column(replicas),
                 samples=_column([profile.slice_samples(self._size, count) for count in replicas]),
-                reduce=_column([all_reduce_seconds(counts, 1.0, cluster) for counts in devices]),
+                reduce=_column([plans.all_reduce_seconds(counts, 1.0, cluster) for counts in devices]),
                 free=_column(np.maximum(free_after, 1).tolist()),
                 none_left=free_after == 0,
             )
@@ -216,15 +193,9 @@ class Search:
             return np.zeros(len(options.devices))
         cluster = self._problem.cluster
         size = float(self._problem.profile.outputs[node.begin]) * self._size
-        before = node.stages[-1].devices
-        return np.array([size * self._byte_seconds(before, there) for there in options.devices]) + (
-            cluster.latency_us * 1e-6
-        )
-
-    def _byte_seconds(self, here: Counts, there: Counts) -> float:
-        if (here, there) not in self._rates:
-            self._rates[here, there] = hop_seconds(shares(here, there), 1.0, self._problem.cluster)
-        return self._rates[here, there]
+        here = node.stages[-1].devices
+        rates = [_byte_seconds(here, there, cluster) for there in options.devices]
+        return np.array([size * rate for rate in rates]) + cluster.latency_us * 1e-6
 
     def _fits(self, begin: int, ends: npt.NDArray[np.int64], options: _Options) -> npt.NDArray[np.bool_]:
         """[options, ends]: a device could hold the stage, with another stage behind it."""
@@ -233,6 +204,11 @@ class Search:
         samples = np.ceil(self._size / options.replicas) * min(2, self._count)
         kept = samples * (profile.activations[ends] - profile.activations[begin])
         return state + kept <= self._problem.memory
+
+
+@lru_cache(maxsize=100_000)
+def _byte_seconds(here: plans.Counts, there: plans.Counts, cluster: ChainCluster) -> float:
+    return plans.hop_seconds(plans.shares(here, there), 1.0, cluster)
 
 
 def _column(values: Sequence[float]) -> Array:

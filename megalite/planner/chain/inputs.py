@@ -16,7 +16,6 @@ from megalite.config.errors import ConfigError
 from megalite.config.reading import OR_ZERO, build, read_yaml
 from megalite.config.values import nearest
 
-_CLUSTER_KIND = "chain cluster"
 _NAME = re.compile(r"(\d{1,4})x(\d{1,3})(?:@(\d{1,4}(?:\.\d{1,3})?))?", re.ASCII)
 _MOST_DEVICES = 256
 
@@ -28,18 +27,12 @@ class ChainCluster:
     name: str
     machines: int
     gpus_per_machine: int
-    link_gb_per_s: float
-    """Between two devices of a machine, GB/s."""
-    ring_gb_per_s: float
-    """That an all-reduce among the devices of a machine reaches, GB/s: several rings run at once."""
-    network_gb_per_s: float
-    """Of a machine, for all of its devices together, GB/s: what an all-reduce reaches."""
-    message_gb_per_s: float
-    """The same for messages from stage to stage, which often go through another library, GB/s."""
-    memory_gb: float
-    """Of a device, GB."""
-    latency_us: float = field(default=0.0, metadata=OR_ZERO)
-    """Of every message between devices."""
+    link_gb_per_s: float  # between two devices of a machine, GB/s
+    ring_gb_per_s: float  # that an all-reduce among the devices of a machine reaches, GB/s: several rings run at once
+    network_gb_per_s: float  # of a machine, for all of its devices together, GB/s: what an all-reduce reaches
+    message_gb_per_s: float  # the same for messages from stage to stage, which often go through another library, GB/s
+    memory_gb: float  # of a device, GB
+    latency_us: float = field(default=0.0, metadata=OR_ZERO)  # of every message between devices
 
     @property
     def num_gpus(self) -> int:
@@ -70,19 +63,15 @@ def v100_cluster(machines: int, gpus_per_machine: int, network_gbit: float = 25.
     )
 
 
+# Configurations of the DAPPLE paper: machines, devices in each, Gbit/s.
 PAPER = {"A": (2, 8, 25.0), "B": (16, 1, 25.0), "C": (16, 1, 10.0)}
-"""Configurations of the DAPPLE paper: machines, devices in each, Gbit/s."""
 
 
 def read_cluster(name_or_path: str) -> ChainCluster:
     """A cluster by name or from a YAML file with the fields of `ChainCluster`.
 
     Names: `A`, `B` and `C` of the DAPPLE paper, `2x8` (machines x devices, 25 Gbit/s) and `16x1@10` (Gbit/s said).
-
-    Raises:
-        ConfigError: neither a name nor a file, or a field of the file is unknown, missing or out of range.
     """
-    path = Path(name_or_path)
     match = _NAME.fullmatch(name_or_path)
     if name_or_path in PAPER:
         cluster = v100_cluster(*PAPER[name_or_path])
@@ -90,8 +79,9 @@ def read_cluster(name_or_path: str) -> ChainCluster:
         cluster = v100_cluster(int(match[1]), int(match[2]), float(match[3] or 25.0))
         if not cluster.num_gpus or not cluster.network_gb_per_s:
             raise ConfigError(f"cluster {name_or_path} has a 0 in it; write e.g. 2x8 or 16x1@10")
-    elif path.is_file():
-        cluster = build(ChainCluster, read_yaml(path, kind=_CLUSTER_KIND), f"{_CLUSTER_KIND} {path}")
+    elif Path(name_or_path).is_file():
+        tree = read_yaml(Path(name_or_path), kind="chain cluster")
+        cluster = build(ChainCluster, tree, f"chain cluster {name_or_path}")
     else:
         raise ConfigError(
             f"there is no cluster {name_or_path}{nearest(name_or_path, PAPER)} (use {', '.join(PAPER)}, machines x "
@@ -105,7 +95,6 @@ def read_cluster(name_or_path: str) -> ChainCluster:
 
 
 Array = npt.NDArray[np.float64]
-_PROFILE_KIND = "chain profile"
 _MOST_LAYERS = 512
 
 
@@ -115,68 +104,57 @@ class Layer:
 
     name: str
     forward_ms: float = field(metadata=OR_ZERO)
-    backward_ms: float = field(metadata=OR_ZERO)
-    """Gradients of input and weights."""
+    backward_ms: float = field(metadata=OR_ZERO)  # gradients of input and weights
     output_bytes: float = field(metadata=OR_ZERO)
     """What it hands to the next layer; the gradient that comes back is as large."""
-    activation_bytes: float = field(metadata=OR_ZERO)
-    """What it keeps from its forward to its backward."""
-    parameter_bytes: float = field(metadata=OR_ZERO)
-    """Of the weights alone; gradients are as large."""
+    activation_bytes: float = field(metadata=OR_ZERO)  # what it keeps from its forward to its backward
+    parameter_bytes: float = field(metadata=OR_ZERO)  # of the weights alone; gradients are as large
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """The file without its layers."""
-
     name: str
-    batch_size: int
-    state_factor: float = 4.0
-    provenance: str = "not stated"
+    batch_size: int  # samples with which times and activations were measured
+    state_factor: float = 4.0  # bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments
+    provenance: str = "not stated"  # where the numbers are from
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainProfile:
+class ChainProfile(_Header):
     """A chain of layers; times and bytes grow in proportion to the samples of a slice."""
 
-    name: str
-    batch_size: int
-    """Samples with which times and activations were measured."""
-    smallest_batch: int
-    """A slice of fewer samples takes as long as one of this many: less does not fill the device."""
-    state_factor: float
-    """Bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments alike."""
-    provenance: str
-    """Where the numbers are from."""
+    smallest_batch: int  # a slice of fewer samples takes as long as one of this many: less does not fill the device
     layers: tuple[Layer, ...]
 
     def _sums(self, name: str) -> Array:
         values = [getattr(layer, name) for layer in self.layers]
         return np.concatenate([[0.0], np.cumsum(values)])
 
+    # [layers + 1] each: of all layers before a cut.
+
     @cached_property
     def forward(self) -> Array:
-        """[layers + 1]: seconds a sample of all layers before each."""
+        """Seconds a sample."""
         return self._sums("forward_ms") / (1000.0 * self.batch_size)
 
     @cached_property
     def backward(self) -> Array:
-        """[layers + 1]: as `forward`."""
+        """Seconds a sample."""
         return self._sums("backward_ms") / (1000.0 * self.batch_size)
 
     @cached_property
     def activations(self) -> Array:
-        """[layers + 1]: bytes a sample kept by all layers before each."""
+        """Bytes a sample that are kept."""
         return self._sums("activation_bytes") / self.batch_size
 
     @cached_property
     def parameters(self) -> Array:
-        """[layers + 1]: parameter bytes of all layers before each."""
+        """Bytes."""
         return self._sums("parameter_bytes")
 
     @cached_property
     def outputs(self) -> Array:
-        """[layers + 1]: bytes a sample that cross the cut before each layer; nothing at both ends."""
+        """Bytes a sample that cross the cut; nothing at both ends."""
         values = np.array([0.0, *(layer.output_bytes for layer in self.layers)]) / self.batch_size
         values[-1] = 0.0
         return values
@@ -190,16 +168,13 @@ def read_profile(path: str | Path) -> ChainProfile:
     """The profile in a YAML file.
 
     Keys: `name`, `batch_size`, `layers`, and if wanted `smallest_batch` (default: `batch_size`), `state_factor` (4)
-    and `provenance`. A layer has all fields of `Layer`; `repeat: 12` makes twelve of it.
-
-    Raises:
-        ConfigError: the file cannot be read, or names a key that is unknown, missing, of another type or out of range.
+    and `provenance`. A layer has all fields of `Layer`; `repeat: 12` makes twelve of it. Raises ConfigError naming the
+    key that is unknown, missing, of another type or out of range.
     """
-    path = Path(path)
-    return parse_profile(read_yaml(path, kind=_PROFILE_KIND), source=f"{_PROFILE_KIND} {path}")
+    return parse_profile(read_yaml(Path(path), kind="chain profile"), source=f"chain profile {path}")
 
 
-def parse_profile(tree: dict[str, Any], *, source: str = _PROFILE_KIND) -> ChainProfile:
+def parse_profile(tree: dict[str, Any], *, source: str = "chain profile") -> ChainProfile:
     """The profile that a mapping spells; raises as `read_profile`."""
     rows = tree.get("layers")
     if not isinstance(rows, list) or not rows:
@@ -208,33 +183,24 @@ def parse_profile(tree: dict[str, Any], *, source: str = _PROFILE_KIND) -> Chain
             f"{source}: layers must be a list with a mapping for each layer, such as `- {{name: conv, forward_ms: 1.5, "
             f"...}}`; {found}"
         )
-    header = {key: value for key, value in tree.items() if key not in ("layers", "smallest_batch")}
-    head = build(_Header, header, source)
-    smallest = tree.get("smallest_batch")
-    if smallest is not None:
-        smallest = _whole(smallest, f"{source}: smallest_batch")
-        if smallest > head.batch_size:
-            raise ConfigError(
-                f"{source}: smallest_batch {smallest} is above batch_size {head.batch_size}, with which the times were "
-                f"measured; use at most {head.batch_size}"
-            )
-    layers: list[Layer] = []
-    for index, row in enumerate(rows):
-        layers.extend(_layers(row, f"{source}: layer {index}"))
+    header = build(_Header, {key: tree[key] for key in tree if key not in ("layers", "smallest_batch")}, source)
+    batch = header.batch_size
+    smallest = (
+        batch if tree.get("smallest_batch") is None else _whole(tree["smallest_batch"], f"{source}: smallest_batch")
+    )
+    if smallest > batch:
+        raise ConfigError(
+            f"{source}: smallest_batch {smallest} is above batch_size {batch}, with which the times were measured; use at "
+            f"most {batch}"
+        )
+    layers = tuple(layer for index, row in enumerate(rows) for layer in _layers(row, f"{source}: layer {index}"))
     if len(layers) > _MOST_LAYERS:
         raise ConfigError(
             f"{source}: there are {len(layers)} layers; use at most {_MOST_LAYERS}, by joining neighbours into blocks"
         )
     if not any(layer.forward_ms + layer.backward_ms for layer in layers):
         raise ConfigError(f"{source}: every forward_ms and backward_ms is 0; at least one must be above 0")
-    return ChainProfile(
-        name=head.name,
-        batch_size=head.batch_size,
-        smallest_batch=smallest or head.batch_size,
-        state_factor=head.state_factor,
-        provenance=head.provenance,
-        layers=tuple(layers),
-    )
+    return ChainProfile(**vars(header), smallest_batch=smallest, layers=layers)
 
 
 def _layers(row: Any, where: str) -> list[Layer]:

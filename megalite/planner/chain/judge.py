@@ -1,13 +1,15 @@
 """The one judge of all plans: a step of a plan on a clock, with the links that its messages and reductions share."""
 
+import itertools
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.simulate import Event, Timeline
 from megalite.planner.chain.inputs import ChainCluster, ChainProfile
-from megalite.planner.chain.plan import ChainPlan, PlanCosts, Stages, memory_bytes, plan_costs
+from megalite.planner.chain.plan import GIGA, ChainPlan, PlanCosts, Stages, memory_bytes, plan_costs
 
 
 def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
@@ -24,10 +26,7 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
     No plan is faster than this where links carry what they must (`simulate` is never below it).
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1.
-
-    Args:
-        in_flight: Per stage, K: the microbatches it holds at most.
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage.
     """
     count = len(costs.forward)
     hops = (*costs.hops, 0.0)
@@ -52,21 +51,13 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
     return longest
 
 
-_GIGA = 1e9
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What the clock showed."""
 
-    seconds: float
-    """Until every stage has done its last backward and reduced its gradients."""
-    starts: tuple[tuple[float, ...], ...]
-    """Per stage, when each action of its list starts."""
-    backwards_done: tuple[float, ...]
-    """Per stage, the end of its last backward."""
-    reduced: tuple[float, ...]
-    """Per stage, the end of its all-reduce."""
+    seconds: float  # until every stage has done its last backward and reduced its gradients
+    starts: tuple[tuple[float, ...], ...]  # per stage, when each action of its list starts
+    backwards_done: tuple[float, ...]  # per stage, the end of its last backward
+    reduced: tuple[float, ...]  # per stage, the end of its all-reduce
 
 
 def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
@@ -83,14 +74,13 @@ def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
     """
     lists = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up).actions
     clock = _Clock(plan, costs, cluster, lists)
-    clock.go()
     done = tuple(starts[-1] + duration for starts, duration in zip(clock.starts, costs.backward, strict=True))
     reduced = _reductions(plan, costs, done)
     return Run(max(*done, *reduced), tuple(map(tuple, clock.starts)), done, reduced)
 
 
 class _Clock:
-    """The loop: computations that end and messages that arrive, in order of time."""
+    """Computations that end and messages that arrive, in order of time, to the end of all lists: gives `starts`."""
 
     def __init__(
         self, plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster, lists: tuple[tuple[Action, ...], ...]
@@ -107,10 +97,7 @@ class _Clock:
         self._needs = [_resources(costs, cluster, back) for back in (False, True)]
         self._free = [0.0] * (2 * cluster.machines + 2 * count)
         self._events: list[tuple[float, int, bool, bool, int, int]] = []
-        self._number = 0
-
-    def go(self) -> None:
-        """To the end of all lists."""
+        self._numbers = itertools.count()
         for stage in range(len(self._lists)):
             self._begin(stage, 0.0)
         while self._events:
@@ -145,8 +132,7 @@ class _Clock:
         self._post(begin + self._costs.hops[hop], True, back, target, microbatch)
 
     def _post(self, time: float, arrives: bool, back: bool, stage: int, microbatch: int) -> None:
-        self._number += 1
-        heappush(self._events, (time, self._number, arrives, back, stage, microbatch))
+        heappush(self._events, (time, next(self._numbers), arrives, back, stage, microbatch))
 
 
 def _resources(costs: PlanCosts, cluster: ChainCluster, back: bool) -> list[list[tuple[int, float]]]:
@@ -154,7 +140,7 @@ def _resources(costs: PlanCosts, cluster: ChainCluster, back: bool) -> list[list
     machines = cluster.machines
     found = []
     for hop, (parts, size) in enumerate(zip(costs.parts, costs.messages, strict=True)):
-        seconds = size / (cluster.message_gb_per_s * _GIGA)
+        seconds = size / (cluster.message_gb_per_s * GIGA)
         needs = [(2 * machines + 2 * hop + back, costs.hops[hop])]
         for machine, part in enumerate(parts):
             out, into = (part.entering, part.leaving) if back else (part.leaving, part.entering)
@@ -203,20 +189,15 @@ def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
     )
 
 
-_WARM_UPS = ("pa", "pb")
-_MOST_MICROBATCHES = 512
-"""More would shorten the bubble no further, and simulating takes time in proportion."""
+_MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simulating takes time in proportion
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """A plan and what it costs."""
 
     plan: ChainPlan
-    seconds: float
-    """Of a step, simulated."""
-    memory: tuple[float, ...]
-    """Per stage, bytes on one of its devices."""
+    seconds: float  # of a step, simulated
+    memory: tuple[float, ...]  # per stage, bytes on one of its devices
 
 
 @dataclass(frozen=True)
@@ -225,10 +206,8 @@ class Problem:
 
     profile: ChainProfile
     cluster: ChainCluster
-    global_batch: int
-    """Samples a step."""
-    memory: float
-    """Bytes a device may hold."""
+    global_batch: int  # samples a step
+    memory: float  # bytes a device may hold
 
     def microbatch_counts(self) -> list[int]:
         """How many microbatches a step can have, ascending: divisors of the batch up to 512, and each microbatch large
@@ -247,23 +226,17 @@ class Judge:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._known: dict[ChainPlan, float] = {}
+        self.known: dict[ChainPlan, float] = {}  # seconds of the plans that were simulated
         self._bounds: dict[ChainPlan, float] = {}
-        self.work = 0
-        """Microbatches times stages that were simulated so far: what simulating costs."""
-
-    @property
-    def simulations(self) -> int:
-        """Plans that were simulated so far."""
-        return len(self._known)
+        self.work = 0  # microbatches times stages that were simulated so far: what simulating costs
 
     def seconds(self, plan: ChainPlan) -> float:
         """Of a step, simulated."""
-        if plan not in self._known:
+        if plan not in self.known:
             self.work += plan.microbatches * len(plan.stages)
             costs = plan_costs(plan, self.problem.profile, self.problem.cluster)
-            self._known[plan] = run(plan, costs, self.problem.cluster).seconds
-        return self._known[plan]
+            self.known[plan] = run(plan, costs, self.problem.cluster).seconds
+        return self.known[plan]
 
     def bound(self, plan: ChainPlan) -> float:
         """The latency formula: never above `seconds`."""
@@ -300,6 +273,6 @@ class Judge:
 
     def _variants(self, stages: Stages) -> list[ChainPlan]:
         # A pipeline of one stage has no warm-up to speak of.
-        warm_ups = _WARM_UPS if len(stages) > 1 else _WARM_UPS[:1]
+        warm_ups = ("pa", "pb") if len(stages) > 1 else ("pa",)
         counts = self.problem.microbatch_counts()
         return [self.problem.plan(stages, count, warm_up) for count in counts for warm_up in warm_ups]

@@ -6,17 +6,11 @@ from typing import NamedTuple
 
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 
-Counts = tuple[int, ...]
-"""Devices per machine."""
+Counts = tuple[int, ...]  # devices per machine
 
 
 def fresh_first(free: Counts, wanted: int, *, whole: int) -> Counts:
-    """Untouched machines before those in use: replicas stay together, so that they reduce over fast links.
-
-    Args:
-        free: Free devices per machine; at least `wanted` in all.
-        whole: Devices of an untouched machine.
-    """
+    """Untouched machines (of `whole` devices) before those in use: replicas stay together, to reduce over fast links."""
     return _fill(free, wanted, sorted(range(len(free)), key=lambda m: (free[m] != whole, -free[m], m)))
 
 
@@ -60,8 +54,7 @@ class Stage(NamedTuple):
 
     first: int
     last: int
-    devices: Counts
-    """Per machine, how many of its devices hold a replica."""
+    devices: Counts  # per machine, how many of its devices hold a replica
 
     @property
     def replicas(self) -> int:
@@ -83,10 +76,8 @@ class ChainPlan:
 
     stages: Stages
     microbatches: int
-    microbatch_size: int
-    """Samples, over all replicas of a stage."""
-    warm_up: str = "pa"
-    """Of 1F1B: "pa", or "pb" for about twice as many microbatches in flight."""
+    microbatch_size: int  # samples, over all replicas of a stage
+    warm_up: str = "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight
 
     def in_flight(self, stage: int) -> int:
         """Microbatches whose activations a stage holds at most."""
@@ -108,7 +99,7 @@ def device_ids(stages: Sequence[Stage], gpus_per_machine: int) -> list[tuple[int
     return found
 
 
-_GIGA = 1e9
+GIGA = 1e9
 
 
 class Share(NamedTuple):
@@ -116,8 +107,7 @@ class Share(NamedTuple):
 
     leaving: float
     entering: float
-    inside: float
-    """Of one device's link: replicas send side by side."""
+    inside: float  # of one device's link: replicas send side by side
 
 
 def shares(source: Counts, destination: Counts) -> list[Share]:
@@ -135,7 +125,7 @@ def hop_seconds(parts: list[Share], num_bytes: float, cluster: ChainCluster) -> 
     """A message alone on the cluster, without latency: the slowest of its parts."""
     network = max(max(part.leaving, part.entering) for part in parts) / cluster.message_gb_per_s
     inside = max(part.inside for part in parts) / cluster.link_gb_per_s
-    return num_bytes / _GIGA * max(network, inside)
+    return num_bytes / GIGA * max(network, inside)
 
 
 def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster) -> float:
@@ -143,7 +133,7 @@ def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster)
     replicas = sum(devices)
     spans = sum(count > 0 for count in devices) > 1
     speed = min(cluster.network_gb_per_s, cluster.ring_gb_per_s) if spans else cluster.ring_gb_per_s
-    return 2.0 * (replicas - 1) / replicas * num_bytes / (speed * _GIGA)
+    return 2.0 * (replicas - 1) / replicas * num_bytes / (speed * GIGA)
 
 
 @dataclass(frozen=True)
@@ -152,14 +142,10 @@ class PlanCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    reduce: tuple[float, ...]
-    """All-reduce of the stage's gradients, once a step."""
-    hops: tuple[float, ...]
-    """A message to the next stage, or back: they are as large and run on the same links."""
-    parts: tuple[list[Share], ...]
-    """Per hop, what a message needs of each machine."""
-    messages: tuple[float, ...]
-    """Per hop, bytes."""
+    reduce: tuple[float, ...]  # all-reduce of the stage's gradients, once a step
+    hops: tuple[float, ...]  # a message to the next stage, or back: they are as large and run on the same links
+    parts: tuple[list[Share], ...]  # per hop, what a message needs of each machine
+    messages: tuple[float, ...]  # per hop, bytes
 
 
 def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) -> PlanCosts:

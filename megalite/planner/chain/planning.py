@@ -1,7 +1,7 @@
 """The planner for chains: all ways of planning, one judge, the fastest, and small changes for as long as one helps."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
@@ -15,18 +15,14 @@ from megalite.planner.chain.plan import ChainPlan, Counts, Stage, Stages, placem
 def refine(judge: Judge, start: Judged, *, work: int) -> Judged:
     """The plan, bettered by a faster neighbour again and again, until there is none or enough has been simulated.
 
-    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated.
-
-    Args:
-        work: Microbatches times stages to simulate at most.
+    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated, and at
+    most `work` microbatches times stages are.
     """
-    best, last = start, judge.work + work
-    while judge.work < last:
-        better = _faster_neighbour(judge, best, last)
-        if better is None:
-            break
-        best = better
-    return best
+    best: Judged | None = start
+    last = judge.work + work
+    while best is not None and judge.work < last:
+        start, best = best, _faster_neighbour(judge, best, last)
+    return best or start
 
 
 def _faster_neighbour(judge: Judge, best: Judged, last: int) -> Judged | None:
@@ -86,16 +82,24 @@ def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
         used = _sum(used, stage.devices)
     free = taken_from(judge.problem.cluster.empty, used)
     slowest = max(range(len(stages)), key=lambda s: _work(stages[s], judge))
+
+    def moved(machine: int, changes: dict[int, int]) -> Stages:
+        """Each stage with so many devices of a machine more."""
+        unit = tuple(int(m == machine) for m in range(len(free)))
+        return tuple(
+            stage._replace(devices=_sum(stage.devices, tuple(changes.get(s, 0) * one for one in unit)))
+            for s, stage in enumerate(stages)
+        )
+
     for giver, stage in enumerate(stages):
         for machine in range(len(free)):
             if free[machine]:
-                yield _changed(stages, {giver: _with(stage, machine, 1)})
+                yield moved(machine, {giver: 1})
             if not stage.devices[machine] or stage.replicas == 1:
                 continue
-            poorer = _with(stage, machine, -1)
-            yield _changed(stages, {giver: poorer})
+            yield moved(machine, {giver: -1})
             for taker in {giver - 1, giver + 1, slowest} & set(range(len(stages))) - {giver}:
-                yield _changed(stages, {giver: poorer, taker: _with(stages[taker], machine, 1)})
+                yield moved(machine, {giver: -1, taker: 1})
 
 
 def _work(stage: Stage, judge: Judge) -> float:
@@ -105,49 +109,33 @@ def _work(stage: Stage, judge: Judge) -> float:
     return float(seconds[stage.last] - seconds[stage.first]) / stage.replicas
 
 
-def _changed(stages: Stages, new: dict[int, Stage]) -> Stages:
-    return tuple(new.get(number, stage) for number, stage in enumerate(stages))
-
-
 def _sum(one: Counts, other: Counts) -> Counts:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _with(stage: Stage, machine: int, change: int) -> Stage:
-    devices = stage.devices
-    return stage._replace(devices=(*devices[:machine], devices[machine] + change, *devices[machine + 1 :]))
-
-
 PIPEDREAM, DATA_PARALLEL, STRAIGHT = "PipeDream", "data parallel", "straight pipeline"
 BASELINES = (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
-_NODES = 2000
-"""Partial plans that the search looks into for each number of microbatches."""
-_KEEP = 20
-"""Plans that it hands to the judge."""
-_REFINED = 6
-"""Of its plans, how many are changed a little, and how many microbatches times stages are simulated for each."""
-_WORK = 40_000
+_NODES = 2000  # partial plans that the search looks into for each number of microbatches
+_KEEP = 20  # plans that it hands to the judge
+_REFINED = 6  # of its plans, how many are changed a little
+_WORK = 40_000  # microbatches times stages that are simulated for each of these
 _MOST_COUNTS = 48
-_REACH = 1.1
-"""A plan this much slower than the fastest may still be the one that small changes make the fastest."""
+_REACH = 1.1  # a plan this much slower than the fastest may still be the one that small changes make the fastest
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What `plan_chain` found."""
+class Planned(NamedTuple):
+    """What `plan_chain` found.
 
-    best: Judged
-    """The fastest plan that fits the memory."""
+    The baselines have the microbatches and the warm-up that suit them best; where none of these fits the memory, those that
+    are fastest if there were enough. Complete: the search never stopped at its limit, so memory aside no plan placed in
+    the three ways has a lower latency formula than those that were judged.
+    """
+
+    best: Judged  # the fastest plan that fits the memory
     baselines: Mapping[str, Judged]
-    """The plans to compare with, each with the microbatches and the warm-up that suit it best. Where none of them
-    fits the memory, those that are fastest if there were enough."""
-    nodes: int
-    """Partial plans that the search looked into."""
+    nodes: int  # partial plans that the search looked into
     complete: bool
-    """The search never stopped at its limit: memory aside, no plan placed in the three ways has a lower latency formula
-    than those that were judged."""
-    simulations: int
-    """Plans that were simulated."""
+    simulations: int  # plans that were simulated
 
 
 def plan_chain(
@@ -158,12 +146,8 @@ def plan_chain(
     Judged are the baselines, pipelines of equal stages, what the branch and bound finds for each number of
     microbatches, and small changes to the best of these: so the result is never slower than a baseline that fits.
 
-    Args:
-        global_batch: Samples a step.
-        memory: Bytes of a device; default what the cluster has. `inf` lifts the limit.
-
-    Raises:
-        ConfigError: the batch cannot be used, or no plan fits the memory (the nearest miss is named).
+    `memory` is bytes of a device (default what the cluster has; `inf` lifts the limit). Raises ConfigError if the batch
+    cannot be used, or no plan fits the memory (the nearest miss is named).
     """
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:
@@ -176,15 +160,24 @@ def plan_chain(
             f"{_MOST_COUNTS} that are searched; use a power of 2 near it, such as {1 << global_batch.bit_length() - 1}"
         )
     judge = Judge(problem)
-    baselines = _baselines(judge)
-    candidates: dict[Stages, None] = {plan.plan.stages: None for plan in baselines.values()}
+    stages_of = {
+        PIPEDREAM: pipedream_plan(profile, cluster),
+        DATA_PARALLEL: data_parallel(profile, cluster),
+        STRAIGHT: straight(profile, cluster),
+    }
+    baselines = {}
+    for name, stages in stages_of.items():
+        plan = judge.best(stages) or judge.best(stages, within_memory=False)
+        assert plan is not None
+        baselines[name] = plan
+    candidates = dict.fromkeys(stages_of.values())
     for count in range(2, min(cluster.num_gpus, len(profile.layers)) + 1):
         candidates[even_stages(profile, cluster, count)] = None
         candidates[even_stages(profile, cluster, count, each=1)] = None
     judged = _judge(judge, candidates, {})
-    nodes, complete = 0, True
-    # Coarse searches first: what they find lets the fine one drop most of its prefixes.
-    for grain in _grains(cluster.gpus_per_machine):
+    nodes, complete, whole = 0, True, cluster.gpus_per_machine
+    # Whole machines, then halves of them, single devices: what a coarse search finds lets a fine one drop most prefixes.
+    for grain in sorted({whole, max(1, whole // 2), 1}, reverse=True):
         complete = True
         for count in counts:
             fastest = min((plan.seconds for plan in judged.values()), default=float("inf"))
@@ -192,25 +185,14 @@ def plan_chain(
             nodes, complete = nodes + found.nodes, complete and found.complete
             judged = _judge(judge, dict.fromkeys(stages for _, stages in found.plans), judged)
     if not judged:
-        raise _nothing_fits(problem, judge, candidates)
-    refined = [refine(judge, plan, work=_WORK) for plan in _unlike(judged)[:_REFINED]]
+        raise _nothing_fits(judge, candidates)
+    # The fastest plan of each number of stages: small changes seldom lead from one number to another.
+    unlike: dict[int, Judged] = {}
+    for plan in sorted(judged.values(), key=lambda plan: plan.seconds):
+        unlike.setdefault(len(plan.plan.stages), plan)
+    refined = [refine(judge, plan, work=_WORK) for plan in list(unlike.values())[:_REFINED]]
     best = min([*judged.values(), *refined], key=lambda plan: plan.seconds)
-    return Planned(best, baselines, nodes, complete, judge.simulations)
-
-
-def _baselines(judge: Judge) -> dict[str, Judged]:
-    profile, cluster = judge.problem.profile, judge.problem.cluster
-    stages = {
-        PIPEDREAM: pipedream_plan(profile, cluster),
-        DATA_PARALLEL: data_parallel(profile, cluster),
-        STRAIGHT: straight(profile, cluster),
-    }
-    found = {}
-    for name, its in stages.items():
-        plan = judge.best(its) or judge.best(its, within_memory=False)
-        assert plan is not None
-        found[name] = plan
-    return found
+    return Planned(best, baselines, nodes, complete, len(judge.known))
 
 
 def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Judged]) -> dict[Stages, Judged]:
@@ -227,20 +209,8 @@ def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Ju
     return judged
 
 
-def _grains(gpus_per_machine: int) -> list[int]:
-    """Whole machines, halves of them, single devices."""
-    return sorted({gpus_per_machine, max(1, gpus_per_machine // 2), 1}, reverse=True)
-
-
-def _unlike(judged: dict[Stages, Judged]) -> list[Judged]:
-    """The fastest plan of each number of stages, the fastest first: small changes seldom lead from one to another."""
-    found: dict[int, Judged] = {}
-    for plan in sorted(judged.values(), key=lambda plan: plan.seconds):
-        found.setdefault(len(plan.plan.stages), plan)
-    return list(found.values())
-
-
-def _nothing_fits(problem: Problem, judge: Judge, candidates: dict[Stages, None]) -> ConfigError:
+def _nothing_fits(judge: Judge, candidates: dict[Stages, None]) -> ConfigError:
+    problem = judge.problem
     counts = problem.microbatch_counts()
     needs = [(max(judge.memory(problem.plan(stages, count))), len(stages)) for stages in candidates for count in counts]
     least, stages = min(needs)

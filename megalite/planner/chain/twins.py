@@ -13,15 +13,12 @@ from megalite.planner.chain.inputs import ChainProfile, Layer, read_profile
 class _Totals(NamedTuple):
     """Of the whole model."""
 
-    parameters: float
-    """Elements, 4 bytes each."""
-    milliseconds: float
-    """Forward and backward of a microbatch of `batch` on one V100."""
+    parameters: float  # elements, 4 bytes each
+    milliseconds: float  # forward and backward of a microbatch of `batch` on one V100
     forward_share: float
     batch: int
     state_factor: float
-    memory_gb: float
-    """Of one device that holds all, with activations of one microbatch."""
+    memory_gb: float  # of one device that holds all, with activations of one microbatch
     global_batch: int
 
 
@@ -31,10 +28,8 @@ class _Shape(NamedTuple):
     name: str
     work: float
     parameters: float
-    output_mb: float
-    """At the profile's batch size: 10^6 bytes, not a share."""
-    kept: float
-    """Of the activations that are kept."""
+    output_mb: float  # at the profile's batch size: 10^6 bytes, not a share
+    kept: float  # of the activations that are kept
 
 
 _TOTALS: Mapping[str, _Totals] = MappingProxyType(
@@ -111,16 +106,12 @@ _SHAPES: Mapping[str, Callable[[], list[_Shape]]] = MappingProxyType(
     }
 )
 
-TWINS = tuple(_TOTALS)
-"""Names of the six models."""
+TWINS = tuple(_TOTALS)  # names of the six models
 
 
 def find_profile(name_or_path: str) -> ChainProfile:
-    """A twin by its name, or the profile in a file.
-
-    Raises:
-        ConfigError: there is neither, or `read_profile` refuses the file.
-    """
+    """A twin by its name, or the profile in a file. Raises ConfigError: there is neither, or `read_profile` refuses the
+    file."""
     if name_or_path in TWINS:
         return twin(name_or_path)
     if not Path(name_or_path).is_file():

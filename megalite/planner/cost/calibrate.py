@@ -6,10 +6,9 @@ simulations the step is followed by its parts: computation by the cost formulas 
 power that a constant enters with.
 """
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,39 +22,26 @@ from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import data_stride, members_in_node
 from megalite.planner.cost.stage import StageKind, stage_cost, stage_kind
 from megalite.planner.cost.step import predict
-from megalite.planner.cost.workload import Workload, stacked, workload_of
+from megalite.planner.cost.workload import stacked, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 Array = npt.NDArray[np.float64]
 
-PRIORS = {
-    "gemm": 0.3,
-    "memory": 0.15,
-    "link": 0.1,
-    "small_groups": 0.5,
-    "network": 0.7,
-    "operation_seconds": 1.0,
-    "collective_seconds": 1.0,
-    "microbatch_seconds": 1.0,
-    "step_seconds": 1.0,
-}
-"""Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously."""
-PRIOR_WEIGHT = 0.013
-"""Twice what one standard deviation from the prior costs, in the mean logarithm of the rows' errors."""
-ROUNDS, STEPS = 3, 5
-"""Times that all rows are simulated, and steps for each of `SMOOTH` between two such times."""
-SMOOTH = (0.1, 0.03, 0.01)
-"""Errors below this count by their squares: less and less of them."""
-MOVE = 1e-3
-"""Of a logarithm, to see what it changes."""
+# Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously.
+_EFFICIENCIES = {"gemm": 0.3, "memory": 0.15, "link": 0.1, "small_groups": 0.5, "network": 0.7}
+_CONSTANTS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_seconds": 1.0, "step_seconds": 1.0}
+PRIORS = {**_EFFICIENCIES, **_CONSTANTS}
+PRIOR_WEIGHT = 0.013  # twice what one standard deviation from the prior costs, in the rows' mean error of the logarithm
+ROUNDS, STEPS = 3, 5  # times that all rows are simulated, and steps for each of `SMOOTH` between two such times
+SMOOTH = (0.1, 0.03, 0.01)  # errors below this count by their squares: less and less of them
+MOVE = 1e-3  # of a logarithm, to see what it changes
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that was timed."""
+    """A step that was timed; its config is validated, its vocabulary known."""
 
     config: RunConfig
-    """Validated, vocabulary known."""
     seconds: float
 
 
@@ -65,10 +51,25 @@ class Calibration:
 
     cluster: Cluster
     stack: SoftwareStack
-    predicted: tuple[float, ...]
-    """Seconds of each row with the fitted constants."""
-    errors: tuple[float, ...]
-    """predicted / measured - 1 of each row."""
+    predicted: tuple[float, ...]  # seconds of each row with the fitted constants
+    errors: tuple[float, ...]  # predicted / measured - 1 of each row
+
+
+class _Machine(NamedTuple):
+    cluster: Cluster
+    stack: SoftwareStack
+
+    def value(self, name: str) -> float:
+        """Of one of `PRIORS`."""
+        return float(getattr(self.cluster.efficiency if name in _EFFICIENCIES else self.stack, name))
+
+    def replaced(self, names: Sequence[str], logarithms: Array) -> "_Machine":
+        """The same with the constants exp(logarithms)."""
+        values = dict(zip(names, map(float, np.exp(logarithms))))
+        shares = {name: min(1.0, value) for name, value in values.items() if name in _EFFICIENCIES}
+        rest: dict[str, Any] = {name: value for name, value in values.items() if name in _CONSTANTS}
+        efficiency = replace(self.cluster.efficiency, **shares)
+        return _Machine(replace(self.cluster, efficiency=efficiency), replace(self.stack, **rest))
 
 
 def fit(
@@ -81,15 +82,9 @@ def fit(
 ) -> Calibration:
     """The cluster's efficiencies and the stack's host constants that explain the rows.
 
-    Args:
-        rows: measured steps; a constant that they say nothing of stays where it is.
-        cluster: whose vendor's figures are kept, and whose efficiencies are where the search begins.
-        stack: likewise.
-        source: what the rows are, for the provenance.
-        only: the constants to fit, of `PRIORS`.
-
-    Raises:
-        ConfigError: there are no rows, one is not a positive time, or there is no such constant.
+    A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance; `only`
+    names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, one is not a positive time, or there
+    is no such constant.
     """
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
@@ -99,28 +94,29 @@ def fit(
     for name in only:
         if name not in PRIORS:
             raise ConfigError(f"cannot fit {name}{nearest(name, PRIORS)} (constants are {', '.join(PRIORS)})")
-    names = [name for name in PRIORS if name in only and _value(name, cluster, stack) > 0]
-    start = np.array([_value(name, cluster, stack) for name in names])
-    deviation = np.array([PRIORS[name] for name in names])
+    machine = _Machine(cluster, stack)
+    names = [name for name in PRIORS if name in only and machine.value(name) > 0]
+    start = np.log([machine.value(name) for name in names])
     measured = np.log([row.seconds for row in rows])
-    best = np.log(start)
-    kept = (np.inf, best, [0.0] * len(rows))
+    tried: list[tuple[float, Array, list[float]]] = []
+    best = start
     for _ in range(ROUNDS):
-        now = _with(names, np.exp(best), cluster, stack)
-        follow = _Followed.of(rows, *now)
-        kept = min(kept, (_loss(follow.seconds, measured), best, follow.seconds), key=lambda each: each[0])
-        best = _steps(follow, names, best, np.log(start), deviation, measured, cluster, stack)
-    now = _with(names, np.exp(best), cluster, stack)
-    last = [_step_seconds(row.config, *now) for row in rows]
-    _, best, seconds = min(kept, (_loss(last, measured), best, last), key=lambda each: each[0])
-    cluster, stack = _with(names, np.exp(best), cluster, stack)
-    cluster, stack = _with_provenance(names, cluster, stack, f"fitted on {len(rows)} {source}")
-    errors = tuple(found / row.seconds - 1.0 for found, row in zip(seconds, rows))
-    return Calibration(cluster, stack, tuple(seconds), errors)
-
-
-def _step_seconds(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> float:
-    return predict(config, cluster, stack, with_memory=False).step_seconds
+        follow = _Followed(rows, machine.replaced(names, best), names)
+        tried.append((_loss(follow.seconds, measured), best, follow.seconds))
+        best = _steps(follow.at, names, best, start, measured)
+    now = machine.replaced(names, best)
+    last = [predict(row.config, *now, with_memory=False).step_seconds for row in rows]
+    _, best, seconds = min([*tried, (_loss(last, measured), best, last)], key=lambda each: each[0])
+    cluster, stack = machine.replaced(names, best)
+    where = f"fitted on {len(rows)} {source}"
+    on_cluster = {f"efficiency.{name}": where for name in names if name in _EFFICIENCIES}
+    on_stack = {name: where for name in names if name in _CONSTANTS}
+    return Calibration(
+        replace(cluster, provenance={**cluster.provenance, **on_cluster}),
+        replace(stack, provenance={**stack.provenance, **on_stack}),
+        tuple(seconds),
+        tuple(found / row.seconds - 1.0 for found, row in zip(seconds, rows)),
+    )
 
 
 def _loss(seconds: Sequence[float], measured: Array) -> float:
@@ -128,25 +124,18 @@ def _loss(seconds: Sequence[float], measured: Array) -> float:
 
 
 def _steps(
-    follow: "_Followed",
-    names: list[str],
-    begin: Array,
-    prior: Array,
-    deviation: Array,
-    measured: Array,
-    cluster: Cluster,
-    stack: SoftwareStack,
+    predicted: Callable[[Array], Array], names: Sequence[str], begin: Array, prior: Array, measured: Array
 ) -> Array:
-    """Reweighted Gauss-Newton from `begin`, in logarithms."""
+    """Reweighted Gauss-Newton from `begin`, in logarithms of the constants; efficiencies stay at most 1."""
     at = begin.copy()
-    shares = np.array([name in _efficiencies(cluster) for name in names])
+    deviation = np.array([PRIORS[name] for name in names])
+    shares = np.array([name in _EFFICIENCIES for name in names])
     lower, upper = prior - 4.0 * deviation, prior + 4.0 * deviation
     upper = np.where(shares, np.minimum(upper, 0.0), upper)
+    weight = PRIOR_WEIGHT * len(measured)
 
     def residuals(point: Array) -> Array:
-        return np.log(follow.at(*_with(names, np.exp(point), cluster, stack))) - measured
-
-    weight = PRIOR_WEIGHT * len(measured)
+        return np.log(predicted(point)) - measured
 
     def cost(errors: Array, point: Array, smooth: float) -> float:
         pull = 0.5 * weight * (((point - prior) / deviation) ** 2).sum()
@@ -171,111 +160,54 @@ def _steps(
     return at
 
 
-@dataclass(frozen=True, eq=False)
 class _Followed:
     """All rows at once, near the constants that they were simulated with."""
 
-    seconds: list[float]
-    work: Workload
-    """Over (row, stage)."""
-    counts: dict[str, Array]
-    """Arguments of `stage_cost`, over (row, stage)."""
-    rank: npt.NDArray[np.int64]
-    """(row, pipeline rank) of each (row, stage), numbered."""
-    row_of_rank: npt.NDArray[np.int64]
-    chunks: Array
-    microbatches: Array
-    factor: Array
-    """Of each row, simulated computation over the closed form's."""
-    parts: dict[str, Array]
-    """Of each row, what else the step is made of."""
-    across: Array
-    """Replicas are on several nodes."""
-    cluster: Cluster
-    stack: SoftwareStack
-
-    @classmethod
-    def of(cls, rows: Sequence[Measured], cluster: Cluster, stack: SoftwareStack) -> "_Followed":
-        found = [predict(row.config, cluster, stack, with_memory=False) for row in rows]
-        works: list[Workload] = []
-        kinds: list[StageKind] = []
-        rank: list[int] = []
-        row_of_rank: list[int] = []
-        for number, row in enumerate(rows):
-            first, work = len(row_of_rank), workload_of(row.config)
-            for plan in plan_stages(row.config):
-                works.append(work)
-                rank.append(first + plan.rank)
-                kinds.append(stage_kind(row.config, plan))
-            row_of_rank += [number] * row.config.parallel.pp
+    def __init__(self, rows: Sequence[Measured], machine: _Machine, names: Sequence[str]) -> None:
+        self._machine, self._names = machine, names
+        found = [predict(row.config, *machine, with_memory=False) for row in rows]
+        self.seconds = [each.step_seconds for each in found]
+        per_row = [workload_of(row.config) for row in rows]
+        stages = [plan_stages(row.config) for row in rows]
+        self._work = stacked([work for work, plans in zip(per_row, stages) for _ in plans])  # over (row, stage)
+        kinds = [stage_kind(row.config, plan) for row, plans in zip(rows, stages) for plan in plans]
+        self._counts: Mapping[str, Any] = dict(zip(StageKind._fields, np.array(kinds).T))
+        # (row, pipeline rank) are numbered: that of each (row, stage), and the row of each.
+        sizes = [row.config.parallel.pp for row in rows]
+        firsts = np.cumsum([0, *sizes[:-1]])
+        self._rank = np.array([first + plan.rank for first, plans in zip(firsts, stages) for plan in plans])
+        self._row_of_rank = np.repeat(np.arange(len(rows)), sizes)
+        self._chunks = np.array([float(row.config.parallel.vpp) for row in rows])
+        self._microbatches = np.array([float(microbatch_counts(row.config)[-1]) for row in rows])
         names = ("pipeline", "gradients", "parameters", "optimizer", "step")
-        per_row = stacked([workload_of(row.config) for row in rows])
-        size, stride = per_row.dp * per_row.cp, data_stride(per_row)
-        self = cls(
-            seconds=[each.step_seconds for each in found],
-            work=stacked(works),
-            counts=dict(zip(StageKind._fields, np.array(kinds).T)),
-            rank=np.array(rank),
-            row_of_rank=np.array(row_of_rank),
-            chunks=np.array([float(row.config.parallel.vpp) for row in rows]),
-            microbatches=np.array([float(microbatch_counts(row.config)[-1]) for row in rows]),
-            factor=np.ones(len(rows)),
-            parts={name: np.array([each.parts[name] for each in found]) for name in names},
-            across=members_in_node(size, stride, cluster) < size,
-            cluster=cluster,
-            stack=stack,
-        )
-        simulated = np.array(self.seconds) - sum(self.parts.values())
-        return dataclasses.replace(self, factor=simulated / self._computation(cluster, stack))
+        self._parts = {name: np.array([each.parts[name] for each in found]) for name in names}
+        works = stacked(per_row)
+        size = works.dp * works.cp
+        self._across = (
+            members_in_node(size, data_stride(works), machine.cluster) < size
+        )  # replicas are on several nodes
+        # Of each row, simulated computation over the closed form's.
+        self._factor = (np.array(self.seconds) - sum(self._parts.values())) / self._computation(machine)
 
-    def _computation(self, cluster: Cluster, stack: SoftwareStack) -> Array:
+    def _computation(self, machine: _Machine) -> Array:
         """Busiest rank for all microbatches, and the others once for each chunk."""
-        counts: dict[str, Any] = self.counts
-        total = stage_cost(Pricing.of(self.work, cluster, stack), **counts).total
-        busy = np.bincount(self.rank, weights=total)
-        most = np.zeros(len(self.chunks))
-        np.maximum.at(most, self.row_of_rank, busy)
-        together = np.bincount(self.row_of_rank, weights=busy)
-        return self.microbatches * most + (together - most) / self.chunks
+        total = stage_cost(Pricing.of(self._work, *machine), **self._counts).total
+        busy = np.bincount(self._rank, weights=total)
+        most = np.zeros(len(self._chunks))
+        np.maximum.at(most, self._row_of_rank, busy)
+        together = np.bincount(self._row_of_rank, weights=busy)
+        return self._microbatches * most + (together - most) / self._chunks
 
-    def at(self, cluster: Cluster, stack: SoftwareStack) -> Array:
+    def at(self, logarithms: Array) -> Array:
         """Seconds of each row with other constants."""
-        old, new = self.cluster.efficiency, cluster.efficiency
-        network = np.where(self.across, old.network / new.network, old.link / new.link)
+        machine = self._machine.replaced(self._names, logarithms)
+        old, new, parts = self._machine.cluster.efficiency, machine.cluster.efficiency, self._parts
+        network = np.where(self._across, old.network / new.network, old.link / new.link)
         return (
-            self.factor * self._computation(cluster, stack)
-            + self.parts["pipeline"]
-            + (self.parts["gradients"] + self.parts["parameters"]) * network
-            + self.parts["optimizer"] * (old.memory / new.memory)
-            + self.parts["step"]
-            + (stack.step_seconds - self.stack.step_seconds)
+            self._factor * self._computation(machine)
+            + parts["pipeline"]
+            + (parts["gradients"] + parts["parameters"]) * network
+            + parts["optimizer"] * (old.memory / new.memory)
+            + parts["step"]
+            + (machine.stack.step_seconds - self._machine.stack.step_seconds)
         )
-
-
-def _efficiencies(cluster: Cluster) -> dict[str, float]:
-    return dataclasses.asdict(cluster.efficiency)
-
-
-def _value(name: str, cluster: Cluster, stack: SoftwareStack) -> float:
-    return _efficiencies(cluster)[name] if name in _efficiencies(cluster) else getattr(stack, name)
-
-
-def _with(names: Sequence[str], values: Array, cluster: Cluster, stack: SoftwareStack) -> tuple[Cluster, SoftwareStack]:
-    pairs = dict(zip(names, map(float, values)))
-    known = _efficiencies(cluster)
-    shares = {name: min(1.0, value) for name, value in pairs.items() if name in known}
-    rest: dict[str, Any] = {name: value for name, value in pairs.items() if name not in known}
-    efficiency = dataclasses.replace(cluster.efficiency, **shares)
-    return dataclasses.replace(cluster, efficiency=efficiency), dataclasses.replace(stack, **rest)
-
-
-def _with_provenance(
-    names: Sequence[str], cluster: Cluster, stack: SoftwareStack, text: str
-) -> tuple[Cluster, SoftwareStack]:
-    known = _efficiencies(cluster)
-    on_cluster = {f"efficiency.{name}": text for name in names if name in known}
-    on_stack = {name: text for name in names if name not in known}
-    return (
-        dataclasses.replace(cluster, provenance={**cluster.provenance, **on_cluster}),
-        dataclasses.replace(stack, provenance={**stack.provenance, **on_stack}),
-    )

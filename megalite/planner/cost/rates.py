@@ -11,11 +11,10 @@ from megalite.pipeline.ir.simulate import Link
 from megalite.planner.cost.workload import Number, Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
+# Rows and columns of the output that one multiprocessor works on, and the share of the best rate it reaches with them:
+# smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-"""Rows and columns of the output that one multiprocessor works on, and the share of the best rate it reaches with them:
-smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed."""
-RAMP = 128
-"""Steps along k that a tile takes to fill its pipeline and to write itself out."""
+RAMP = 128  # steps along k that a tile takes to fill its pipeline and to write itself out
 CORNER = 1.5
 """q: how sharp the roofline's corner is. Infinite if what is read and written hid behind the products in full."""
 
@@ -30,26 +29,21 @@ def gemm_seconds(
     batch · ceil(m/rows) · ceil(n/columns) tiles on so many multiprocessors. On one multiprocessor (a CPU core) nothing
     is cut: 2mnk / (peak · efficiency).
 
-    Args:
-        element: bytes of one number.
-        peak: FLOP/s at the precision (`Cluster.peak`).
+    `element` is bytes of one number, `peak` FLOP/s at the precision.
     """
     rate = peak * cluster.efficiency.gemm
     count = cluster.accelerator.multiprocessors
     bandwidth = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
     memory = batch * (m * k + k * n + m * n) * element / bandwidth
     if count == 1:
-        return _together(batch * 2.0 * m * n * k / rate, memory)
-    compute = np.inf
-    for rows, columns, share in TILES:
-        waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) / count)
-        seconds = waves * (count * rows * columns * 2.0 / share) * (k + RAMP) / rate
-        compute = np.minimum(compute, seconds)
-    return _together(compute, memory)
-
-
-def _together(compute: Number, memory: Number) -> Number:
-    """(compute^q + memory^q)^(1/q)."""
+        compute = batch * 2.0 * m * n * k / rate
+    else:
+        compute = np.inf
+        for rows, columns, share in TILES:
+            waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) / count)
+            seconds = waves * (count * rows * columns * 2.0 / share) * (k + RAMP) / rate
+            compute = np.minimum(compute, seconds)
+    # (compute^q + memory^q)^(1/q)
     most, least = np.maximum(compute, memory), np.minimum(compute, memory)
     return most * (1.0 + (least / most) ** CORNER) ** (1.0 / CORNER)
 
@@ -74,10 +68,7 @@ def link_rate(members: Number, cluster: Cluster) -> Number:
 def collective_seconds(operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster) -> Number:
     """One collective of `volume` bytes (as planner.communication counts them); 0 in a group of one.
 
-    Args:
-        operation: all-reduce, all-gather, reduce-scatter, all-to-all or send.
-        size: ranks of the group.
-        stride: global ranks between its neighbours: 1 for tp, tp·cp for dp in the usual order.
+    `stride`: global ranks between neighbours of the group: 1 for tp, tp·cp for dp in the usual order.
     """
     inside = members_in_node(size, stride, cluster)
     across = inside < size
@@ -101,14 +92,9 @@ def collective_seconds(operation: str, volume: Number, size: Number, stride: Num
 
 
 def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
-    """(latency, seconds that the link is busy) of one message between pipeline stages.
-
-    Args:
-        volume: bytes that one rank sends.
-        crosses: whether it leaves the node.
-    """
-    p2p = cluster.efficiency.p2p
-    bandwidth = np.where(crosses, cluster.nic_share, cluster.node.link_bandwidth) * p2p
+    """(latency, seconds that the link is busy) of a message of `volume` bytes a rank between pipeline stages, that leaves
+    the node where `crosses`."""
+    bandwidth = np.where(crosses, cluster.nic_share, cluster.node.link_bandwidth) * cluster.efficiency.p2p
     inside = cluster.node.message_steps * cluster.node.link_latency
     return np.where(crosses, cluster.network.latency, inside), volume / bandwidth
 
@@ -121,8 +107,7 @@ def pipeline_stride(work: Workload) -> Number:
 def sharing_ranks(stride: Number, pp: int, cluster: Cluster) -> Number:
     """Ranks a core of those that share cores with other stages of their pipeline; 1 where a pipeline leaves the node: its
     ranks there may all wait at once."""
-    whole = stride * pp <= cluster.node.accelerators
-    return np.where(whole, cluster.node.ranks_per_core, 1.0)
+    return np.where(stride * pp <= cluster.node.accelerators, cluster.node.ranks_per_core, 1.0)
 
 
 def data_stride(work: Workload) -> Number:
@@ -156,26 +141,20 @@ def links_of(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> dict[
     return links
 
 
+# q: how the times of host and device combine. Infinite if each stretch of a stage were bound by the same one of them.
 ALTERNATION = 6.0
-"""q: how the times of host and device combine. Infinite if each stretch of a stage were bound by the same one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
     """Seconds by kind, and counts of what the host starts. Fields are numbers or arrays over layouts."""
 
-    gemm: Number = 0.0
-    """Matrix products, the attention core among them."""
-    memory: Number = 0.0
-    """Operations that read and write."""
-    tensor: Number = 0.0
-    """Collectives of tensor parallelism."""
-    context: Number = 0.0
-    """What context parallelism leaves exposed beside the attention core."""
-    expert: Number = 0.0
-    """Exchange of rows between experts."""
-    operations: Number = 0.0
-    """Kernels that the host starts."""
+    gemm: Number = 0.0  # matrix products, the attention core among them
+    memory: Number = 0.0  # operations that read and write
+    tensor: Number = 0.0  # collectives of tensor parallelism
+    context: Number = 0.0  # what context parallelism leaves exposed beside the attention core
+    expert: Number = 0.0  # exchange of rows between experts
+    operations: Number = 0.0  # kernels that the host starts
     collectives: Number = 0.0
 
     def __add__(self, other: "Parts") -> "Parts":

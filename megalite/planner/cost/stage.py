@@ -1,7 +1,7 @@
 """Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,18 +11,7 @@ from megalite.partition.activations import recompute_units
 from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
-from megalite.planner.cost.operations import (
-    Piece,
-    Pricing,
-    attention_core,
-    attention_projections,
-    dense_mlp,
-    embedding,
-    experts,
-    head,
-    norm,
-    residual,
-)
+from megalite.planner.cost import operations
 from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.workload import Number, Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -47,15 +36,6 @@ def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerParts:
-    """One layer for one microbatch."""
-
-    piece: Piece
-    again: Parts
-    """What selective recompute runs again of it, or full recompute: its whole forward."""
-
-
-@dataclass(frozen=True, eq=False)
 class StageCost:
     """Seconds of one microbatch on one stage, and of what they are made. Numbers, or arrays over layouts."""
 
@@ -64,8 +44,7 @@ class StageCost:
     weight_gradient: Number
     recompute: Number
     forward_parts: Parts
-    backward_parts: Parts
-    """Both gradients."""
+    backward_parts: Parts  # both gradients
     recompute_parts: Parts
 
     @property
@@ -78,41 +57,45 @@ class StageCost:
         """All that the stage does for a microbatch."""
         return self.forward + self.backward + self.recompute
 
+    def __add__(self, other: "StageCost") -> "StageCost":
+        """One after the other."""
+        return StageCost(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
     @property
     def parts(self) -> Parts:
         """The same by kind."""
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
-def layer_parts(price: Pricing, *, moe: bool = False) -> LayerParts:
-    """One block; `moe`: with experts instead of a dense MLP."""
+def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
+    """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
-    norms = norm(price, work.hidden / work.split) * 2.0
-    core, projections = attention_core(price), attention_projections(price)
+    norms = operations.norm(price, work.hidden / work.split) * 2.0
+    core, projections = operations.attention_core(price), operations.attention_projections(price)
     communication = price.block_communication(projections.weight_gradient)
-    total = norms + core + projections + communication + residual(price) * 2.0
+    total = norms + core + projections + communication + operations.residual(price) * 2.0
     if moe:
-        products, nonlinearity, exchange = experts(price)
+        products, nonlinearity, exchange = operations.experts(price)
         total = total + products + nonlinearity + exchange
         feed_forward = products.forward + nonlinearity.forward + exchange.forward
         if np.any(np.asarray(work.shared_ffn) > 0):
-            products, nonlinearity = dense_mlp(price, work.shared_ffn)
+            products, nonlinearity = operations.dense_mlp(price, work.shared_ffn)
             communication = price.block_communication(products.weight_gradient)
             total = total + products + nonlinearity + communication
             feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
         again = feed_forward * work.recompute_moe
     else:
-        products, nonlinearity = dense_mlp(price, work.ffn)
+        products, nonlinearity = operations.dense_mlp(price, work.ffn)
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
         again = (products.forward + nonlinearity.forward + price.enter()) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
     again = again * (1.0 - work.recompute_full) + total.forward * work.recompute_full
-    return LayerParts(total, again)
+    return total, again
 
 
 def stage_cost(
-    price: Pricing,
+    price: operations.Pricing,
     *,
     dense: Number = 0.0,
     moe: Number = 0.0,
@@ -120,28 +103,23 @@ def stage_cost(
     has_head: Number = 0.0,
     kept: Number = 0.0,
 ) -> StageCost:
-    """A stage with so many layers of each kind.
-
-    Args:
-        dense: layers with a dense MLP.
-        moe: layers with experts.
-        has_embedding, has_head: 0 or 1.
-        kept: layers that full recompute leaves alone (method block).
-    """
-    total, again = embedding(price) * has_embedding, Parts()
+    """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block)."""
+    total, again = operations.embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
         if np.any(np.asarray(number) > 0):
-            layer = layer_parts(price, moe=with_experts)
-            total = total + layer.piece * number
+            piece, recomputed = layer_parts(price, moe=with_experts)
+            total = total + piece * number
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
-            again = again + layer.again * (number * share)
+            again = again + recomputed * (number * share)
     # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
-    end = _seconds(price, head(price) * has_head, Parts())
-    return _one_after_the_other(_seconds(price, total, again), end, price.stack.microbatch_seconds)
+    end = _seconds(price, operations.head(price) * has_head, Parts())
+    cost = _seconds(price, total, again) + end
+    constant = price.stack.microbatch_seconds
+    return replace(cost, forward=cost.forward + constant, input_gradient=cost.input_gradient + constant)
 
 
-def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
+def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -> StageCost:
     """Without the constant of a microbatch. What is computed again and the backward alternate, layer by layer: the host
     may be late in one and make up for it in the other."""
     cluster, stack = price.cluster, price.stack
@@ -166,35 +144,17 @@ def _seconds(price: Pricing, total: Piece, again: Parts) -> StageCost:
     )
 
 
-def _one_after_the_other(layers: StageCost, end: StageCost, constant: Number) -> StageCost:
-    """The sum, and a constant on either way."""
-    return StageCost(
-        forward=layers.forward + end.forward + constant,
-        input_gradient=layers.input_gradient + end.input_gradient + constant,
-        weight_gradient=layers.weight_gradient + end.weight_gradient,
-        recompute=layers.recompute + end.recompute,
-        forward_parts=layers.forward_parts + end.forward_parts,
-        backward_parts=layers.backward_parts + end.backward_parts,
-        recompute_parts=layers.recompute_parts + end.recompute_parts,
-    )
-
-
 def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe: bool = False) -> StageCost:
     """One layer alone, without the constant of a microbatch."""
-    price = Pricing.of(work, cluster, stack)
-    layer = layer_parts(price, moe=moe)
-    return _seconds(price, layer.piece, layer.again)
+    price = operations.Pricing.of(work, cluster, stack)
+    return _seconds(price, *layer_parts(price, moe=moe))
 
 
 def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
-    """Each virtual stage of a validated config.
-
-    Raises:
-        ConfigError: the accelerator does not have the precision.
-    """
-    price = Pricing.of(workload_of(config), cluster, stack)
+    """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
+    price = operations.Pricing.of(workload_of(config), cluster, stack)
     found: dict[StageKind, StageCost] = {}
     for plan in stages:
         kind = stage_kind(config, plan)

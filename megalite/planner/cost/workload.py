@@ -7,19 +7,16 @@ Letters: b micro batch, s sequence, h hidden size, a heads, g key/value heads, d
 E experts, t tensor-parallel size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 
-Number = Any
-"""A float, or a numpy array of them over layouts."""
-Array = npt.NDArray[np.float64]
+Number = Any  # a float, or a numpy array of them over layouts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,47 +24,36 @@ class Workload:
     """Sizes of one microbatch on one rank's share of a layer. Flags are 0 or 1, so that they can be arrays too."""
 
     precision: str
-    element: float
-    """Bytes of an activation."""
-    batch: Number
-    """b: sequences of a microbatch."""
+    element: float  # bytes of an activation
+    batch: Number  # b: sequences of a microbatch
     sequence: Number
     hidden: Number
     heads: Number
     groups: Number
     head_size: Number
     ffn: Number
-    gates: Number
-    """Matrices on the way into the MLP's nonlinearity: 2 with a gate."""
-    vocabulary: Number
-    """Padded."""
-    keys: Number
-    """Positions that a query can see, before the causal mask: s, or the window."""
+    gates: Number  # matrices on the way into the MLP's nonlinearity: 2 with a gate
+    vocabulary: Number  # padded
+    keys: Number  # positions that a query can see, before the causal mask: s, or the window
     rope: Number
     qk_norm: Number
     hidden_dropout: Number
     attention_dropout: Number
-    experts: Number
-    """E of a MoE layer; 0 without."""
-    topk: Number
-    """Experts of a token, after capacity."""
+    experts: Number  # E of a MoE layer; 0 without
+    topk: Number  # experts of a token, after capacity
     expert_ffn: Number
-    shared_ffn: Number
-    """Width of the experts that all tokens go through; 0 without."""
+    shared_ffn: Number  # width of the experts that all tokens go through; 0 without
     tp: Number
     cp: Number
     ep: Number
     expert_tp: Number
     dp: Number
     pp: Number
-    order_dp_first: Number
-    """dp varies faster over ranks than pp (1), or slower (0)."""
+    order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
-    ring: Number
-    """Context parallelism sends keys and values round (1) or exchanges heads (0)."""
+    ring: Number  # context parallelism sends keys and values round (1) or exchanges heads (0)
     recompute_full: Number
-    recompute_core: Number
-    """Selective recompute of the attention core; the others likewise."""
+    recompute_core: Number  # selective recompute of the attention core; the others likewise
     recompute_activation: Number
     recompute_norm: Number
     recompute_mlp: Number
@@ -94,59 +80,50 @@ def workload_of(config: RunConfig) -> Workload:
     model, p, training = config.model, config.parallel, config.training
     assert p.dp is not None, "validate() resolves dp"
     factor = model.moe_expert_capacity_factor
-    full = training.recompute_granularity == "full"
     modules = set(training.recompute_modules) if training.recompute_granularity == "selective" else set()
-    return Workload(
-        precision=training.precision,
-        element=float(ELEMENT_BYTES[training.precision]),
-        batch=float(training.micro_batch_size),
-        sequence=float(training.seq_length),
-        hidden=float(model.hidden_size),
-        heads=float(model.num_attention_heads),
-        groups=float(model.query_groups),
-        head_size=float(model.head_size),
-        ffn=float(model.ffn_size),
-        gates=2.0 if model.is_gated else 1.0,
-        vocabulary=float(model.padded_vocab_size),
-        keys=float(min(training.seq_length, model.sliding_window or training.seq_length)),
-        rope=float(model.position_embedding_type == "rope"),
-        qk_norm=float(model.qk_norm),
-        hidden_dropout=float(model.hidden_dropout > 0),
-        attention_dropout=float(model.attention_dropout > 0),
-        experts=float(model.num_experts or 0),
-        topk=model.moe_router_topk * (1.0 if factor is None else min(1.0, factor)),
-        expert_ffn=float(model.expert_ffn_size),
-        shared_ffn=float(model.moe_shared_expert_intermediate_size or 0),
-        tp=float(p.tp),
-        cp=float(p.cp),
-        ep=float(p.ep),
-        expert_tp=float(p.expert_tp),
-        dp=float(p.dp),
-        pp=float(p.pp),
-        order_dp_first=float(p.rank_order == "tp-cp-ep-dp-pp"),
-        sequence_parallel=float(p.sequence_parallel),
-        ring=float(p.cp_comm_type == "p2p"),
-        recompute_full=float(full),
-        recompute_core=float("core_attn" in modules),
-        recompute_activation=float("mlp_act" in modules),
-        recompute_norm=float("layernorm" in modules),
-        recompute_mlp=float("mlp" in modules),
-        recompute_moe=float("moe" in modules),
-    )
-
-
-def with_layouts(workload: Workload, layouts: Mapping[str, Number]) -> Workload:
-    """The same with arrays for some fields: `{"tp": array, "batch": array, ...}`."""
-    return replace(workload, **layouts)
+    numbers = {
+        "element": ELEMENT_BYTES[training.precision],
+        "batch": training.micro_batch_size,
+        "sequence": training.seq_length,
+        "hidden": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "groups": model.query_groups,
+        "head_size": model.head_size,
+        "ffn": model.ffn_size,
+        "gates": 2 if model.is_gated else 1,
+        "vocabulary": model.padded_vocab_size,
+        "keys": min(training.seq_length, model.sliding_window or training.seq_length),
+        "rope": model.position_embedding_type == "rope",
+        "qk_norm": model.qk_norm,
+        "hidden_dropout": model.hidden_dropout > 0,
+        "attention_dropout": model.attention_dropout > 0,
+        "experts": model.num_experts or 0,
+        "topk": model.moe_router_topk * (1.0 if factor is None else min(1.0, factor)),
+        "expert_ffn": model.expert_ffn_size,
+        "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
+        "tp": p.tp,
+        "cp": p.cp,
+        "ep": p.ep,
+        "expert_tp": p.expert_tp,
+        "dp": p.dp,
+        "pp": p.pp,
+        "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
+        "sequence_parallel": p.sequence_parallel,
+        "ring": p.cp_comm_type == "p2p",
+        "recompute_full": training.recompute_granularity == "full",
+        "recompute_core": "core_attn" in modules,
+        "recompute_activation": "mlp_act" in modules,
+        "recompute_norm": "layernorm" in modules,
+        "recompute_mlp": "mlp" in modules,
+        "recompute_moe": "moe" in modules,
+    }
+    return Workload(precision=training.precision, **{name: float(number) for name, number in numbers.items()})
 
 
 def stacked(workloads: Sequence[Workload]) -> Workload:
     """Several of one precision as one, whose fields are arrays over them."""
     first = workloads[0]
     assert all(each.precision == first.precision for each in workloads), "one precision has one peak"
-    arrays: dict[str, Any] = {
-        field.name: np.array([getattr(each, field.name) for each in workloads])
-        for field in fields(Workload)
-        if field.name not in ("precision", "element")
-    }
+    names = {field.name for field in fields(Workload)} - {"precision", "element"}
+    arrays: dict[str, Any] = {name: np.array([getattr(each, name) for each in workloads]) for name in names}
     return replace(first, **arrays)

@@ -36,43 +36,33 @@ class InFlight(NamedTuple):
 def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
     """The same pipeline with as few microbatches as give the same counts."""
     schedule, p, v, m = pipeline
-    if schedule == "1f1b":
-        return pipeline._replace(microbatches=min(m, 2 * p))
-    if schedule in ("zb-h1", "zb-h2"):
-        return pipeline._replace(microbatches=min(m, 4 * p))
-    if schedule in VEE:
-        return pipeline._replace(microbatches=min(m, 2 * p + 2))
     if schedule == "interleaved":
         size = group or smallest_group(p, m)
         # Warm-up and one round of the chunks lie in whole groups.
         enough = size * (3 + 2 * p // (v * size))
-        return pipeline._replace(microbatches=min(m, enough)) if m >= enough else pipeline
-    return pipeline
+        return pipeline._replace(microbatches=min(m, enough))
+    enough = {"1f1b": 2 * p, "zb-h1": 4 * p, "zb-h2": 4 * p, "zb-v": 2 * p + 2, "dualpipe-v": 2 * p + 2}.get(
+        schedule, m
+    )
+    return pipeline._replace(microbatches=min(m, enough))
 
 
 def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None) -> InFlight:
-    """The moments at which one of `ranks` may hold most.
-
-    Args:
-        warm_up: of 1f1b.
-        group: of interleaved; default the smallest.
-    """
+    """The moments at which one of `ranks` may hold most; `warm_up` is of 1f1b, `group` of interleaved (default: smallest)."""
     schedule, p, v, m = pipeline
     left = p - ranks
-    if schedule in ("gpipe", "looped-bfs"):
-        return _whole(np.full((1, len(ranks), v), m))
-    if schedule == "1f1b":
-        return _whole(np.minimum(m, left if warm_up == "pa" else 2 * left - 1)[None, :, None])
-    if schedule == "interleaved":
-        return _whole(_interleaved(p, v, m, group or smallest_group(p, m), ranks))
     if schedule in ("zb-h1", "zb-h2"):
         return _zero_bubble(p, m, 1 if schedule == "zb-h1" else 2, ranks)
-    few = min(m, 2 * p + 2)  # more are as these
-    held = np.stack([_vee(schedule, p, few, rank) for rank in ranks.tolist()], axis=1)
-    return InFlight(held[:, :, :2], held[:, :, 2:])
-
-
-def _whole(graphs: Counts) -> InFlight:
+    if schedule in VEE:
+        few = min(m, 2 * p + 2)  # more are as these
+        held = np.stack([_vee(schedule, p, few, rank) for rank in ranks.tolist()], axis=1)
+        return InFlight(held[:, :, :2], held[:, :, 2:])
+    if schedule == "1f1b":
+        graphs = np.minimum(m, left if warm_up == "pa" else 2 * left - 1)[None, :, None]
+    elif schedule == "interleaved":
+        graphs = _interleaved(p, v, m, group or smallest_group(p, m), ranks)
+    else:
+        graphs = np.full((1, len(ranks), v), m)
     return InFlight(graphs, np.zeros_like(graphs))
 
 
@@ -109,6 +99,8 @@ def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
 
 _F, _I, _W, _B = range(4)
 _STEPS = {kind + chunk: ("FIWB".index(kind), int(chunk or -1)) for kind in "FIWB" for chunk in ("0", "1", "")}
+# Of graphs and of what is deferred, by chunk: moments that are largest by one of these are kept. Where the second chunk
+# of a rank has the head it may weigh much more than the first.
 _WEIGHTS = np.array(
     [
         *([1.0, 2.0, 0.7, 1.0], [1.0, 5.0, 0.7, 2.0], [1.0, 20.0, 0.7, 5.0]),
@@ -119,8 +111,6 @@ _WEIGHTS = np.array(
         *([0.1, 0.1, 1.0, 1.01], [0.1, 0.1, 1.01, 1.0]),
     ]
 )
-"""Of graphs and of what is deferred, by chunk: moments that are largest by one of these are kept. Where the second chunk
-of a rank has the head it may weigh much more than the first."""
 
 
 @lru_cache(maxsize=4096)
@@ -199,24 +189,17 @@ def _held(kind: Counts, chunk: Counts, rank: int, p: int, m: int) -> Counts:
     return np.cumsum(change, axis=0)
 
 
-Integers = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Cut:
     """The stages of a pipeline, by rank and chunk: [p, v]."""
 
-    dense: Integers
-    """Layers with a dense MLP."""
-    experts: Integers
-    """Layers with experts."""
-    first: tuple[int, int]
-    """Rank and chunk of the first stage, which has the embedding."""
-    last: tuple[int, int]
-    """Of the last stage, which has the head."""
+    dense: Counts  # layers with a dense MLP
+    experts: Counts  # layers with experts
+    first: tuple[int, int]  # rank and chunk of the first stage, which has the embedding
+    last: tuple[int, int]  # of the last stage, which has the head
 
     @cached_property
-    def ranks(self) -> Integers:
+    def ranks(self) -> Counts:
         """Of ranks that hold the same, the first and the last: one of them needs most memory in any schedule."""
         marks = np.zeros_like(self.dense)
         marks[self.first] += 1
@@ -229,118 +212,97 @@ class Cut:
         return np.array(sorted(firsts | lasts), dtype=np.int64)
 
 
-class Cutter:
-    """Cuts a model as `planner.stages.cut_stages` does; each cut is made once.
-
-    Where layers differ in cost and a rank has several chunks, the cut is estimated as if they did not: the exact one
-    takes a search of its own, which the layouts that are refined get.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        model, s = config.model, config.training.seq_length
-        self._given = stage_layers(config)
-        self._costs = [layer_forward_flops(model, index, s) for index in range(model.num_layers)]
-        self._head = head_forward_flops(model)
-        self._is_moe = np.array([model.is_moe_layer(index) for index in range(model.num_layers)])
-        self._known: dict[tuple[int, int, bool], Cut] = {}
-
-    def __call__(self, pipeline: Pipeline) -> Cut:
-        """The cut of a pipeline."""
-        key = (pipeline.pp, pipeline.vpp, pipeline.schedule in VEE)
-        if key not in self._known:
-            self._known[key] = self._cut(*key)
-        return self._known[key]
-
-    def _cut(self, pp: int, vpp: int, vee: bool) -> Cut:
-        placement = v_placement(pp) if vee else loop_placement(pp, vpp)
-        costs: float | Sequence[float] = self._costs
-        if vpp > 1 and len(set(self._costs)) > 1:
-            costs = sum(self._costs) / len(self._costs)
-        counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=self._head)
-        ends = np.concatenate(([0], np.cumsum(counts)))
-        experts = np.concatenate(([0], np.cumsum(self._is_moe)))[ends]
-        by_stage = np.stack((np.diff(ends) - np.diff(experts), np.diff(experts)))
-        held = np.zeros((2, pp, vpp), dtype=np.int64)
-        chunk = np.zeros(pp, dtype=np.int64)
-        places = []
-        for stage, rank in enumerate(placement):
-            held[:, rank, chunk[rank]] = by_stage[:, stage]
-            places.append((rank, int(chunk[rank])))
-            chunk[rank] += 1
-        return Cut(held[0], held[1], places[0], places[-1])
-
-
 Floats = npt.NDArray[np.float64]
 
 
 class Feature(IntEnum):
     """Of a rank at a moment; and row of a share's coefficients."""
 
-    DENSE = 0
-    """Layers held, with a dense MLP; and so on."""
+    DENSE = 0  # layers held, with a dense MLP; and so on
     EXPERTS = auto()
     EMBEDDING = auto()
     HEAD = auto()
-    COPY = auto()
-    """Of a tied embedding that is on another rank too."""
-    DENSE_ACTIVE = auto()
-    """Layers times microbatches whose graphs are alive."""
+    COPY = auto()  # of a tied embedding that is on another rank too
+    DENSE_ACTIVE = auto()  # layers times microbatches whose graphs are alive
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()
-    DENSE_DEFERRED = auto()
-    """The same that wait for a W."""
+    DENSE_DEFERRED = auto()  # the same that wait for a W
     EXPERTS_DEFERRED = auto()
     HEAD_DEFERRED = auto()
-    ONLY_DENSE = auto()
-    """The workspace of recomputation, by the kinds of layers on the rank."""
+    ONLY_DENSE = auto()  # the workspace of recomputation, by the kinds of layers on the rank
     ONLY_EXPERTS = auto()
     BOTH_KINDS = auto()
-    PLAIN = auto()
-    """What is whole for a while of sharded tensors, by what the stages have beside layers."""
+    PLAIN = auto()  # what is whole for a while of sharded tensors, by what the stages have beside layers
     WITH_EMBEDDING = auto()
     WITH_HEAD = auto()
     BOTH_ENDS = auto()
 
 
 _ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.HEAD_ACTIVE for feature in Feature])
-_HEADS = (0, 1, 3, 10, 100)
-"""Layers that a head may weigh in activations."""
+_HEADS = (0, 1, 3, 10, 100)  # layers that a head may weigh in activations
 
 
 class Counter:
-    """Counts the features of pipelines, each that differs once."""
+    """Counts the features of pipelines; each cut and each steady pipeline is counted once."""
 
     def __init__(self, config: RunConfig) -> None:
+        model, s = config.model, config.training.seq_length
         self._config = config
         self._group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        self._cut = Cutter(config)
-        self._held: dict[int, Floats] = {}
+        self._given = stage_layers(config)
+        self._costs = [layer_forward_flops(model, index, s) for index in range(model.num_layers)]
+        self._is_moe = np.array([model.is_moe_layer(index) for index in range(model.num_layers)])
+        self._cuts: dict[tuple[int, int, bool], Cut] = {}
         self._known: dict[tuple[Pipeline, int], Floats] = {}
 
     def cut(self, pipeline: Pipeline) -> Cut:
-        """The stages of a pipeline."""
-        return self._cut(pipeline)
+        """The stages of a pipeline, cut as `partition.stages.cut_stages` does.
+
+        Where layers differ in cost and a rank has several chunks, the cut is estimated as if they did not: the exact one
+        takes a search, which the layouts that are refined get.
+        """
+        key = (pipeline.pp, pipeline.vpp, pipeline.schedule in VEE)
+        if key not in self._cuts:
+            self._cuts[key] = self._make_cut(*key)
+        return self._cuts[key]
+
+    def _make_cut(self, pp: int, vpp: int, vee: bool) -> Cut:
+        placement = v_placement(pp) if vee else loop_placement(pp, vpp)
+        costs: float | Sequence[float] = self._costs
+        if vpp > 1 and len(set(self._costs)) > 1:
+            costs = sum(self._costs) / len(self._costs)
+        head = head_forward_flops(self._config.model)
+        counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=head)
+        ends = np.concatenate(([0], np.cumsum(counts)))
+        experts = np.diff(np.concatenate(([0], np.cumsum(self._is_moe)))[ends])
+        held = np.zeros((2, pp, vpp), dtype=np.int64)
+        chunk = np.zeros(pp, dtype=np.int64)
+        places = []
+        for stage, rank in enumerate(placement):
+            held[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage]
+            places.append((rank, int(chunk[rank])))
+            chunk[rank] += 1
+        return Cut(held[0], held[1], places[0], places[-1])
 
     def __call__(self, pipeline: Pipeline) -> Floats:
         """[rows, features]: ranks and moments of which one is the fullest, whatever the share."""
+        m, group = pipeline.microbatches, self._group
         if pipeline.schedule in ("gpipe", "looped-bfs"):
             # All microbatches are alive at once.
-            return self._of(pipeline._replace(microbatches=1)) * np.where(_ALIVE, pipeline.microbatches, 1)
-        return self._of(pipeline)
-
-    def _of(self, pipeline: Pipeline) -> Floats:
-        few = steady(pipeline, self._group)
-        group = self._group
+            return self._steady(pipeline._replace(microbatches=1), group) * np.where(_ALIVE, m, 1)
         if pipeline.schedule == "interleaved":
-            group = group or smallest_group(pipeline.pp, pipeline.microbatches)
-        key = (few, group or 0)
+            group = group or smallest_group(pipeline.pp, m)
+        return self._steady(steady(pipeline, group), group)
+
+    def _steady(self, pipeline: Pipeline, group: int | None) -> Floats:
+        key = (pipeline, group or 0)
         if key not in self._known:
-            self._known[key] = self._features(few, group)
+            self._known[key] = self._features(pipeline, group)
         return self._known[key]
 
     def _features(self, pipeline: Pipeline, group: int | None) -> Floats:
-        cut = self._cut(pipeline)
+        cut = self.cut(pipeline)
         ranks = cut.ranks
         warm_up = self._config.parallel.pipeline_warmup
         graphs, deferred = in_flight(pipeline, ranks, warm_up=warm_up, group=group)
@@ -352,9 +314,7 @@ class Counter:
             moments = [(layers + weight * heads).argmax(0) for weight in _HEADS]
             graphs = np.stack([graphs[moment, np.arange(len(ranks))] for moment in moments])
             deferred = np.zeros_like(graphs)
-        if id(cut) not in self._held:
-            self._held[id(cut)] = self._static(cut)
-        rows = np.repeat(self._held[id(cut)][None], len(graphs), axis=0)
+        rows = np.repeat(self._static(cut)[None], len(graphs), axis=0)
         last = ranks == cut.last[0]
         for counts, of_dense, of_experts, of_head in (
             (graphs, Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.HEAD_ACTIVE),

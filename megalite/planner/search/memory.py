@@ -1,12 +1,12 @@
-"""Memory of every layout at once, by the formulas of `planner.memory`.
+"""Memory of every layout at once, by the formulas of `partition.memory`.
 
 A rank's bytes are bilinear: so many layers, embeddings, microbatches in flight (`features` of the pipeline, one row for
 each rank and moment that may be the fullest) times what each of them takes (coefficients of the share). Both are made by
 the code that sizes a single config, once for each that differs; a product of two small matrices gives the rest.
 
-Equal to `planner.memory` to the byte where stages of a rank are alike; else up to the moment that the peak is taken at
-(`inflight`), rounding, the cut of unequal layers over chunks (`cut`), and with zero-2 and fully-sharded the padding of
-buckets and the stage that has most of them. What is refined is sized again exactly.
+Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
+cut of unequal layers over chunks, and with zero-2 and fully-sharded the padding of buckets and the stage that has most of
+them. What is refined is sized again exactly.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,7 @@ def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
 class Sizer:
     """Bytes that shares of a config take for each feature."""
 
-    config: RunConfig
-    """The request's: what is not searched."""
+    config: RunConfig  # the request's: what is not searched
 
     def coefficients(self, shares: Shares, pp: int) -> Floats:
         """[features, shares], for pipelines of pp ranks."""
@@ -81,27 +80,19 @@ class Sizer:
     def _classes(self) -> tuple[list[list[tuple[int, ParameterShape]]], list[ParameterShape]]:
         """Tensors of a dense layer, one with experts, embedding, head and copy, each with its class; one of each class."""
         model = self.config.model
-        dense, experts = self._examples()
-        word = embedding_shapes(model)[:1]
-        lists = [
-            [] if dense is None else layer_shapes(model, dense),
-            [] if experts is None else layer_shapes(model, experts),
-            embedding_shapes(model),
-            head_shapes(model),
-            word if model.tie_embeddings else [],
-        ]
+        layers = [[] if index is None else layer_shapes(model, index) for index in self._examples()]
+        embedding = embedding_shapes(model)
+        copy = embedding[:1] if model.tie_embeddings else []
         classes: dict[tuple[object, ...], int] = {}
         examples: list[ParameterShape] = []
         parts = []
-        for shapes in lists:
-            part = []
-            for shape in shapes:
-                key = (shape.expert, moment_widths(self.config, shape))
+        for shapes in (*layers, embedding, head_shapes(model), copy):
+            keys = [(shape.expert, moment_widths(self.config, shape)) for shape in shapes]
+            for key, shape in zip(keys, shapes):
                 if key not in classes:
                     classes[key] = len(classes)
                     examples.append(shape)
-                part.append((classes[key], shape))
-            parts.append(part)
+            parts.append([(classes[key], shape) for key, shape in zip(keys, shapes)])
         return parts, examples
 
     def _local(
@@ -132,14 +123,14 @@ class Sizer:
 
     def _one_sequence(self, shares: Shares, place: int, pp: int, cp: int) -> Floats:
         config = self._with(shares, place, pp, micro_batch_size=1, cp=cp)
-        dense, experts = (None if index is None else _plan(index) for index in self._examples())
         embedding, head = _plan(0, layers=0, embedding=True), _plan(0, layers=0, head=True)
-        kinds = [[0, 0, 0] if plan is None else _of_layer(config, plan) for plan in (dense, experts)]
-        active, deferred, workspace = zip(*kinds, strict=True)
+        plans = [None if index is None else _plan(index) for index in self._examples()]
+        active = [0 if plan is None else layer_activation_bytes(config, plan.first_layer) for plan in plans]
+        deferred = [0 if plan is None else deferred_bytes(config, plan) for plan in plans]
+        workspace = [0 if plan is None else recompute_workspace_bytes(config, plan) for plan in plans]
         ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
-        return np.array(
-            [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)], dtype=np.float64
-        )
+        found = [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)]
+        return np.array(found, dtype=np.float64)
 
     def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
         """Of sharded gradients and parameters, on stages long enough that more layers change nothing."""
@@ -231,12 +222,3 @@ def _plan(first: int, *, layers: int = 1, embedding: bool = False, head: bool = 
     return StagePlan(
         stage=0, rank=rank, first_layer=first, last_layer=first + layers, has_embedding=embedding, has_head=head
     )
-
-
-def _of_layer(config: RunConfig, plan: StagePlan) -> list[int]:
-    """Activations, what waits for a W, and the workspace of recomputation."""
-    return [
-        layer_activation_bytes(config, plan.first_layer),
-        deferred_bytes(config, plan),
-        recompute_workspace_bytes(config, plan),
-    ]

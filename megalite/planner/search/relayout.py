@@ -6,9 +6,9 @@ goes back to what the user wrote.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
@@ -22,36 +22,27 @@ from megalite.planner.search.request import SEARCHED, Request, fixed_settings, n
 from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import enumerate_space
 
-LAYOUT = (*(*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout"), *("cp_comm_type", "recompute_modules"))
-"""Settings that a layout consists of."""
-_AXES = ("tp", "pp", "cp", "ep", "dp")
-"""Who gives one of them gives a layout; a micro batch size alone is none."""
-KEPT = ("tp", "pp", "cp", "ep")
-"""What stays as it was, where that costs little: how the weights of a replica are cut."""
-ALMOST = 1.1
-"""Times the fastest step that it may cost."""
-_COUNTS, _DOUBLINGS = 64, 6
-"""Numbers of ranks that are tried, to say what would work."""
+# Settings that a layout consists of.
+LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", "cp_comm_type", "recompute_modules")
+_AXES = ("tp", "pp", "cp", "ep", "dp")  # who gives one of them gives a layout; a micro batch size alone is none
+KEPT = ("tp", "pp", "cp", "ep")  # what stays as it was, where that costs little: how a replica's weights are cut
+ALMOST = 1.1  # times the fastest step that it may cost
+_COUNTS, _DOUBLINGS = 64, 6  # numbers of ranks that are tried, to say what would work
 
 
-@dataclass(frozen=True, kw_only=True)
-class Former:
+class Former(NamedTuple):
     """What the run was, up to its newest checkpoint."""
 
     step: int
     world_size: int
-    layout: Mapping[str, Any]
-    """Of the settings in LAYOUT, by name."""
+    layout: Mapping[str, Any]  # of the settings in LAYOUT, by name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Relayout:
+class Relayout(NamedTuple):
     """The answer."""
 
-    layout: Mapping[str, Any]
-    """All settings in LAYOUT, dp among them."""
-    why: str
-    """For the log."""
+    layout: Mapping[str, Any]  # all settings in LAYOUT, dp among them
+    why: str  # for the log
 
 
 def relayout(
@@ -73,35 +64,34 @@ def relayout(
         fixed: those of them that must stay.
         memory_limit: bytes that a rank may hold.
 
-    Raises:
-        ConfigError: these ranks can have no layout; it names the nearest numbers of ranks that can.
+    Raises ConfigError if these ranks can have no layout, with the nearest numbers of ranks that can.
     """
     if not explicit.isdisjoint(_AXES):
         own = _legal(config, world_size, explicit)
-        if own is not None and _fits(own, cluster, stack, memory_limit):
-            return Relayout(layout=_layout(own), why="the layout of the settings")
-    if former is not None and former.world_size == world_size:
-        again = _again(config, former, world_size, fixed)
-        if again is not None:
-            why = f"the layout of the checkpoint of step {former.step}"
-            return Relayout(layout=_layout(again), why=why)
-    return _planned(
-        config,
-        world_size=world_size,
-        fixed=fixed,
-        wished=former.layout if former is not None else _given_layout(config, explicit),
-        cluster=cluster,
-        stack=stack,
-        memory_limit=memory_limit,
+        if own is not None and max(r.total_bytes for r in predict(own, cluster, stack).memory) <= memory_limit:
+            return Relayout(_layout(own), "the layout of the settings")
+    unchanged = former is not None and all(
+        former.layout.get(name) == value_of(config, name) for name in fixed.intersection(LAYOUT)
     )
+    if former is not None and former.world_size == world_size and unchanged:
+        changed = with_settings(config, **former.layout)
+        again = _legal(changed, world_size, not_default(changed))
+        if again is not None:
+            return Relayout(_layout(again), f"the layout of the checkpoint of step {former.step}")
+    if former is not None:
+        wished = former.layout
+    else:
+        wished = {name: value for name, value in _layout(config).items() if name in explicit}
+    cut = {name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed}
+    constraints = fixed_settings(config, fixed)
+    request = request_for(
+        with_settings(config, **cut), world_size=world_size, fixed=constraints, memory_limit=memory_limit
+    )
+    return _planned(request, wished, cluster, stack)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
     return {name: value_of(config, name) for name in LAYOUT}
-
-
-def _given_layout(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in _layout(config).items() if name in explicit}
 
 
 def _legal(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig | None:
@@ -111,37 +101,8 @@ def _legal(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunC
         return None
 
 
-def _fits(config: RunConfig, cluster: Cluster, stack: SoftwareStack, limit: float) -> bool:
-    memory = predict(config, cluster, stack).memory
-    return max(rank.total_bytes for rank in memory) <= limit
-
-
-def _again(config: RunConfig, former: Former, world_size: int, fixed: frozenset[str]) -> RunConfig | None:
-    """The former layout once more, unless what is fixed has changed since."""
-    if any(former.layout.get(name) != value_of(config, name) for name in fixed.intersection(LAYOUT)):
-        return None
-    changed = with_settings(config, **former.layout)
-    return _legal(changed, world_size, not_default(changed))
-
-
-def _planned(
-    config: RunConfig,
-    *,
-    world_size: int,
-    fixed: frozenset[str],
-    wished: Mapping[str, Any],
-    cluster: Cluster,
-    stack: SoftwareStack,
-    memory_limit: float,
-) -> Relayout:
+def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stack: SoftwareStack) -> Relayout:
     """The planner's fastest, or one that keeps more of what was and is almost as fast."""
-    cut = {name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed}
-    request = request_for(
-        with_settings(config, **cut),
-        world_size=world_size,
-        fixed=fixed_settings(config, fixed),
-        memory_limit=memory_limit,
-    )
     best = _best(request, cluster, stack)
     fastest = best.prediction.step_seconds
     shape = {name: (wished[name],) for name in KEPT if name in wished}
@@ -157,9 +118,8 @@ def _planned(
         seconds = found.prediction.step_seconds
         if seconds <= ALMOST * fastest:
             why = f"planned, keeping {', '.join(more)}: predicted {seconds:.3g} s a step on {cluster.name}, at best {fastest:.3g} s"
-            return Relayout(layout=_layout(found.config), why=why)
-    why = f"planned: the fastest, predicted {fastest:.3g} s a step on {cluster.name}"
-    return Relayout(layout=_layout(best.config), why=why)
+            return Relayout(_layout(found.config), why)
+    return Relayout(_layout(best.config), f"planned: the fastest, predicted {fastest:.3g} s a step on {cluster.name}")
 
 
 def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -176,8 +136,15 @@ def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate:
+    world = request.world_size
+    words = [f"{name} {' or '.join(map(str, values))}" for name, values in request.fixed.items()]
+    given = f" with {' and '.join(words)}" if words else ""
     if not len(enumerate_space(request)):
-        raise _not_legal(request)
+        batch = request.config.training.global_batch_size
+        raise ConfigError(
+            f"elastic: no layout of {ranks(world)} is legal{given} with global_batch_size {batch}. "
+            f"{_remedy(_legal_counts(request))}"
+        )
     try:
         return find(request, cluster, stack, top=1).candidates[0]
     except ConfigError:
@@ -185,44 +152,31 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
         if found.fitting:
             raise
         layout, least = found.leanest()
-        more = (request.world_size << doublings for doublings in range(1, _DOUBLINGS))
-        enough = next((n for n in more if survey(_on(request, n), cluster, stack).fitting), None)
+        more = (world << doublings for doublings in range(1, _DOUBLINGS))
+        enough = next((n for n in more if survey(replace(request, world_size=n), cluster, stack).fitting), None)
         raise ConfigError(
-            f"elastic: no layout of {_ranks(request.world_size)}{_given(request)} fits into "
-            f"{format_bytes(request.memory_limit)} a rank; the least takes {format_bytes(least)}: {describe(layout)}. "
-            f"{_remedy([] if enough is None else [enough])}"
+            f"elastic: no layout of {ranks(world)}{given} fits into {format_bytes(request.memory_limit)} a rank; the least "
+            f"takes {format_bytes(least)}: {describe(layout)}. {_remedy([] if enough is None else [enough])}"
         ) from None
 
 
-def _not_legal(request: Request) -> ConfigError:
-    """These ranks do not divide as they would have to: the nearest numbers below and above that do."""
+def _legal_counts(request: Request) -> list[int]:
+    """The nearest numbers of ranks below and above that divide as they have to."""
     sizes = [request.fixed[name][0] for name in ("tp", "pp", "cp") if len(request.fixed.get(name, ())) == 1]
     unit, world = math.prod(sizes), request.world_size
     under, over = (world - 1) // unit * unit, world // unit * unit + unit
     ways = (range(under, max(under - _COUNTS * unit, 0), -unit), range(over, over + _COUNTS * unit, unit))
-    nearest = (next((n for n in way if len(enumerate_space(_on(request, n)))), None) for way in ways)
-    batch = request.config.training.global_batch_size
-    return ConfigError(
-        f"elastic: no layout of {_ranks(world)} is legal{_given(request)} with global_batch_size {batch}. "
-        f"{_remedy([count for count in nearest if count is not None])}"
-    )
+    nearest = (next((n for n in way if len(enumerate_space(replace(request, world_size=n)))), None) for way in ways)
+    return [count for count in nearest if count is not None]
 
 
-def _given(request: Request) -> str:
-    words = [f"{name} {' or '.join(map(str, values))}" for name, values in request.fixed.items()]
-    return f" with {' and '.join(words)}" if words else ""
-
-
-def _remedy(counts: list[int]) -> str:
+def _remedy(counts: Sequence[int]) -> str:
     if not counts:
         return "Nor does any number of ranks near it work: give fewer flags of the layout, or another batch"
-    ranks = _ranks(counts[0]) if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
-    return f"Start {ranks}, or give fewer flags of the layout"
+    start = ranks(counts[0]) if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
+    return f"Start {start}, or give fewer flags of the layout"
 
 
-def _on(request: Request, world_size: int) -> Request:
-    return replace(request, world_size=world_size)
-
-
-def _ranks(count: int) -> str:
+def ranks(count: int) -> str:
+    """`1 rank`, `2 ranks`."""
     return f"{count} rank{'s' if count > 1 else ''}"

@@ -14,8 +14,8 @@ from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 
+# What the search chooses among; zero-2 is distributed-optimizer with shard_gradients.
 STRATEGIES = ("all-reduce", "distributed-optimizer", "zero-2", "fully-sharded")
-"""What the search chooses among; zero-2 is distributed-optimizer with shard_gradients."""
 RECOMPUTE = ("none", "selective", "full")
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch_size")
 CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -26,8 +26,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "sequence_parallel": (False, True),
     }
 )
-SEARCHED = (*SIZES, *CHOICES)
-"""Settings that the search decides, unless they are fixed."""
+SEARCHED = (*SIZES, *CHOICES)  # settings that the search decides, unless they are fixed
 _SHORT = {
     "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
@@ -42,13 +41,10 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 class Request:
     """One question to the planner."""
 
-    config: RunConfig
-    """Everything that is not searched; validated, with global_batch_size and the vocabulary known."""
+    config: RunConfig  # everything that is not searched; validated, with global_batch_size and the vocabulary known
     world_size: int
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Of the searched settings, the values that are allowed; what is missing is free."""
-    memory_limit: float = float("inf")
-    """Bytes that a rank may hold."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # setting -> allowed values; others are free
+    memory_limit: float = float("inf")  # bytes that a rank may hold
 
     def allows(self, name: str, value: Any) -> bool:
         """The value is not ruled out by a constraint."""
@@ -60,11 +56,7 @@ class Request:
 
 
 def parse_constraint(text: str) -> tuple[str, tuple[Any, ...]]:
-    """(setting, allowed values) of `schedule=zb-v`, `tp=4,8`.
-
-    Raises:
-        ConfigError: no such setting, or a value that it cannot have.
-    """
+    """(setting, allowed values) of `schedule=zb-v`, `tp=4,8`. Raises ConfigError if there is no such setting or value."""
     name, equals, words = text.partition("=")
     name = name.strip().replace("-", "_")
     name = _SHORT.get(name, name)
@@ -81,23 +73,22 @@ def parse_constraint(text: str) -> tuple[str, tuple[Any, ...]]:
 
 def _value(name: str, word: str, text: str) -> Any:
     if name in SIZES:
-        if not word.isdecimal() or int(word) < 1:
-            raise ConfigError(f"--fix {text}: {name} takes whole numbers from 1 on such as 4, got {word}")
-        return int(word)
-    if name == "sequence_parallel":
-        if word not in _WORDS:
-            raise ConfigError(f"--fix {text}: {name} takes true or false, got {word}")
-        return _WORDS[word]
-    if word not in CHOICES[name]:
-        raise ConfigError(
-            f"--fix {text}: {name} cannot be {word}{nearest(word, CHOICES[name])} (the search knows "
-            f"{', '.join(CHOICES[name])})"
-        )
-    return word
+        if word.isdecimal() and int(word) > 0:
+            return int(word)
+        takes = "whole numbers from 1 on such as 4"
+    elif name == "sequence_parallel":
+        if word in _WORDS:
+            return _WORDS[word]
+        takes = "true or false"
+    else:
+        if word in CHOICES[name]:
+            return word
+        takes = ", ".join(CHOICES[name])
+        word += nearest(word, CHOICES[name])
+    raise ConfigError(f"--fix {text}: {name} takes {takes}, got {word}")
 
 
-USUAL_MEMORY = 0.9
-"""Of the device's: allocator, kernels and communication need some that is not in the formulas."""
+USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
 _NOT_SEARCHED = {
     "pipeline_schedule_file": "is for one schedule",
     "pipeline_costs": "belongs to schedule auto, which is built, not searched",
@@ -117,10 +108,7 @@ def refuse_not_searched(config: RunConfig, explicit: frozenset[str]) -> None:
 
 def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """Those of the settings in `names` that are searched, as constraints: setting -> the one value that it may have.
-
-    Raises:
-        ConfigError: a strategy or schedule that is not searched.
-    """
+    Raises ConfigError for a strategy or schedule that is not searched."""
     values, given = values_of(config), set(names)
     fixed = {name: (values[name],) for name in SEARCHED if name in given and values[name] is not None}
     if "shard_gradients" in given and values["shard_gradients"]:
@@ -138,17 +126,12 @@ def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[A
 def request_for(
     config: RunConfig, *, world_size: int, fixed: Mapping[str, tuple[Any, ...]], memory_limit: float
 ) -> Request:
-    """A request for any layout of `config`, whose own one says nothing here.
+    """A request for any layout of `config`, whose own one says nothing here; its batch and vocabulary are known.
 
-    Args:
-        config: with global_batch_size and vocab_size known.
-
-    Raises:
-        ConfigError: the model is not legal, or no allowed strategy goes with the other settings.
+    Raises ConfigError if the model is not legal, or no allowed strategy goes with the other settings.
     """
     shared = _without_layout(config)
-    fixed = dict(fixed)
-    strategies = _possible_strategies(shared)
+    strategies = [name for name in STRATEGIES if _is_possible(shared, name)]
     allowed = tuple(name for name in fixed.get("dp_strategy", STRATEGIES) if name in strategies)
     if not allowed:
         raise ConfigError(
@@ -156,7 +139,7 @@ def request_for(
             f"{', '.join(strategies) or 'other settings'}"
         )
     if allowed != STRATEGIES:
-        fixed["dp_strategy"] = allowed
+        fixed = {**fixed, "dp_strategy": allowed}
     return Request(config=shared, world_size=world_size, fixed=fixed, memory_limit=memory_limit)
 
 
@@ -170,16 +153,11 @@ def _without_layout(config: RunConfig) -> RunConfig:
     return with_settings(alone, dp=None, etp=p.etp, cp_comm_type=p.cp_comm_type, **cut)
 
 
-def _possible_strategies(config: RunConfig) -> list[str]:
-    """Those that the optimizer and the other settings of data parallelism go with."""
-    found = []
-    for name in STRATEGIES:
-        zero = name == "zero-2"
-        strategy = "distributed-optimizer" if zero else name
-        tried = with_settings(config, dp=2, dp_strategy=strategy, shard_gradients=zero)
-        if not check_rules(tried, not_default(tried), *STRATEGY, *OPTIMIZER).found:
-            found.append(name)
-    return found
+def _is_possible(config: RunConfig, strategy: str) -> bool:
+    """The optimizer and the other settings of data parallelism go with the strategy."""
+    zero = strategy == "zero-2"
+    tried = with_settings(config, dp=2, dp_strategy="distributed-optimizer" if zero else strategy, shard_gradients=zero)
+    return not check_rules(tried, not_default(tried), *STRATEGY, *OPTIMIZER).found
 
 
 def not_default(config: RunConfig) -> frozenset[str]:

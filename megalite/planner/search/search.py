@@ -4,8 +4,10 @@ What is refined runs its own action lists through the simulator and is sized ran
 what to look at. The cut into stages is made again by predicted seconds instead of FLOPs, and kept where that is faster.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,7 @@ from megalite.planner.search.space import Layout, Pipeline, Shares, Space, enume
 from megalite.planner.search.time import Clock, Prices
 
 Floats = npt.NDArray[np.float64]
-_AT_ONCE = 20_000
-"""Estimates that are put in order before the next ones are."""
+_AT_ONCE = 20_000  # estimates that are put in order before the next ones are
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,17 @@ class Survey:
     request: Request
     space: Space
     memory: tuple[Floats, ...]
-    seconds: tuple[Floats, ...]
-    """Infinite where it does not fit."""
+    seconds: tuple[Floats, ...]  # infinite where it does not fit
+
+    @cached_property
+    def all_bytes(self) -> Floats:
+        """`memory` of all blocks, one after the other."""
+        return np.concatenate([each.reshape(-1) for each in self.memory])
+
+    @cached_property
+    def all_seconds(self) -> Floats:
+        """`seconds` of all blocks."""
+        return np.concatenate([each.reshape(-1) for each in self.seconds])
 
     @property
     def fitting(self) -> int:
@@ -53,18 +63,16 @@ class Survey:
 
     def at(self, index: int) -> Layout:
         """The layout with that number, over all blocks."""
-        block = int(np.searchsorted(self._ends, index, side="right"))
-        inside = index - (int(self._ends[block - 1]) if block else 0)
-        pipeline, share = divmod(inside, len(self.space.blocks[block].shares))
-        return self.space.blocks[block].layout(pipeline, share)
-
-    @property
-    def _ends(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([len(block) for block in self.space.blocks])
+        for block in self.space.blocks:
+            if index < len(block):
+                return block.layout(*divmod(index, len(block.shares)))
+            index -= len(block)
+        raise IndexError(index)
 
     def fastest(self) -> Iterator[tuple[Layout, float]]:
         """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch."""
-        seconds = np.concatenate([each.reshape(-1) for each in self.seconds])
+        seconds = self.all_seconds
+        cp, micro_batch = self.space.column("cp"), self.space.column("micro_batch_size")
         left = np.flatnonzero(np.isfinite(seconds))
         while len(left):
             count = min(_AT_ONCE, len(left))
@@ -72,31 +80,18 @@ class Survey:
             now, left = left[seconds[left] <= bound], left[seconds[left] > bound]
             # To six digits: further ones are not meant.
             digits = np.round(np.log(seconds[now]), 6)
-            order = np.lexsort((self._column("micro_batch_size", now), self._column("cp", now), digits))
-            for index in now[order].tolist():
+            for index in now[np.lexsort((micro_batch[now], cp[now], digits))].tolist():
                 yield self.at(index), float(seconds[index])
-
-    def _column(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """A share's number for each layout."""
-        block = np.searchsorted(self._ends, indices, side="right")
-        counts = np.array([len(each.shares) for each in self.space.blocks])
-        starts = np.array([each.rows.start for each in self.space.blocks])
-        first = np.concatenate(([0], self._ends))[block]
-        column: npt.NDArray[np.int64] = getattr(self.space.shares, name)
-        return column[starts[block] + (indices - first) % counts[block]]
 
     def leanest(self) -> tuple[Layout, float]:
         """The layout that needs least memory, whether it fits or not, and its bytes."""
-        memory = np.concatenate([each.reshape(-1) for each in self.memory])
-        index = int(np.argmin(memory))
-        return self.at(index), float(memory[index])
+        index = int(np.argmin(self.all_bytes))
+        return self.at(index), float(self.all_bytes[index])
 
     def frontier(self) -> list[tuple[float, float]]:
         """(bytes, seconds): of each amount of memory the fastest layout, as long as more memory gives more speed."""
-        memory = np.concatenate([each.reshape(-1) for each in self.memory])
-        seconds = np.concatenate([each.reshape(-1) for each in self.seconds])
-        fits = np.isfinite(seconds)
-        memory, seconds = memory[fits], seconds[fits]
+        fits = np.isfinite(self.all_seconds)
+        memory, seconds = self.all_bytes[fits], self.all_seconds[fits]
         order = np.lexsort((seconds, memory))
         best = np.minimum.accumulate(seconds[order])
         better = np.concatenate(([True], best[1:] < best[:-1] * (1.0 - 1e-6)))[: len(best)]
@@ -104,20 +99,15 @@ class Survey:
 
 
 def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
-    """Sizes and times the whole space.
-
-    Raises:
-        ConfigError: the accelerator does not have the precision.
-    """
+    """Sizes and times the whole space. Raises ConfigError if the accelerator does not have the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
     sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
     memory, seconds = [], []
-    for pp in sorted({block.pipelines[0].pp for block in space.blocks}):
-        blocks = [block for block in space.blocks if block.pipelines[0].pp == pp]
+    for pp, group in itertools.groupby(space.blocks, key=lambda block: block.pipelines[0].pp):
+        blocks = list(group)
         shares = Shares.joined([block.shares for block in blocks])
-        coefficients = sizer.coefficients(shares, pp)
-        prices = clock.prices(shares, pp)
+        coefficients, prices = sizer.coefficients(shares, pp), clock.prices(shares, pp)
         first = 0
         for block in blocks:
             mine = slice(first, first + len(block.shares))
@@ -142,60 +132,52 @@ def _times(
     return found
 
 
-_MORE = 5
-"""Doublings of the ranks that are tried."""
-_NAMED = 12
+_MORE = 5  # doublings of the ranks that are tried
 
 
 def nothing_legal(request: Request) -> ConfigError:
     """No layout obeys all rules: the first constraint without which some do, and what it could be."""
+    words = {name: f"{name} {' or '.join(map(_word, values))}" for name, values in request.fixed.items()}
+    world = request.world_size
     for name in request.fixed:
         space = enumerate_space(_without(request, name))
         if len(space):
-            possible = _values(space, name)
-            shown = ", ".join(map(_word, possible[:_NAMED])) + (", ..." if len(possible) > _NAMED else "")
-            others = [_fixed(request, other) for other in request.fixed if other != name]
-            beside = f" with {' and '.join(others)}" if others else ""
+            others = " and ".join(text for other, text in words.items() if other != name)
+            possible = ", ".join(map(_word, _values(space, name)))
             return ConfigError(
-                f"no layout of {request.world_size} ranks can have {_fixed(request, name)}{beside}; use {name} {shown}"
+                f"no layout of {world} ranks can have {words[name]}{' with ' * bool(others)}{others}; use {name} {possible}"
             )
-    batch = request.config.training.global_batch_size
-    given = ", ".join(_fixed(request, name) for name in request.fixed)
-    if given:
+    if words:
         return ConfigError(
-            f"no layout of {request.world_size} ranks can have {given}, nor with any one of these free; remove some"
+            f"no layout of {world} ranks can have {', '.join(words.values())}, nor with any one of these free; remove some"
         )
     return ConfigError(
-        f"no layout is legal on {request.world_size} ranks with global_batch_size {batch}: use a batch that is a multiple of "
-        f"more of the ranks' divisors, such as {request.world_size}, or another --gpus"
+        f"no layout is legal on {world} ranks with global_batch_size {request.config.training.global_batch_size}: use a "
+        f"batch that is a multiple of more of the ranks' divisors, such as {world}, or another --gpus"
     )
 
 
 def nothing_fits(found: Survey, cluster: Cluster, stack: SoftwareStack) -> ConfigError:
     """All that is legal needs more memory than there is: the least of it, and what would make it fit."""
-    request = found.request
+    request, world = found.request, found.request.world_size
     layout, least = found.leanest()
-    limit = request.memory_limit
-    text = (
-        f"none of {len(found.space)} layouts fits into {format_bytes(limit)} a rank on {request.world_size} ranks; the least "
-        f"takes {format_bytes(least)}: {describe(layout)}. It fits "
-    )
     ways = [f"with --max-memory {int(np.ceil(least / 1e9))}GB on devices that have it"]
-    for name in request.fixed:
-        other = survey(_without(request, name), cluster, stack)
-        if other.fitting:
-            fitting, _ = next(other.fastest())
-            ways.append(f"without {_fixed(request, name)}, e.g. {describe(fitting)}")
-            break
-    world = request.world_size
-    for _ in range(_MORE):
-        world *= 2
-        other = survey(replace(request, world_size=world), cluster, stack)
-        if other.fitting:
-            fitting, _ = next(other.fastest())
-            ways.append(f"with --gpus {world}, e.g. {describe(fitting)}")
-            break
-    return ConfigError(text + ", or ".join(ways))
+    freed = [
+        (f"without {name} {' or '.join(map(_word, values))}", _without(request, name))
+        for name, values in request.fixed.items()
+    ]
+    counts = [world << doublings for doublings in range(1, _MORE + 1)]
+    larger = [(f"with --gpus {count}", replace(request, world_size=count)) for count in counts]
+    for changes in (freed, larger):
+        for words, changed in changes:
+            other = survey(changed, cluster, stack)
+            if other.fitting:
+                ways.append(f"{words}, e.g. {describe(next(other.fastest())[0])}")
+                break
+    return ConfigError(
+        f"none of {len(found.space)} layouts fits into {format_bytes(request.memory_limit)} a rank on {world} ranks; the "
+        f"least takes {format_bytes(least)}: {describe(layout)}. It fits {', or '.join(ways)}"
+    )
 
 
 def describe(layout: Layout) -> str:
@@ -218,10 +200,6 @@ def _without(request: Request, name: str) -> Request:
     return replace(request, fixed={other: kept for other, kept in request.fixed.items() if other != name})
 
 
-def _fixed(request: Request, name: str) -> str:
-    return f"{name} {' or '.join(map(_word, request.fixed[name]))}"
-
-
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -232,14 +210,12 @@ def _values(space: Space, name: str) -> list[Any]:
     if name in of_pipeline:
         return sorted({getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines})
     of_share = {"recompute_granularity": "recompute", "dp_strategy": "strategy"}
-    found = np.unique(getattr(space.shares, of_share.get(name, name))).tolist()
+    found = np.unique(space.column(of_share.get(name, name))).tolist()
     return [CHOICES[name][value] for value in found] if name in CHOICES else found
 
 
-SPARE = 2
-"""Layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong."""
-RECUT = 2
-"""Of the best, how many are cut again by predicted seconds."""
+SPARE = 2  # layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong
+RECUT = 2  # of the best, how many are cut again by predicted seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,12 +223,9 @@ class Candidate:
     """A layout that was refined."""
 
     layout: Layout
-    settings: Mapping[str, Any]
-    """What the plan decides, flat; with pipeline_layers where the cut was made again."""
-    config: RunConfig
-    """Validated."""
-    estimate: float
-    """Seconds of a step in closed form."""
+    settings: Mapping[str, Any]  # what the plan decides, flat; with pipeline_layers where the cut was made again
+    config: RunConfig  # validated
+    estimate: float  # seconds of a step in closed form
     prediction: Prediction
 
     @property
@@ -271,16 +244,11 @@ class Plan:
     cluster: Cluster
     stack: SoftwareStack
     survey: Survey
-    candidates: tuple[Candidate, ...]
-    """Fastest first, each the best of its tp, ep, pp and schedule."""
+    candidates: tuple[Candidate, ...]  # fastest first, each the best of its tp, ep, pp and schedule
 
 
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5) -> Plan:
-    """The `top` fastest layouts that fit.
-
-    Raises:
-        ConfigError: no layout is legal, or none fits: what comes nearest, and what would make it fit.
-    """
+    """The `top` fastest layouts that fit. Raises ConfigError if none is legal, or none fits: what would make it fit."""
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
@@ -306,11 +274,8 @@ def _step_seconds(candidate: Candidate) -> float:
 
 
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
-    """The validated config of some settings over the request's, as a file with them would be read.
-
-    Raises:
-        ConfigError: it is not legal.
-    """
+    """The validated config of some settings over the request's, as a file with them would be read. Raises ConfigError:
+    it is not legal."""
     base = dict(chosen)
     if base["cp"] == 1:
         base["cp_comm_type"] = settings()["cp_comm_type"].default

@@ -9,10 +9,10 @@ Left out are twins: with pp 1 no schedule of one chunk is faster than another, w
 and looped-bfs is interleaved, and where no parameter has a replica all strategies do the same.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,7 @@ from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.search.request import RECOMPUTE, STRATEGIES, Request
 
 Integers = npt.NDArray[np.int64]
-ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")
-"""On one rank they take the same time; the first of them hold least."""
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # on one rank they take the same time; the first of them hold least
 LOOPED = ("interleaved", "looped-bfs")
 VEE = ("zb-v", "dualpipe-v")
 
@@ -52,12 +51,9 @@ class Shares:
     ep: Integers
     dp: Integers
     micro_batch_size: Integers
-    recompute: Integers
-    """Index into RECOMPUTE."""
-    strategy: Integers
-    """Index into STRATEGIES."""
-    sequence_parallel: Integers
-    """0 or 1."""
+    recompute: Integers  # index into RECOMPUTE
+    strategy: Integers  # index into STRATEGIES
+    sequence_parallel: Integers  # 0 or 1
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -72,8 +68,7 @@ class Shares:
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """One point of the space."""
 
     pipeline: Pipeline
@@ -110,22 +105,16 @@ class Block:
 
     pipelines: tuple[Pipeline, ...]
     shares: Shares
-    rows: slice
-    """Where the shares are among `Space.shares`."""
 
     def __len__(self) -> int:
         return len(self.pipelines) * len(self.shares)
 
     def layout(self, pipeline: int, share: int) -> Layout:
         """One pair of the block."""
-        one = {name: int(column[share]) for name, column in vars(self.shares).items()}
-        return Layout(
-            pipeline=self.pipelines[pipeline],
-            **{name: one[name] for name in ("tp", "cp", "ep", "dp", "micro_batch_size")},
-            recompute=RECOMPUTE[one["recompute"]],
-            strategy=STRATEGIES[one["strategy"]],
-            sequence_parallel=bool(one["sequence_parallel"]),
-        )
+        tp, cp, ep, dp, micro, *choices = (int(column[share]) for column in vars(self.shares).values())
+        recompute, strategy, sequence = choices
+        names = RECOMPUTE[recompute], STRATEGIES[strategy]
+        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence))
 
 
 @dataclass(frozen=True)
@@ -138,30 +127,28 @@ class Space:
     def __len__(self) -> int:
         return sum(map(len, self.blocks))
 
-    @cached_property
-    def shares(self) -> Shares:
-        """Of all blocks, in order."""
-        return Shares.joined([block.shares for block in self.blocks])
-
     def layouts(self) -> Iterator[Layout]:
         """One by one; for small spaces."""
         for block in self.blocks:
-            for pipeline in range(len(block.pipelines)):
-                for share in range(len(block.shares)):
-                    yield block.layout(pipeline, share)
+            for pipeline, share in itertools.product(range(len(block.pipelines)), range(len(block.shares))):
+                yield block.layout(pipeline, share)
+
+    def column(self, name: str) -> Integers:
+        """A field of `Shares`, of each layout."""
+        return np.concatenate([np.tile(getattr(block.shares, name), len(block.pipelines)) for block in self.blocks])
 
 
 def enumerate_space(request: Request) -> Space:
     """All that is legal within the constraints; no block at all if nothing is."""
+    config = request.config
+    cut, batch = stage_layers(config), config.training.global_batch_size
+    assert batch is not None
+    most_stages = len(cut) if cut else config.model.num_layers
     blocks: list[Block] = []
-    first = 0
-    for pp in _pipeline_sizes(request):
-        chunks = list(_chunks(request, pp))
-        shares = _shares(request, pp)
-        if not chunks or not len(shares):
+    for pp in divisors(request.world_size):
+        if pp > most_stages or not request.allows("pp", pp):
             continue
-        batch = request.config.training.global_batch_size
-        assert batch is not None
+        chunks, shares = list(_chunks(request, pp)), _shares(request, pp)
         counts = batch // (shares.dp * shares.micro_batch_size)
         for count in np.unique(counts).tolist():
             pipelines = tuple(
@@ -171,20 +158,8 @@ def enumerate_space(request: Request) -> Space:
                 and not (count == 1 and (_IN_ONE.get(schedule), vpp) in chunks)
             )
             if pipelines:
-                mine = shares.take(counts == count)
-                blocks.append(Block(pipelines, mine, slice(first, first + len(mine))))
-                first += len(mine)
+                blocks.append(Block(pipelines, shares.take(counts == count)))
     return Space(request, tuple(blocks))
-
-
-def _pipeline_sizes(request: Request) -> Iterator[int]:
-    stages = _most_stages(request.config)
-    return (pp for pp in divisors(request.world_size) if pp <= stages and request.allows("pp", pp))
-
-
-def _most_stages(config: RunConfig) -> int:
-    cut = stage_layers(config)
-    return len(cut) if cut else config.model.num_layers
 
 
 def _chunks(request: Request, pp: int) -> Iterator[tuple[str, int]]:
@@ -192,22 +167,17 @@ def _chunks(request: Request, pp: int) -> Iterator[tuple[str, int]]:
     cut, layers = stage_layers(request.config), request.config.model.num_layers
     p = request.config.parallel
     for schedule in sorted(request.of("pipeline_schedule"), key=SCHEDULES.index):
-        if (
-            pp == 1
-            and schedule in ONE_CHUNK
-            and any(map(partial(request.allows, "pipeline_schedule"), ONE_CHUNK[: ONE_CHUNK.index(schedule)]))
-        ):
-            continue
+        if pp == 1 and schedule in ONE_CHUNK:
+            better = ONE_CHUNK[: ONE_CHUNK.index(schedule)]
+            if any(request.allows("pipeline_schedule", name) for name in better):
+                continue
         if p.microbatch_group_size_per_virtual_pipeline_stage is not None and schedule != "interleaved":
             continue
         if p.pipeline_warmup != "pa" and schedule != "1f1b":
             continue
-        if schedule in ONE_CHUNK:
-            counts: Iterable[int] = (1,)
-        elif pp == 1:
-            continue
-        else:
-            counts = (2,) if schedule in VEE else range(2, layers // pp + 1)
+        counts: Iterable[int] = (1,)
+        if schedule not in ONE_CHUNK:
+            counts = () if pp == 1 else (2,) if schedule in VEE else range(2, layers // pp + 1)
         for vpp in counts:
             fits = len(cut) == pp * vpp if cut else pp * vpp <= layers
             if fits and request.allows("vpp", vpp):
@@ -238,7 +208,9 @@ def _shares(request: Request, pp: int) -> Shares:
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])
     legal &= (strategy != STRATEGIES.index("fully-sharded")) | ((ep == 1) & (pp == 1))
-    legal &= _ramp_fits(config, dp * micro_batch)
+    if config.training.rampup_batch_size:  # every batch of a ramp-up is whole microbatches
+        for size in batch_sizes(config):
+            legal &= size % np.maximum(dp * micro_batch, 1) == 0
     if config.parallel.cp_comm_type == "a2a":
         legal &= (cp == 1) | (model.query_groups // tp % cp == 0)
     replicas = dp * cp
@@ -272,15 +244,6 @@ def _experts_fit(
     if p.rank_order == "tp-cp-ep-pp-dp" and pp > 1:
         fits &= ((ep == 1) & (etp == tp)) | (etp * ep == tp * cp)
     return fits, ranks // (etp * ep)
-
-
-def _ramp_fits(config: RunConfig, unit: Integers) -> npt.NDArray[np.bool_]:
-    """Every batch of a ramp-up is whole microbatches."""
-    fits = np.ones(len(unit), dtype=bool)
-    if config.training.rampup_batch_size:
-        for size in batch_sizes(config):
-            fits &= size % np.maximum(unit, 1) == 0
-    return fits
 
 
 def divisors(number: int) -> list[int]:

@@ -17,7 +17,7 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import collective_seconds, data_stride, message_seconds, pipeline_stride, sharing_ranks
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
-from megalite.planner.cost.workload import Workload, with_layouts, workload_of
+from megalite.planner.cost.workload import Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut
 from megalite.planner.search.memory import Sizer
@@ -25,27 +25,20 @@ from megalite.planner.search.request import RECOMPUTE, STRATEGIES
 from megalite.planner.search.space import Pipeline, Shares
 
 Floats = npt.NDArray[np.float64]
-_FORWARD, _INPUT, _WEIGHT, _AGAIN = range(4)
 
 
 @dataclass(frozen=True)
 class Prices:
     """What shares take, one entry a share; of a microbatch unless it says otherwise."""
 
+    # [4, 4, shares]: forward, input gradient, weight gradient, recompute of a dense layer, one with experts, embedding, head.
     layers: Floats
-    """[4, 4, shares]: forward, input gradient, weight gradient, recompute of a dense layer, one with experts, embedding, head."""
-    message: Floats
-    """Seconds from one stage to the next, mean over the hops."""
-    after: Floats
-    """Of a step: what is left of exchanges of gradients and parameters if nothing hides them, by [2, shares]."""
-    each: Floats
-    """Exchanges that come with each microbatch (zero-2, fully-sharded)."""
-    pieces: Floats
-    """Collectives that the gradients of a rank come in."""
-    optimizer: Floats
-    """Of a step."""
-    sharing: Floats
-    """Ranks a core, of which some may wait while others compute."""
+    message: Floats  # seconds from one stage to the next, mean over the hops
+    after: Floats  # [2, shares] of a step: exchanges of gradients and of parameters if nothing hides them
+    each: Floats  # exchanges that come with each microbatch (zero-2, fully-sharded)
+    pieces: Floats  # collectives that the gradients of a rank come in
+    optimizer: Floats  # of a step
+    sharing: Floats  # ranks a core, of which some may wait while others compute
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
         """Those of some shares."""
@@ -62,17 +55,14 @@ class Clock:
 
     def prices(self, shares: Shares, pp: int) -> Prices:
         """Of shares of pipelines of pp ranks."""
-        work = self._workload(shares, pp)
-        zero = np.zeros(len(shares))
-        kinds = [zero] * 4, [zero] * 4
-        model = self.config.model
-        for moe in {model.is_moe_layer(index) for index in range(model.num_layers)}:
-            layer = layer_seconds(work, self.cluster, self.stack, moe=moe)
-            kinds[moe][:] = _parts(layer, 0.0, len(shares))
-        price = Pricing.of(work, self.cluster, self.stack)
-        constant = self.stack.microbatch_seconds
-        ends = [_parts(stage_cost(price, **{end: 1.0}), constant, len(shares)) for end in ("has_embedding", "has_head")]
-        layers = np.array([[part[kind] for part in (*kinds, *ends)] for kind in range(4)])
+        work, count, model = self._workload(shares, pp), len(shares), self.config.model
+        price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
+        kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
+        layers = np.zeros((4, 4, count))
+        for moe in kinds:
+            layers[:, int(moe)] = _parts(layer_seconds(work, self.cluster, self.stack, moe=moe), 0.0, count)
+        for row, end in ((2, "has_embedding"), (3, "has_head")):
+            layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
         reduce, gather, pieces, each = self._exchanges(work, shares, pp)
         return Prices(
             layers=layers,
@@ -81,36 +71,40 @@ class Clock:
             each=each,
             pieces=pieces,
             optimizer=self._optimizer(shares, pp),
-            sharing=np.broadcast_to(sharing_ranks(pipeline_stride(work), pp, self.cluster), (len(shares),)),
+            sharing=np.broadcast_to(sharing_ranks(pipeline_stride(work), pp, self.cluster), (count,)),
         )
 
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
         """[pipelines, shares] seconds of a step; all pipelines have the same pp and number of microbatches."""
         p, m = pipelines[0].pp, pipelines[0].microbatches
-        rows = [_rows(cut) for cut in cuts]
+        rows = [_rows(cut, cut.ranks) for cut in cuts]
         starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
         busiest = np.maximum.reduceat(np.concatenate(rows) @ prices.layers.sum(0), starts, axis=0)
         busiest = busiest + 2.0 * chunks * constant
-        model = rows[0].sum(0) if p == 1 else _whole(cuts[0])
+        whole = np.array([cuts[0].dense.sum(), cuts[0].experts.sum(), 1.0, 1.0])
+        model = rows[0].sum(0) if p == 1 else whole
         forward, inputs, weights, again = (model @ prices.layers[kind] for kind in range(4))
         stages = p * chunks * constant
         totals = (forward + stages, inputs + again + stages, weights + 0.0 * stages)
-        shape = _Shapes.of(pipelines)
-        ramp = shape.ramp(p, m, busiest, totals)
+        ramp = _ramp(pipelines, busiest, totals)
         step = m * busiest + ramp
         if p > 1:
-            share = (p - 1.0) / p
-            steady = shape.messages * prices.message * share - shape.slack * weights / p
-            step = step + m * np.maximum(steady, 0.0) + shape.hops * prices.message
+            share, hops = (p - 1.0) / p, 2.0 * (p - 1)
+            # c·(p-1)/p that a microbatch takes longer for; a W fills the wait in zb-h1.
+            messages = np.array([[2.0 * each.vpp * (each.schedule in _WAITING)] for each in pipelines])
+            slack = np.array([[float(each.schedule == "zb-h1")] for each in pipelines])
+            steady = messages * prices.message * share - slack * weights / p
+            step = step + m * np.maximum(steady, 0.0) + hops * prices.message
             if np.any(prices.sharing > 1.0):
-                busy = np.stack([_all_rows(cut) for cut in cuts]) @ prices.layers.sum(0)
+                every = np.stack([_rows(cut, np.arange(p)) for cut in cuts])
+                busy = every @ prices.layers.sum(0)
                 busy = busy + 2.0 * chunks[..., None] * constant + _ends(chunks, p) * prices.message
                 cycle = _cycle(busy, prices.sharing)
-                shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + shape.hops * prices.message
+                shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + hops * prices.message
                 step = np.where(prices.sharing > 1.0, shared, step)
-        return step + self._after(prices, forward / p, busiest, m, shape.chunks)
+        return step + self._after(prices, forward / p, busiest, m, chunks)
 
     def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats) -> Floats:
         """Exchanges that no computation hides, optimizer, constants."""
@@ -133,24 +127,22 @@ class Clock:
         def of(module: str) -> Floats:
             return selective * (module in modules)
 
-        return with_layouts(
+        return replace(
             workload_of(replace(self.config, parallel=replace(p, dp=1))),
-            {
-                "batch": shares.micro_batch_size.astype(float),
-                "tp": tp,
-                "cp": shares.cp.astype(float),
-                "ep": shares.ep.astype(float),
-                "expert_tp": tp if p.etp is None else np.full_like(tp, p.etp),
-                "dp": shares.dp.astype(float),
-                "pp": float(pp),
-                "sequence_parallel": shares.sequence_parallel.astype(float),
-                "recompute_full": (recompute == RECOMPUTE.index("full")).astype(float),
-                "recompute_core": of("core_attn"),
-                "recompute_activation": of("mlp_act"),
-                "recompute_norm": of("layernorm"),
-                "recompute_mlp": of("mlp"),
-                "recompute_moe": of("moe"),
-            },
+            batch=shares.micro_batch_size.astype(float),
+            tp=tp,
+            cp=shares.cp.astype(float),
+            ep=shares.ep.astype(float),
+            expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
+            dp=shares.dp.astype(float),
+            pp=float(pp),
+            sequence_parallel=shares.sequence_parallel.astype(float),
+            recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
+            recompute_core=of("core_attn"),
+            recompute_activation=of("mlp_act"),
+            recompute_norm=of("layernorm"),
+            recompute_mlp=of("mlp"),
+            recompute_moe=of("moe"),
         )
 
     def _message(self, work: Workload, pp: int) -> Floats:
@@ -168,7 +160,8 @@ class Clock:
         config, stride = self.config, data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.wire_dtype == "bf16" else max(4, element)
-        sizes = self._elements(shares, pp)
+        dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
+        sizes = self._on_rank(dense, experts, embedding, pp).T  # with all replicas, and with experts'
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         reduce = gather = summed = np.zeros(len(shares))
         for count, group in zip(sizes, replicas, strict=True):
@@ -182,76 +175,49 @@ class Clock:
         each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])
         return once, gathered, pieces, each
 
-    def _elements(self, shares: Shares, pp: int) -> Floats:
-        """[2, shares] parameters on a pipeline rank that has the embedding: with all replicas, and with experts'."""
+    def _on_rank(self, dense: Floats, experts: Floats, embedding: Floats, pp: int) -> Floats:
+        """On a pipeline rank that has the embedding, of what a layer of either kind has, and the embedding."""
         model = self.config.model
-        dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
         moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
         found: Floats = (dense * (model.num_layers - moe) + experts * moe) / pp + embedding
-        return found.T
+        return found
 
     def _optimizer(self, shares: Shares, pp: int) -> Floats:
         """States are read and written, gradients read, parameters written: about twice all that is held."""
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
-        states = Sizer(self.config).states(shares, pp)
-        model = self.config.model
-        moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
-        held = (states[0] * (model.num_layers - moe) + states[1] * moe) / pp + states[2]
-        return 2.0 * held / rate
+        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp)
+        return 2.0 * self._on_rank(dense, experts, embedding, pp) / rate
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """[pipelines, 1] each: what of the schedules the closed form knows."""
-
-    schedules: tuple[str, ...]
-    chunks: Floats
-    messages: Floats
-    """c·(p-1)/p that a microbatch takes longer for."""
-    slack: Floats
-    """Whether a W fills the wait."""
-    hops: Floats
-    """Messages on the way in and out."""
-
-    @classmethod
-    def of(cls, pipelines: Sequence[Pipeline]) -> "_Shapes":
-        def column(values: Sequence[float]) -> Floats:
-            return np.array(values, dtype=np.float64)[:, None]
-
-        messages = {"1f1b": 2.0, "interleaved": 2.0, "zb-h1": 2.0}
-        return cls(
-            schedules=tuple(each.schedule for each in pipelines),
-            chunks=column([each.vpp for each in pipelines]),
-            messages=column([messages.get(each.schedule, 0.0) * each.vpp for each in pipelines]),
-            slack=column([float(each.schedule == "zb-h1") for each in pipelines]),
-            hops=column([2.0 * (each.pp - 1) for each in pipelines]),
-        )
-
-    def ramp(self, p: int, m: int, busiest: Floats, totals: tuple[Floats, Floats, Floats]) -> Floats:
-        """What the step takes beside m times the busiest rank."""
-        forward, inputs, weights = totals
-        rest = np.maximum(forward + inputs + weights - busiest, 0.0)
-        share = (p - 1.0) / p
-        found = np.zeros_like(busiest)
-        for row, schedule in enumerate(self.schedules):
-            v = float(self.chunks[row, 0])
-            if schedule in ("1f1b", "gpipe"):
-                found[row] = rest[row]
-            elif schedule in ("interleaved", "looped-bfs"):
-                waits = (v - 1.0) * max(p - m, 0) / p
-                found[row] = (rest[row] + waits * (forward + inputs + weights)[row]) / v
-            elif schedule == "zb-h1":
-                found[row] = share * np.maximum(forward + inputs - weights, forward)[row]
-            else:
-                found[row] = share * forward[row] / v
-        # Whatever the schedule, the first microbatch goes down and up again before the last weight gradient.
-        least = forward + inputs + weights / p - busiest
-        return np.maximum(found, least - (m - 1) * busiest)
+_WAITING = ("1f1b", "interleaved", "zb-h1")  # schedules in which each microbatch waits for its messages
 
 
-def _parts(cost: StageCost, constant: float, count: int) -> list[Floats]:
+def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, Floats, Floats]) -> Floats:
+    """What the step takes beside its microbatches on the busiest rank."""
+    p, m = pipelines[0].pp, pipelines[0].microbatches
+    forward, inputs, weights = totals
+    rest = np.maximum(forward + inputs + weights - busiest, 0.0)
+    share = (p - 1.0) / p
+    found = np.zeros_like(busiest)
+    for row, (schedule, _, v, _) in enumerate(pipelines):
+        if schedule in ("1f1b", "gpipe"):
+            found[row] = rest[row]
+        elif schedule in ("interleaved", "looped-bfs"):
+            waits = (v - 1.0) * max(p - m, 0) / p
+            found[row] = (rest[row] + waits * (forward + inputs + weights)[row]) / v
+        elif schedule == "zb-h1":
+            found[row] = share * np.maximum(forward + inputs - weights, forward)[row]
+        else:
+            found[row] = share * forward[row] / v
+    # Whatever the schedule, the first microbatch goes down and up again before the last weight gradient.
+    least = forward + inputs + weights / p - busiest
+    return np.maximum(found, least - (m - 1) * busiest)
+
+
+def _parts(cost: StageCost, constant: float, count: int) -> Floats:
+    """[4, count]"""
     parts = (cost.forward - constant, cost.input_gradient - constant, cost.weight_gradient, cost.recompute)
-    return [np.broadcast_to(np.asarray(part, dtype=np.float64), (count,)) for part in parts]
+    return np.array([np.broadcast_to(part, (count,)) for part in parts], dtype=np.float64)
 
 
 def _ends(chunks: Floats, p: int) -> Floats:
@@ -265,11 +231,7 @@ def _ends(chunks: Floats, p: int) -> Floats:
 
 def _cycle(busy: Floats, sharing: Floats) -> Floats:
     """[pipelines, shares] seconds in which all ranks do a microbatch if they begin together and share cores: each that is
-    done leaves its share to the others, until these have a core each.
-
-    Args:
-        busy: [pipelines, ranks, shares], what a microbatch takes while all compute.
-    """
+    done leaves its share to the others, until these have a core each. `busy`: [pipelines, ranks, shares] while all compute."""
     p = busy.shape[1]
     steps = np.diff(np.sort(busy, axis=1), axis=1, prepend=0.0)
     speeds = np.minimum(sharing[None], p / np.arange(p, 0, -1.0)[:, None])
@@ -285,18 +247,7 @@ def _ramp_left(p: int, sharing: Floats) -> Floats:
     return found
 
 
-def _all_rows(cut: Cut) -> Floats:
+def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:
     """[ranks, 4]: layers of both kinds, embedding, head."""
-    return _rows(cut, np.arange(len(cut.dense)))
-
-
-def _rows(cut: Cut, ranks: npt.NDArray[np.int64] | None = None) -> Floats:
-    """[ranks that differ, 4]: layers of both kinds, embedding, head."""
-    ranks = cut.ranks if ranks is None else ranks
     columns = (cut.dense[ranks].sum(1), cut.experts[ranks].sum(1), ranks == cut.first[0], ranks == cut.last[0])
     return np.stack(columns, axis=1).astype(np.float64)
-
-
-def _whole(cut: Cut) -> Floats:
-    """The same of the whole model."""
-    return np.array([cut.dense.sum(), cut.experts.sum(), 1.0, 1.0])

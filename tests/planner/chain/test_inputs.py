@@ -22,22 +22,16 @@ PROFILE: dict[str, Any] = {"name": "mine", "batch_size": 4, "layers": [LAYER]}
 
 BAD_PROFILES = [
     ({"layers": None}, "layers must be a list .* it is missing"),
-    ({"layers": []}, "layers must be a list .* got \\[\\]"),
     ({"layers": ["conv"]}, "layer 0 takes a mapping such as `name: conv`, got 'conv'"),
     ({"layers": [LAYER, LAYER | {"forward_ms": -1}]}, "layer 1 \\(conv\\): forward_ms is -1; .* 0 or more"),
-    ({"layers": [LAYER | {"forward_ms": "fast"}]}, "layer 0 \\(conv\\): forward_ms takes a number .* 'fast'"),
     ({"layers": [LAYER | {"paramter_bytes": 3}]}, "unknown key paramter_bytes: did you mean parameter_bytes"),
     ({"layers": [{"name": "conv", "forward_ms": 1}]}, "layer 0 \\(conv\\): backward_ms is missing"),
     ({"layers": [LAYER | {"repeat": 0}]}, "repeat takes a whole number from 1, .* got 0"),
     ({"layers": [LAYER | {"repeat": 10**9}]}, "repeat is 1000000000; use at most 512"),
     ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600 layers; use at most 512"),
     ({"layers": [LAYER | {"forward_ms": 0, "backward_ms": 0}]}, "every forward_ms and backward_ms is 0"),
-    ({"batch_size": 0}, "batch_size is 0; it must be above 0"),
-    ({"batch_size": 2.5}, "batch_size takes a whole number"),
     ({"smallest_batch": 8}, "smallest_batch 8 is above batch_size 4"),
     ({"smallest_batch": True}, "smallest_batch takes a whole number from 1"),
-    ({"state_factor": 0}, "state_factor is 0; it must be above 0"),
-    ({"batchsize": 3}, "unknown key batchsize: did you mean batch_size"),
 ]
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from megalite.planner.chain.baselines import cut, data_parallel, even_stages, straight
-from megalite.planner.chain.dapple import Search, _Node
+from megalite.planner.chain.dapple import Search
 from megalite.planner.chain.inputs import ChainCluster
 from megalite.planner.chain.judge import Judge, Judged, Problem
 from megalite.planner.chain.plan import (
@@ -125,13 +125,3 @@ def test_plans_without_a_search() -> None:
     assert [stage.last - stage.first for stage in even_stages(profile, machines, 2)] == [3, 3]
     assert [stage.replicas for stage in even_stages(profile, machines, 3)] == [2, 1, 1]
     assert len(straight(chain([(1.0, 0.0, 1.0)] * 3), machines)) == 3
-
-
-def test_a_prefix_is_dropped_only_if_another_is_no_worse_in_all_that_matters() -> None:
-    search = Search(Problem(random_chain(0, 4), cluster(1, 2), 8, float("inf")), 2, limit=1, keep=1)
-    stages = (Stage(0, 2, (1,)),)
-    seen = [(1.0, 5.0, 5.0), (2.0, 1.0, 5.0), (2.0, 5.0, 1.0)]
-    assert not any(search._dominated(_Node(2, (1,), stages, *three)) for three in seen)
-    assert search._dominated(_Node(2, (1,), stages, 1.0, 6.0, 5.0))
-    assert not search._dominated(_Node(2, (1,), stages, 0.5, 9.0, 9.0))
-    assert not search._dominated(_Node(3, (1,), stages, 9.0, 9.0, 9.0)), "other layers are left"

@@ -137,13 +137,6 @@ def test_rings() -> None:
     assert all_reduce_seconds((2, 2), 1e9, machines) == pytest.approx(1.5 / 3.0)
 
 
-def test_slices_are_whole_samples() -> None:
-    profile = chain([(1.0, 1.0, 1.0)], batch=1)
-    # 8 samples on 3 replicas: the slowest has 3.
-    costs = plan_costs(ChainPlan((Stage(0, 1, (3,)),), 1, 8), profile, cluster(1, 4))
-    assert costs.forward == pytest.approx((3e-3,))
-
-
 def test_memory_counts_what_is_in_flight() -> None:
     profile = chain([(1.0, 1.0, 10.0)] * 2, kept=5e6)
     stages = (Stage(0, 1, (2,)), Stage(1, 2, (1,)))

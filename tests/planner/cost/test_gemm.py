@@ -1,6 +1,5 @@
 """The roofline of matrix products against numbers worked out by hand."""
 
-import numpy as np
 import pytest
 
 from megalite.planner.cost.rates import CORNER, RAMP, gemm_seconds
@@ -42,14 +41,3 @@ def test_the_corner_is_rounded() -> None:
     compute = 2 * m * n * k / PEAK
     cluster = cluster_with(multiprocessors=1, gemm=1.0, memory=1.0, memory_bandwidth=6 * m * n / compute)
     assert _seconds(cluster, m, n, k) == pytest.approx(compute * 2 ** (1 / CORNER))
-
-
-def test_arrays_are_their_elements() -> None:
-    m = np.array([[128.0], [1000.0], [4096.0]])
-    n = np.array([64.0, 3000.0])
-    cluster = cluster_with()
-    found = gemm_seconds(m, n, 512.0, element=2.0, peak=PEAK, cluster=cluster)
-    assert found.shape == (3, 2)
-    for i in range(3):
-        for j in range(2):
-            assert found[i, j] == _seconds(cluster, float(m[i, 0]), float(n[j]), 512.0)

@@ -9,7 +9,7 @@ from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing, attention_core, attention_projections, dense_mlp, head
 from megalite.planner.cost.rates import Parts
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
-from megalite.planner.cost.workload import Workload, stacked, with_layouts, workload_of
+from megalite.planner.cost.workload import stacked, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
 
@@ -52,14 +52,6 @@ def test_products_of_an_mlp_are_its_flops_where_nothing_else_counts() -> None:
     flops = 2 * 1024 * 3 * 2048 * 6144 / 2
     for part in (products.forward, products.input_gradient, products.weight_gradient):
         assert part.gemm == pytest.approx(flops / 312e12)
-
-
-def test_one_rank_of_tensor_parallelism_communicates_nothing() -> None:
-    cost = layer_seconds(workload_of(config_of(1)), BASE, STACK)
-    assert cost.parts.tensor == 0.0
-    assert cost.parts.collectives == 0.0
-    several = layer_seconds(workload_of(config_of(4, tp=4)), BASE, STACK)
-    assert several.parts.tensor > 0.0
 
 
 def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
@@ -230,19 +222,3 @@ def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
         alone = stage_cost(Pricing.of(work, BASE, stack), dense=layers[at], has_head=heads[at])
         for name in ("forward", "input_gradient", "weight_gradient", "recompute"):
             assert getattr(together, name)[at] == pytest.approx(getattr(alone, name), rel=1e-12)
-
-
-def test_a_grid_of_layouts_broadcasts() -> None:
-    work: Workload = with_layouts(
-        workload_of(config_of(1)), {"tp": np.array([1.0, 2.0, 4.0])[:, None], "batch": np.array([1.0, 2.0])}
-    )
-    assert layer_seconds(work, BASE, STACK).total.shape == (3, 2)
-
-
-def test_an_embedding_and_a_head_are_extra() -> None:
-    price = Pricing.of(workload_of(config_of(1)), BASE, STACK)
-    middle, first = stage_cost(price, dense=2), stage_cost(price, dense=2, has_embedding=1.0)
-    last = stage_cost(price, dense=2, has_head=1.0)
-    assert middle.total < first.total < last.total
-    flops = 6 * 1024 * 2048 * 51200
-    assert last.total - middle.total > flops / 312e12

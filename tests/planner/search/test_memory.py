@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from megalite.partition.memory import activation_peaks, rank_memory
@@ -29,13 +28,12 @@ def exact_bytes(request: Asked, layout: Layout) -> int:
 def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
     """Layouts with their bytes by both."""
     found = survey(request.request, request.cluster, request.stack)
-    sizes = np.concatenate([each.reshape(-1) for each in found.memory])
     draw, drawn = random.Random(3), []
     while len(drawn) < count:
         index = draw.randrange(len(found.space))
         layout = found.at(index)
         if layout.pipeline.pp * layout.pipeline.vpp * layout.pipeline.microbatches <= 600:
-            drawn.append((layout, float(sizes[index]), exact_bytes(request, layout)))
+            drawn.append((layout, float(found.all_bytes[index]), exact_bytes(request, layout)))
     return drawn
 
 

@@ -66,11 +66,8 @@ def test_the_users_layout_where_it_fits_the_ranks() -> None:
     found = asked(8, files={"tp": 2, "pp": 2})
     assert shape(found) == (2, 2, 2)
     assert found.why == "the layout of the settings"
-
-
-def test_it_comes_back_with_the_ranks() -> None:
-    found = asked(4, files={"tp": 2, "pp": 2}, former=former(2, tp=1, pp=2))
-    assert shape(found) == (2, 2, 1)
+    back = asked(4, files={"tp": 2, "pp": 2}, former=former(2, tp=1, pp=2))
+    assert shape(back) == (2, 2, 1), "where the ranks come back"
 
 
 def test_a_restart_on_the_same_ranks_keeps_the_checkpoints_layout() -> None:

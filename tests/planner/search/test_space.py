@@ -78,18 +78,19 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
     return found
 
 
-def test_nothing_legal_is_lost() -> None:
-    request = asked(f"{TINY} --gpus 4 --fix recompute=none --fix mbs=1,8").request
+@pytest.mark.parametrize(
+    ("flags", "eps", "schedules"),
+    [
+        (f"{TINY} --fix recompute=none", (1,), SCHEDULES),
+        (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
+    ],
+)
+def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
+    request = asked(f"{flags} --gpus 4 --fix mbs=1,8").request
     mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
-    assert mine == brute_force(request, (1,), SCHEDULES)
+    assert mine == brute_force(request, eps, schedules)
     assert len(mine) > 100
-
-
-def test_nothing_legal_is_lost_with_experts() -> None:
-    request = asked(f"{EXPERTS} --gpus 4 --fix recompute=full --fix schedule=1f1b,interleaved --fix mbs=1,8").request
-    mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
-    assert mine == brute_force(request, (1, 2, 3, 4), ("1f1b", "interleaved"))
-    assert {key[4] for key in mine} == {1, 2, 4}
+    assert {key[4] for key in mine} == set(eps) - {3}
 
 
 @pytest.mark.parametrize(
