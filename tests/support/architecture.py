@@ -30,9 +30,9 @@ extensions, to see whether they load."""
 
 OPTIONAL_PACKAGES = {
     *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
-    *("transformers", "triton", "wandb", "zstandard"),
+    *("transformers", "triton", "wandb", "zstandard", "jinja2", "rich"),
 }
-"""Third-party packages of the extras, imported where they are used."""
+"""Third-party packages of the extras, and those that help starts without: imported where they are used."""
 
 MEGATRON_FILES = "megalite.conversion.megatron"
 """The only place that reads pickles, through torch's restricted reader."""
