@@ -1,6 +1,6 @@
 """Attention over a sequence that is split among ranks, and over tiles: no rank ever holds all keys.
 
-Keys and values go round the ring of ranks. With every block that comes by, a rank computes the tiles of its own queries
+Keys and values go round the ring of ranks. With every block that comes by, a rank computes the tiles of its queries
 against it and merges them by the logsumexp of their scores:
 
     out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)

@@ -144,7 +144,7 @@ def _merged(found: list[Tile]) -> list[Tile]:
 
 
 def _joined(pairs: list[tuple[Span, Span]]) -> list[tuple[Span, Span]]:
-    """Of pairs that are equal in their first span those whose second spans touch become one."""
+    """Pairs with equal first spans and second spans that touch become one."""
     found: list[tuple[Span, Span]] = []
     for same, span in sorted(pairs):
         if found and found[-1][0] == same and found[-1][1][1] == span[0]:

@@ -57,7 +57,7 @@ def adam(
         copy.copy_(param)
 
 
-ROW = 1 << 10  # elements whose squares are added up in their own precision
+ROW = 1 << 10  # elements of which the squares are added up in their own precision
 
 
 def norm(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention whose probabilities exist, for dropout on them."""
+"""Attention with its probabilities in memory, for dropout on them."""
 
 import math
 from collections.abc import Callable

@@ -27,7 +27,7 @@ class AuxiliaryLosses:
     def __init__(self, per_sequence: float, per_token: float, scale: float, device: torch.device) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
-        """By name, this rank's part of the unscaled term, of all layers and microbatches whose backward has run."""
+        """By name, this rank's part of the unscaled term, of all layers and of the microbatches that have run backward."""
 
     def attach(self, x: Tensor, name: str, value: Tensor) -> Tensor:
         """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss.

@@ -49,7 +49,7 @@ class Norm(torch.nn.Module):
 class ResidualNorm(Norm):
     """A norm of the sum of the residual stream and a branch.
 
-    A module of its own kind, not a second method of `Norm`: data parallelism waits for a module's weights in a hook
+    A separate kind of module, not a second method of `Norm`: data parallelism waits for a module's weights in a hook
     before its `forward`, which a method that is called directly would pass by. `fused`: one kernel may make both.
     """
 

@@ -53,7 +53,7 @@ def _bias(name: str, shape: tuple[int, ...], shard_dim: int | None) -> Parameter
 def _linear(
     name: str, shape: tuple[int, ...], shard_dim: int, *, bias: bool, init: Init = "normal"
 ) -> list[ParameterShape]:
-    """Weight and bias of a layer; that of a row-parallel layer, whose inputs are split, is whole on every rank."""
+    """Weight and bias of a layer; the bias of a row-parallel layer, which splits its inputs, is whole on every rank."""
     split = None if shard_dim == len(shape) - 1 else shard_dim
     return [_matrix(f"{name}.weight", shape, shard_dim, init), *([_bias(f"{name}.bias", shape[:-1], split)] * bias)]
 
@@ -73,7 +73,7 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
     shapes = _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm:
-        # One weight for all heads: each tensor-parallel rank has a copy, and the gradient of its own heads.
+        # One weight for all heads: each tensor-parallel rank has a copy, and the gradient that its heads give.
         shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
     out = (h, model.num_attention_heads * d)
     return shapes + _linear(f"{prefix}.out", out, 1, bias=model.add_bias_linear, init="residual")

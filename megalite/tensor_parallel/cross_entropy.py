@@ -1,4 +1,4 @@
-"""Cross-entropy over logits whose vocabulary is split over tp; full logits never exist on one rank."""
+"""Cross-entropy over logits with the vocabulary split over tp; full logits never exist on one rank."""
 
 from collections.abc import Callable
 from typing import Any

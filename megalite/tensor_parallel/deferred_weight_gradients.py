@@ -28,7 +28,7 @@ class DeferredGradient(Protocol):
 
 
 class DeferredWeightGradients:
-    """The weight gradients of one virtual stage whose input gradients have run, by microbatch.
+    """The weight gradients that one virtual stage has put off, by microbatch.
 
     Inputs and output gradients of the layers stay alive until `run`. State is in this object alone, as autograd runs
     backwards of CUDA tensors in its own threads.
@@ -40,7 +40,7 @@ class DeferredWeightGradients:
 
     @property
     def is_deferring(self) -> bool:
-        """A backward is under way whose weight gradients are deferred."""
+        """A backward is under way that defers its weight gradients."""
         return self._current is not None
 
     @property

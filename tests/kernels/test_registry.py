@@ -193,9 +193,3 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
         assert "torch" in rule.order, rule
         assert rule.because.startswith(("assumed: ", "measured ")), rule
         assert rule.dtypes <= {"float32", "bfloat16", "float16"}, rule
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_names_are_functions_of_one_place(operation: str) -> None:
-    counts = {row.place.count(",") + 1 for row in IMPLEMENTATIONS[operation].values()}
-    assert counts == ({2} if operation in ("cross_entropy", "lamb", "softmax") else {1})

@@ -47,7 +47,6 @@ def choose(logits: Tensor, k: int) -> list[int]:
 def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
     s, b, _ = x.shape
     experts, k = config.num_experts, config.moe_router_topk
-    assert experts is not None
     logits = x @ weights["router.weight"].t()
     probabilities = logits.softmax(-1)
     scale = torch.zeros(s, b, experts, dtype=x.dtype)

@@ -82,6 +82,5 @@ def build(
 def named(stage: GPTStage) -> dict[str, ShardedParameter]:
     found = {}
     for parameter in stage.parameters():
-        assert isinstance(parameter, ShardedParameter)
         found[parameter.info.spec.name] = parameter
     return found

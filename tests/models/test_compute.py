@@ -44,7 +44,6 @@ def stage_of(config: RunConfig, *, topology: Topology | None = None, recompute: 
     )
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in stage.parameters():
-        assert isinstance(parameter, ShardedParameter)
         parameter.main_grad = torch.zeros(parameter.shape, dtype=wide)
     return stage
 

@@ -84,7 +84,6 @@ def test_what_sequence_parallelism_leaves_in_parts() -> None:
 
 def test_tied_copies_are_marked() -> None:
     both, first, last = build(GPT), build(GPT, cut=(0, 1)), build(GPT, cut=(2, 3))
-    assert both.embedding is not None and both.head is not None
     assert both.head.weight is both.embedding.word.weight
     word = "embedding.word.weight"
     assert (named(both)[word].info.tied, named(both)[word].info.uses) == (False, 2)

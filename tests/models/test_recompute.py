@@ -149,7 +149,6 @@ def test_nothing_is_held_of_it_and_nothing_after_the_backward() -> None:
         assert live.now == out.untyped_storage().nbytes()
         out.sum().backward()
         del out
-    assert x.grad is not None and weight.grad is not None
     assert live.now == x.grad.untyped_storage().nbytes() + weight.grad.untyped_storage().nbytes()
 
 
@@ -172,5 +171,4 @@ def test_empty_tensors_are_left_alone() -> None:
     with not_saving(y, lambda x: x * 2.0, x):
         out = y @ weight
     out.sum().backward()
-    assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros(8, 3))

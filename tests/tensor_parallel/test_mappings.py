@@ -49,7 +49,6 @@ def apply_all(context: RankContext, tp: int) -> dict[str, tuple[Tensor, Tensor]]
         # Mappings may work in place on what they are given, as on the fresh result of an operation.
         y = mapping(x * 1.0, tp=group)
         y.backward(grad)
-        assert x.grad is not None
         found[name] = (y.detach(), x.grad)
     return found
 
@@ -100,5 +99,4 @@ def test_over_one_rank_they_are_the_identity(name: str) -> None:
     y = MAPPINGS[name](x, tp=Group.solo("tp"))
     y.backward(grad)
     assert torch.equal(y, x)
-    assert x.grad is not None
     assert torch.equal(x.grad, grad)

@@ -115,7 +115,7 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """The gradient over the logits; a row whose gradient is 0 is not read."""
+    """The gradient over the logits; a row with a gradient of 0 is not read."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * span
     end = tl.minimum(begin + span, v)

@@ -13,15 +13,21 @@ RUNS = 'raise AssertionError("imported")\n'
 
 def write(folder: Path, *files: str, text: str = RUNS) -> None:
     for file in files:
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
 
 
 @pytest.fixture
 def site(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def nvidias(site: Path) -> Path:
+    """With NVIDIA's apex, without extensions."""
+    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
+    return site
 
 
 def test_none(site: Path) -> None:
@@ -46,16 +52,14 @@ def test_half_of_nvidias_is_not_nvidias(site: Path, missing: str) -> None:
     assert probes.apex_extensions()[0] is None
 
 
-def test_nvidias_without_extensions(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
+def test_nvidias_without_extensions(nvidias: Path) -> None:
     assert probes.apex_extensions() == (frozenset(), "")
     assert probes.why_not_extension("amp_C") == "apex is installed without its extension amp_C"
     assert "apex" not in sys.modules
 
 
-def test_nvidias_with_some(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
-    write(site, "amp_C.py", "xentropy_cuda.py", text="")
+def test_nvidias_with_some(nvidias: Path) -> None:
+    write(nvidias, "amp_C.py", "xentropy_cuda.py", text="")
     assert probes.apex_extensions()[0] == {"amp_C", "xentropy_cuda"}
     assert probes.why_not_extension("amp_C") is None
     missing = probes.why_not_extension("fused_layer_norm_cuda")
@@ -64,18 +68,16 @@ def test_nvidias_with_some(site: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ImportError", "OSError", "RuntimeError"])
-def test_built_for_another_torch(site: Path, kind: str) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
-    write(site, "amp_C.py", text=f'raise {kind}("undefined symbol: _ZN3c10\\nand more")\n')
+def test_built_for_another_torch(nvidias: Path, kind: str) -> None:
+    write(nvidias, "amp_C.py", text=f'raise {kind}("undefined symbol: _ZN3c10\\nand more")\n')
     assert probes.why_not_extension("amp_C") == (
         "apex's extension amp_C cannot be loaded (undefined symbol: _ZN3c10); build apex again for this torch"
     )
 
 
-def test_it_is_looked_for_once(site: Path) -> None:
-    write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
-    tries = f"pathlib.Path({str(site / 'tries')!r})"
-    write(site, "amp_C.py", text=f'import pathlib\n{tries}.mkdir()\nraise ImportError("no")\n')
+def test_it_is_looked_for_once(nvidias: Path) -> None:
+    tries = f"pathlib.Path({str(nvidias / 'tries')!r})"
+    write(nvidias, "amp_C.py", text=f'import pathlib\n{tries}.mkdir()\nraise ImportError("no")\n')
     first = probes.why_not_extension("amp_C")
     assert first is not None and "(no)" in first
     assert probes.why_not_extension("amp_C") == first  # a second import would find the folder made

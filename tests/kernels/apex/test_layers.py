@@ -194,7 +194,6 @@ def test_token_0_is_a_token(adapter: Adapter) -> None:
     where = {"first": 0, "vocab_size": 40, "tp": Group.solo("tp"), "kernel": kernel}
     losses = vocab_parallel_cross_entropy(logits.view(6, 2, 40), labels.view(6, 2), **where).flatten()
     losses.sum().backward()
-    assert logits.grad is not None
     assert bool((losses[labels == 0] > 0.1).all())
     assert bool((logits.grad[labels == 0, 0] < 0).all())
 
