@@ -81,13 +81,17 @@ def _layout(candidate: Candidate, best: Candidate, tokens: float) -> dict[str, A
         "tokens_per_second": float(found.tokens_per_second),
         "mfu": {"palm": float(found.mfu), "megatron": float(found.mfu_causal)},
         "bubble": float(found.bubble),
-        "exposed_seconds": {name: float(value) for name, value in found.exposed.items()},
-        "parts": {name: float(value) for name, value in found.parts.items()},
+        "exposed_seconds": _floats(found.exposed),
+        "parts": _floats(found.parts),
         "memory": {"pipeline_rank": rank, **asdict(memory), "total_bytes": memory.total_bytes},
         "training_seconds": tokens / float(found.tokens_per_second),
         "layers": layers_in_words(candidate),
         "why": "" if candidate is best else why_slower(candidate, best),
     }
+
+
+def _floats(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in parts.items()}
 
 
 def layers_in_words(candidate: Candidate) -> str:
@@ -289,15 +293,11 @@ def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
     """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only.
 
-    dp is among them, so that another world size is refused. Without a length of its own the run gets that of `tokens`.
+    dp is among them, so that another world size is refused. Without a given length the run gets that of `tokens`.
     """
     best = plan.candidates[0]
-    found = {
-        name: value
-        for name, value in values_of(best.config).items()
-        if value is not None and value != settings()[name].default
-    }
-    training = best.config.training
+    values, default, training = values_of(best.config), settings(), best.config.training
+    found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
     if training.train_iters is None and training.train_samples is None:
         assert training.global_batch_size is not None
         found["train_iters"] = math.ceil(tokens / (training.global_batch_size * training.seq_length))

@@ -1,5 +1,6 @@
 """Measured pieces of a machine: matrix products, attention, memory, small operations."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,15 +68,10 @@ class GemmTime:
 def layer_shapes() -> list[LinearShape]:
     """qkv, output, up and down projection of GPT layers of all sizes, whole and split over tp; by FLOPs."""
     shapes = set()
-    for h in HIDDEN_SIZES:
-        for tp in SPLITS:
-            if h // tp < 128 and tp > 1:
-                continue
-            for tokens in TOKENS:
-                shapes.add(LinearShape(tokens, 3 * h // tp, h))
-                shapes.add(LinearShape(tokens, h, h // tp))
-                shapes.add(LinearShape(tokens, 4 * h // tp, h))
-                shapes.add(LinearShape(tokens, h, 4 * h // tp))
+    for h, tp, tokens in itertools.product(HIDDEN_SIZES, SPLITS, TOKENS):
+        if tp == 1 or h // tp >= 128:
+            widths = ((3 * h // tp, h), (h, h // tp), (4 * h // tp, h), (h, 4 * h // tp))
+            shapes |= {LinearShape(tokens, outputs, inputs) for outputs, inputs in widths}
     return sorted(shapes, key=lambda shape: (shape.flops, shape))
 
 
@@ -105,7 +101,7 @@ def first_rate(timer: Timer, dtype: torch.dtype) -> float:
     size = 2048 if timer.device.type == "cuda" else 256
     x = torch.randn(size, size, device=timer.device).to(dtype)
     matmul = Kernels().get("matmul", device=timer.device, dtype=dtype, size=size)
-    seconds = timer.over_ranks(timer.each(lambda: matmul(x, x), seconds=0.0)).seconds
+    seconds = timer.each_over_ranks(lambda: matmul(x, x), seconds=0.0).seconds
     return 2 * size**3 / seconds
 
 
@@ -119,7 +115,7 @@ def measure_gemms(
     each = seconds / max(1, len(shapes) * len(PRODUCTS))
     for shape in shapes:
         for product, run in _products(shape, dtype, timer.device):
-            timing = timer.over_ranks(timer.each(run, seconds=each))
+            timing = timer.each_over_ranks(run, seconds=each)
             m, n, k = shape.product(product)
             yield GemmTime(product=product, m=m, n=n, k=k, dtype=name, timing=timing)
 
@@ -202,7 +198,7 @@ def measure_attention(
     for shape in shapes:
         for kind in KINDS:
             for backward, run in _attention_passes(shape, kind, dtype, timer.device):
-                timing = timer.over_ranks(timer.each(run, seconds=each))
+                timing = timer.each_over_ranks(run, seconds=each)
                 yield AttentionTime(kind=kind, backward=backward, shape=shape, dtype=name, timing=timing)
 
 
@@ -255,7 +251,7 @@ def first_bandwidth(timer: Timer) -> float:
     """About how many bytes a second an optimizer's pass moves; the same on every rank."""
     elements = 2**26 if timer.device.type == "cuda" else 2**20
     *_, (_, moved, run) = _memory_passes(elements, timer.device)
-    return moved / timer.over_ranks(timer.each(run, seconds=0.0)).seconds
+    return moved / timer.each_over_ranks(run, seconds=0.0).seconds
 
 
 def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterator[MemoryTime]:
@@ -266,7 +262,7 @@ def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterato
     each = seconds / max(1, len(sizes) * len(OPERATIONS))
     for elements in sizes:
         for operation, bytes_moved, run in _memory_passes(elements, timer.device):
-            timing = timer.over_ranks(timer.each(run, seconds=each))
+            timing = timer.each_over_ranks(run, seconds=each)
             yield MemoryTime(operation=operation, elements=elements, bytes_moved=bytes_moved, timing=timing)
 
 

@@ -100,7 +100,7 @@ def measure_passes(
         head = shape.vocabulary > 0
         runs = _passes(shape.config.model, shape.layers, shape.sequence, dtype, timer.device, head=head)
         for backward, run in enumerate(runs):
-            timing = timer.over_ranks(timer.each(run, seconds=each))
+            timing = timer.each_over_ranks(run, seconds=each)
             yield PassTime(shape=shape, backward=bool(backward), dtype=name, timing=timing)
 
 
@@ -210,7 +210,7 @@ def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Ov
     """
 
     def timed(run: Callable[[], object]) -> Timing:
-        return timer.over_ranks(timer.each(run, seconds=seconds / 6))
+        return timer.each_over_ranks(run, seconds=seconds / 6)
 
     number = torch.zeros(1, device=timer.device)
     operation, step = timed(lambda: number.add_(1.0)), timed(_step(timer.device))

@@ -136,6 +136,10 @@ class Timer:
         seconds, spreads, samples = zip(*rows, strict=True)
         return Timing(seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples))
 
+    def each_over_ranks(self, run: Callable[[], object], *, seconds: float) -> Timing:
+        """`each`, then `over_ranks`."""
+        return self.over_ranks(self.each(run, seconds=seconds))
+
     def barrier(self) -> None:
         """Every rank has come here."""
         self._slowest(0.0)

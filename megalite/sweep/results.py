@@ -67,39 +67,36 @@ class Store:
         store = cls(folder)
         try:
             store._open(_identity(spec, launcher))
-        except OSError as error:
+        except (ConfigError, OSError) as error:
             store.close()
-            raise ConfigError(
-                f"cannot write {error.filename or folder}: {error.strerror}; give a folder that can be written with --output"
-            ) from None
-        except ConfigError:
-            store.close()
-            raise
+            if isinstance(error, ConfigError):
+                raise
+            name = error.filename or folder
+            raise ConfigError(f"cannot write {name}: {error.strerror}; give another folder with --output") from None
         return store
 
     def _open(self, identity: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock = lock_folder(self.folder)
+            self._lock = lock_folder(folder)
         except BlockingIOError:
-            raise ConfigError(
-                f"another sweep is at work in {self.folder}; wait for it, or give another --output"
-            ) from None
-        known = self.folder / IDENTITY
+            raise ConfigError(f"another sweep is at work in {folder}; wait for it, or give another --output") from None
+        known = folder / IDENTITY
         if known.exists():
-            _refuse_other(self.folder, _read_identity(known), identity)
-        elif any(not each.name.startswith(".") for each in self.folder.iterdir()):
-            raise ConfigError(f"{self.folder} holds files and no sweep; give an empty folder with --output")
+            _refuse_other(known, identity)
+        elif any(not each.name.startswith(".") for each in folder.iterdir()):
+            raise ConfigError(f"{folder} holds files and no sweep; give an empty folder with --output")
         else:
             replace_durably(known, (json.dumps(identity, indent=2) + "\n").encode())
-        path = self.folder / RESULTS
+        path = folder / RESULTS
         if not path.exists():
             write_durably(path, b"")
-            sync_folder(self.folder)
+            sync_folder(folder)
         self.results = {result.key: result for result in read_results(path)}
-        whole = path.read_bytes().endswith(b"\n") or path.stat().st_size == 0
+        cut_off = path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        if not whole:
+        if cut_off:
             write_all(self._file, memoryview(b"\n"))
 
     def append(self, result: Result) -> None:
@@ -148,21 +145,17 @@ def _identity(spec: SweepSpec, launcher: str) -> dict[str, Any]:
     }
 
 
-def _read_identity(path: Path) -> dict[str, Any]:
+def _refuse_other(path: Path, here: Mapping[str, Any]) -> None:
     try:
-        found = json.loads(read_text(path))
+        there = json.loads(read_text(path))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        there = None
+    if not isinstance(there, dict):
         raise ConfigError(f"{path} is damaged; give another folder with --output")
-    return found
-
-
-def _refuse_other(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for name, value in here.items():
         if there.get(name) != value:
             raise ConfigError(
-                f"{folder} holds another sweep: its {name} is {json.dumps(there.get(name))}, here it is "
+                f"{path.parent} holds another sweep: its {name} is {json.dumps(there.get(name))}, here it is "
                 f"{json.dumps(value)}; give another folder with --output"
             )
 

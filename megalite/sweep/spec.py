@@ -56,14 +56,6 @@ class SweepSpec:
     sbatch: SbatchSpec = field(default_factory=SbatchSpec)
 
 
-def _base(value: Any, where: str) -> tuple[Path, ...]:
-    return tuple(Path(each) for each in rules.texts(value, where))
-
-
-def _path(value: Any, where: str) -> Path:
-    return Path(rules.text(value, where))
-
-
 def _settings(value: Any, where: str) -> dict[str, Any]:
     found = rules.plain_settings(rules.mapping(value, where), where)
     rules.refuse_fixed(found, where)
@@ -89,9 +81,8 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
 
 
 def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        _settings(each, f"{where}, entry {number}") for number, each in enumerate(rules.entries(value, where), 1)
-    )
+    listed = enumerate(rules.entries(value, where), 1)
+    return tuple(_settings(each, f"{where}, entry {number}") for number, each in listed)
 
 
 def _conditions(value: Any, where: str) -> tuple[rules.Condition, ...]:
@@ -133,30 +124,29 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     return found
 
 
-_SBATCH: Mapping[str, rules.Reader] = MappingProxyType(
-    {
-        "gpus_per_node": rules.whole,
-        "at_once": rules.whole,
-        "poll_seconds": rules.seconds,
-        "options": _options,
-        "setup": rules.texts,
-    }
-)
+_SBATCH: Mapping[str, rules.Reader] = {
+    "gpus_per_node": rules.whole,
+    "at_once": rules.whole,
+    "poll_seconds": rules.seconds,
+    "options": _options,
+    "setup": rules.texts,
+}
 
 
 def _sbatch(value: Any, where: str) -> SbatchSpec:
     return SbatchSpec(**rules.read_keys(rules.mapping(value, where), _SBATCH, where))
 
 
+# Keys of a sweep.yaml.
 KEYS: Mapping[str, rules.Reader] = MappingProxyType(
     {
         "preset": rules.text,
-        "base": _base,
+        "base": rules.texts,
         "settings": _settings,
         "ranks": rules.whole,
         "grid": _grid,
         "list": _listed,
-        "from_plan": _path,
+        "from_plan": rules.text,
         "top": rules.whole,
         "exclude": _conditions,
         "only": _conditions,
@@ -167,11 +157,10 @@ KEYS: Mapping[str, rules.Reader] = MappingProxyType(
         "cluster": rules.text,
         "stack": rules.text,
         "environment": _environment,
-        "program": _path,
+        "program": rules.text,
         "sbatch": _sbatch,
     }
 )
-"""Keys of a sweep.yaml."""
 
 
 def read_spec(path: Path) -> SweepSpec:

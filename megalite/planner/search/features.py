@@ -129,7 +129,7 @@ def _phases(*phases: tuple[int, str]) -> tuple[Counts, Counts]:
 
 
 def _zb_v(p: int, m: int, rank: int) -> tuple[Counts, Counts]:
-    """The walk of generators/vee.py: what it says of a rank, as arrays."""
+    """The walk of generators/many_chunks.py: what it says of a rank, as arrays."""
     count, left = max(m, 2 * p - 1), p - rank
     both = count - (2 * p - rank - 1)
     return _phases(

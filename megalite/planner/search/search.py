@@ -126,10 +126,9 @@ def _times(
     rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
     if len(rows):
         some = [pipelines[row] for row in rows.tolist()]
-        cuts = [counter.cut(each) for each in some]
-        found[np.ix_(rows, columns)] = clock.seconds(some, cuts, prices.take(columns))
-    found[~fits] = np.inf
-    return found
+        seconds = clock.seconds(some, [counter.cut(each) for each in some], prices.take(columns))
+        found[np.ix_(rows, columns)] = seconds
+    return np.where(fits, found, np.inf)
 
 
 _MORE = 5  # doublings of the ranks that are tried
@@ -263,19 +262,18 @@ def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int =
                 candidates[kind] = candidate
     if not candidates:
         raise nothing_fits(found, cluster, stack)
-    ranked = sorted(candidates.values(), key=_step_seconds)[:top]
+
+    def step_seconds(candidate: Candidate) -> float:
+        return candidate.prediction.step_seconds
+
+    ranked = sorted(candidates.values(), key=step_seconds)[:top]
     ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
-    ranked.sort(key=_step_seconds)
+    ranked.sort(key=step_seconds)
     return Plan(request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked))
 
 
-def _step_seconds(candidate: Candidate) -> float:
-    return candidate.prediction.step_seconds
-
-
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
-    """The validated config of some settings over the request's, as a file with them would be read. Raises ConfigError:
-    it is not legal."""
+    """The validated config of some settings over the request's, as a file with them would be read."""
     base = dict(chosen)
     if base["cp"] == 1:
         base["cp_comm_type"] = settings()["cp_comm_type"].default
@@ -311,13 +309,8 @@ def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: Soft
     first, last = (
         max(float(stage_cost(price, **{end: 1.0}).total) - constant, 0.0) for end in ("has_embedding", "has_head")
     )
-    cut = partition_layers(
-        model.num_layers,
-        placement_of(config),
-        layer_cost=[each[moe] for moe in kinds],
-        first_cost=first,
-        last_cost=last,
-    )
+    layers = [each[moe] for moe in kinds]
+    cut = partition_layers(model.num_layers, placement_of(config), layer_cost=layers, first_cost=first, last_cost=last)
     if list(cut) == [plan.num_layers for plan in plan_stages(config)]:
         return candidate
     chosen = {**candidate.settings, "pipeline_layers": list(cut)}

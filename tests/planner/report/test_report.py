@@ -98,6 +98,7 @@ def test_the_page_stands_alone(plan: Plan) -> None:
     read = Reader(page)
     assert read.links == []
     assert "script" not in read.tags
+    assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert read.tags.count("svg") == 2
     assert read.tags.count("circle") == 3

@@ -1,4 +1,4 @@
-"""Memory of the whole space against `planner.memory`, layout by layout."""
+"""Memory of the whole space against `partition.memory`, layout by layout."""
 
 import random
 
