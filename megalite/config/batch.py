@@ -11,7 +11,7 @@ from megalite.config.run import RunConfig
 
 
 def samples_per_microbatch(config: RunConfig) -> int:
-    """Sequences that all data-parallel ranks together take in one microbatch: micro_batch_size · dp."""
+    """Sequences of one microbatch on all data-parallel ranks."""
     assert config.parallel.dp is not None, "validate() resolves dp"
     return config.training.micro_batch_size * config.parallel.dp
 

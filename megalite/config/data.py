@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from megalite.config.errors import ConfigError, shortened
 from megalite.config.option import option
-from megalite.config.reading import read_text
+from megalite.config.reading import read_input
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -22,20 +23,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
         ConfigError: not one to three numbers that are at least 0 and not all 0.
     """
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
-    parts = split.split(",")
     try:
-        shares = [float(part) for part in parts]
+        shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() takes 9_0 for 90
     except ValueError:
         shares = []
-    # float() takes 9_0 for 90.
-    if not shares or "_" in split:
+    if not shares:
         raise ConfigError(f"split {split!r} is not a list of numbers; {example}")
     if len(shares) > len(SPLITS):
         raise ConfigError(f"split {split!r} has {len(shares)} numbers; {example}")
     if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) == 0:
         raise ConfigError(f"split {split!r} must have numbers of at least 0, not all of them 0; {example}")
-    total = sum(shares)
-    train, valid, test = [share / total for share in shares] + [0.0] * (len(SPLITS) - len(shares))
+    train, valid, test = [share / sum(shares) for share in shares] + [0.0] * (len(SPLITS) - len(shares))
     return train, valid, test
 
 
@@ -91,21 +89,20 @@ def words_of(name: str, value: Any, where: str) -> list[str]:
     Raises:
         ConfigError: nothing of this; the message starts with `where`.
     """
-    if isinstance(value, str):
-        words = value.split()
-        if not words:
-            raise ConfigError(f"{where}: {name} is empty; leave it out or give it a value")
-        return words
-    if isinstance(value, dict):
-        words = []
-        for prefix, weight in value.items():
-            words += [_weight(name, prefix, weight, where), _word(name, prefix, where)]
-        if not words:
-            raise ConfigError(f"{where}: {name} is empty; leave it out or give it a value")
-        return words
     if isinstance(value, list | tuple):
         return [_word(name, element, where) for element in value]
-    raise ConfigError(f"{where}: {name} takes prefixes of token files such as {_FORMS}, got {shortened(value)}")
+    if not isinstance(value, str | dict):
+        raise ConfigError(f"{where}: {name} takes prefixes of token files such as {_FORMS}, got {shortened(value)}")
+    words = value.split() if isinstance(value, str) else []
+    for prefix, weight in value.items() if isinstance(value, dict) else ():
+        if isinstance(weight, bool) or _number(str(weight)) is None:
+            raise ConfigError(
+                f"{where}: {name} takes a number as the weight of {prefix}, such as 0.3, got {shortened(weight)}"
+            )
+        words += [_word(name, weight, where), _word(name, prefix, where)]
+    if not words:
+        raise ConfigError(f"{where}: {name} is empty; leave it out or give it a value")
+    return words
 
 
 def _word(name: str, value: Any, where: str) -> str:
@@ -119,21 +116,13 @@ def _word(name: str, value: Any, where: str) -> str:
     )
 
 
-def _weight(name: str, prefix: Any, weight: Any, where: str) -> str:
-    if isinstance(weight, bool) or _number(str(weight)) is None:
-        raise ConfigError(
-            f"{where}: {name} takes a number as the weight of {prefix}, such as 0.3, got {shortened(weight)}"
-        )
-    return _word(name, weight, where)
-
-
 def read_args_file(path: str, where: str) -> dict[str, list[str]]:
     """`--data-args-path FILE`: what --data-path would be given, on any number of lines.
 
     Raises:
         ConfigError: the file cannot be read or is empty; the message starts with `where`.
     """
-    words = _read(path, where).split()
+    words = read_input(path, where).split()
     if not words:
         raise ConfigError(f"{where} {path} is empty; it holds what --data-path takes, e.g. 0.3 a 0.7 b")
     return {"data_path": words}
@@ -147,9 +136,9 @@ def read_split_file(path: str, where: str) -> dict[str, list[str]]:
     """
     example = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}'
     try:
-        tree = json.loads(_read(path, where), object_pairs_hook=_unique)
-    except ConfigError as error:
-        raise ConfigError(f"{where} {path}: {error}") from None
+        tree = json.loads(read_input(path, where), object_pairs_hook=partial(_unique, f"{where} {path}"))
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} {path} is not JSON: {error}; it holds e.g. {example}") from None
     if not isinstance(tree, dict) or not tree or set(tree) - set(_SPLITS):
@@ -169,22 +158,14 @@ DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = MappingPr
 """Megatron-LM's flag -> (its FILE, the flag) -> the settings in it."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of a key given twice, the last one would win without a word."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"{key} is given twice; keep one of them")
+            raise ConfigError(f"{where}: {key} is given twice; keep one of them")
         found[key] = value
     return found
-
-
-def _read(path: str, where: str) -> str:
-    try:
-        return read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{where} {path} cannot be read: {reason}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

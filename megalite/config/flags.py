@@ -198,9 +198,10 @@ def _value_of(setting: Setting, occurrence: _Occurrence) -> Any:
         on = flag in setting.flags
         _no_words(occurrence, _negative(setting.flags[0]) if on else setting.flags[0])
         return on
-    if not words or (len(words) > 1 and not setting.is_list):
-        number = "one or more values" if setting.is_list else "one value"
-        raise ConfigError(f"{flag} takes {number} ({setting.type_name}), got {' '.join(words) or 'none'}")
+    if not words:
+        raise ConfigError(f"{flag} needs a value ({setting.type_name})")
+    if len(words) > 1 and not setting.is_list:
+        raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
     for word in words:
         if word in REFUSED_VALUES.get(setting.name, {}):
             raise ConfigError(f"{flag} cannot be {word}; {REFUSED_VALUES[setting.name][word]}")

@@ -13,19 +13,14 @@ _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
 def _number(text: str, kind: type) -> int | float | None:
     """The number that `text` spells, or None. `1e6` is an integer, `1.5` is not; nan and inf are not numbers."""
     try:
-        if kind is int:
-            try:
-                whole = int(text)
-            except ValueError:
-                value = float(text)
-                if not math.isfinite(value) or value != int(value):
-                    return None
-                whole = int(value)
-            return whole if abs(whole) < _LARGEST else None
+        if kind is int and text.strip().lstrip("+-").replace("_", "").isdecimal():
+            return int(text) if abs(int(text)) < _LARGEST else None
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    if not math.isfinite(value) or (kind is int and (value != int(value) or abs(value) >= _LARGEST)):
+        return None
+    return kind(value)
 
 
 def _element(setting: Setting, value: Any, where: str) -> Any:

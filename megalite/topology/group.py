@@ -49,41 +49,26 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class _Done:
-    """The work of a collective over one rank."""
-
-    def wait(self) -> None:
-        return None
-
-
-@dataclass
+@dataclass(eq=False)
 class _Then:
-    """A work with a step to run after it, once, in whoever waits first."""
+    """Works that started together, none for a group of one rank, with a step to run after them, once.
 
-    work: Work
-    finish: Callable[[], Any] | None
+    Whoever waits first runs it; `sent` stays alive until then.
+    """
 
-    def wait(self) -> None:
-        self.work.wait()
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
-
-
-@dataclass
-class _Both:
-    """Works that started together; `sent` stays alive until they are done."""
-
-    works: Sequence[Work]
-    sent: torch.Tensor | None
+    works: Sequence[Work] = ()
+    finish: Callable[[], Any] | None = None
+    sent: torch.Tensor | None = None
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.sent = None
+        finish, self.finish, self.sent = self.finish, None, None
+        if finish is not None:
+            finish()
 
 
-DONE: Work = _Done()
+DONE: Work = _Then()
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +158,9 @@ class Group:
                 tensor.nbytes,
             )
         received = torch.empty_like(tensor)
-        work = self._lane.start(
-            lambda: dist.all_to_all_single(received, tensor, group=self.process_group, async_op=True),
-            "reduce_scatter",
-            tensor.nbytes,
-        )
+        work = self._start_exchange(received, tensor, "reduce_scatter")
         parts = received.view(self.size, *output.shape)
-        return _Then(work, lambda: add_in_order(output, parts))
+        return _Then([work], lambda: add_in_order(output, parts))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -201,19 +182,19 @@ class Group:
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
-        self._exchange(output, tensor).wait()
+        self.all_to_all_equal_async(output, tensor).wait()
 
     def all_to_all_equal_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`all_to_all_equal` under way; neither may be touched before `wait()`."""
-        return self._exchange(output, tensor)
-
-    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         if self.size == 1:
             output.copy_(tensor)
             return DONE
+        return self._start_exchange(output, tensor, "all_to_all")
+
+    def _start_exchange(self, output: torch.Tensor, tensor: torch.Tensor, operation: str) -> Work:
         return self._lane.start(
             lambda: dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True),
-            "all_to_all",
+            operation,
             tensor.nbytes,
         )
 
@@ -232,7 +213,7 @@ class Group:
             dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
             dist.P2POp(dist.irecv, received, previous, self.process_group),
         ]
-        work = self._lane.start(lambda: _Both(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes)
+        work = self._lane.start(lambda: _Then(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes)
         return received, work
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
@@ -316,16 +297,11 @@ class RemoteError(RuntimeError):
 
 def _kind(error: BaseException) -> str:
     """What another rank can make of it: a subclass may need more than a message."""
-    for kind in (CheckpointError, ConfigError):
-        if isinstance(error, kind):
-            return kind.__name__
-    return type(error).__name__
+    kinds = (kind for kind in (CheckpointError, ConfigError) if isinstance(error, kind))
+    return next(kinds, type(error)).__name__
 
 
 def _remote_error(report: Sequence[str], rank: int) -> Exception:
     name, message = report
-    if name == "CheckpointError":
-        return CheckpointError(message)
-    if name == "ConfigError":
-        return ConfigError(message)
-    return RemoteError(f"rank {rank} failed: {name}: {message}")
+    kind = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(name)
+    return RemoteError(f"rank {rank} failed: {name}: {message}") if kind is None else kind(message)

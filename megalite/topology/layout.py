@@ -27,19 +27,9 @@ class Coordinate(NamedTuple):
 
 
 _DENSE_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "world": frozenset({"tp", "cp", "dp", "pp"}),
-        "tp": frozenset({"tp"}),
-        "cp": frozenset({"cp"}),
-        "dp": frozenset({"dp"}),
-        "pp": frozenset({"pp"}),
-        "dp-cp": frozenset({"dp", "cp"}),
-        "model": frozenset({"tp", "pp"}),
-        "tp-cp": frozenset({"tp", "cp"}),
-        "tp-dp-cp": frozenset({"tp", "dp", "cp"}),
-        "embedding": frozenset({"pp"}),
-        "position-embedding": frozenset({"pp"}),
-    }
+    {kind: frozenset(kind.split("-")) for kind in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-dp-cp")}
+    | {"world": frozenset({"tp", "cp", "dp", "pp"}), "model": frozenset({"tp", "pp"})}
+    | {kind: frozenset({"pp"}) for kind in ("embedding", "position-embedding")}
 )
 """Kind -> the axes along which the ranks of a group differ. Of the last two only some of a pipeline are in the group."""
 _EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -58,20 +48,8 @@ class ParallelLayout:
     """
 
     KINDS: ClassVar[tuple[str, ...]] = (
-        "world",
-        "tp",
-        "cp",
-        "dp",
-        "pp",
-        "dp-cp",
-        "model",
-        "tp-cp",
-        "tp-dp-cp",
-        "embedding",
-        "position-embedding",
-        "ep",
-        "expert-tp",
-        "expert-dp",
+        *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
+        *("embedding", "position-embedding", "ep", "expert-tp", "expert-dp"),
     )
     """Every kind of group; `model` is tp-pp, one replica of the network."""
 
@@ -93,8 +71,7 @@ class ParallelLayout:
                 raise ConfigError(f"{axis} is {getattr(self, axis)}; a parallel size is at least 1")
         if self.order not in self.ORDERS:
             raise ConfigError(f"rank_order is {self.order!r}; it is one of {', '.join(self.ORDERS)}")
-        block = self.expert_tp * self.ep
-        dense = self.tp * self.cp * self.dp
+        block, dense = self.expert_tp * self.ep, self.tp * self.cp * self.dp
         if dense % block:
             raise ConfigError(
                 f"expert_tp·ep = {self.expert_tp}·{self.ep} = {block} does not divide the {dense} ranks of a pipeline "
@@ -195,17 +172,11 @@ class ParallelLayout:
 
         Neighbours hold stages that follow each other; without a placement those of the whole ring are listed.
         """
-        following = range(self.pp) if self.placement is None else self.placement
-        hops = list(itertools.pairwise(following))
+        hops = list(itertools.pairwise(range(self.pp) if self.placement is None else self.placement))
         if self.placement is None:
             hops.append((self.pp - 1, 0))
-        edges: dict[tuple[int, ...], None] = {}
-        for ranks in self.groups("pp"):
-            for here, there in hops:
-                if here != there:
-                    edges[ranks[here], ranks[there]] = None
-                    edges[ranks[there], ranks[here]] = None
-        return tuple(edges)
+        both = [pair for here, there in hops if here != there for pair in ((here, there), (there, here))]
+        return tuple(dict.fromkeys((ranks[here], ranks[there]) for ranks in self.groups("pp") for here, there in both))
 
 
 def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple[int, int]]:
@@ -239,10 +210,9 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> tuple[Span
     assert 0 <= cp_rank < cp_size, (cp_rank, cp_size)
     if cp_size == 1:
         return ((0, seq_length),)
-    chunks = 2 * cp_size
-    assert seq_length % chunks == 0, f"sequence of {seq_length} in {chunks} chunks"
-    length = seq_length // chunks
-    return tuple((chunk * length, (chunk + 1) * length) for chunk in (cp_rank, chunks - 1 - cp_rank))
+    length, rest = divmod(seq_length, 2 * cp_size)
+    assert rest == 0, f"sequence of {seq_length} in {2 * cp_size} chunks"
+    return tuple((chunk * length, (chunk + 1) * length) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank))
 
 
 Slice = tuple[tuple[int, int], ...]

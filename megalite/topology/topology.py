@@ -112,12 +112,6 @@ def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""
 
-MADE_KINDS = (
-    *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
-    *("ep", "expert-tp", "expert-dp", "embedding", "position-embedding"),
-)
-"""The kinds that become fields of a Topology, in the order in which they are made."""
-
 PRIVATE_KINDS = ("cp", "ep")
 """Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
 would queue behind the gradient reductions that run under it."""
@@ -149,15 +143,17 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Read torchrun's variables; one process where there are none."""
         try:
+            env = os.environ
+            address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
             return cls(
-                rank=int(os.environ.get("RANK", 0)),
-                world_size=int(os.environ.get("WORLD_SIZE", 1)),
-                local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-                error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
-                flight_recorder=os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0",
-                host=int(os.environ.get("GROUP_RANK", 0)),
-                store=_store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")),
-                store_is_launchers=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                rank=int(env.get("RANK", 0)),
+                world_size=int(env.get("WORLD_SIZE", 1)),
+                local_rank=int(env.get("LOCAL_RANK", 0)),
+                error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+                flight_recorder=env.get("TORCH_FR_BUFFER_SIZE", "0") != "0",
+                host=int(env.get("GROUP_RANK", 0)),
+                store=None if address is None or port is None else (address, int(port)),
+                store_is_launchers=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         except ValueError as error:
             raise ConfigError(
@@ -172,18 +168,13 @@ class Launch:
             return torch.device("cpu")
         count = torch.cuda.device_count()
         if self.local_rank >= count:
-            remedy = f"start at most {count} processes on it (--nproc-per-node {count}) or use --device cpu"
+            fewer = f"start at most {count} processes on it (--nproc-per-node {count}) or " if count else ""
             raise RankError(
-                f"local rank {self.local_rank} has no CUDA device: this host has {count}; "
-                f"{remedy if count else 'use --device cpu'}"
+                f"local rank {self.local_rank} has no CUDA device: this host has {count}; {fewer}use --device cpu"
             )
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
-
-
-def _store(address: str | None, port: str | None) -> tuple[str, int] | None:
-    return None if address is None or port is None else (address, int(port))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,7 +248,9 @@ class Topology:
                     )
             return mine
 
-        groups = {kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in MADE_KINDS}
+        groups = {
+            kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in ParallelLayout.KINDS
+        }
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}
         for pair in layout.pipeline_edges():

@@ -333,7 +333,7 @@ def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", _WATCHER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(plan.to_json()).encode() + b"\n")
+    process.stdin.write(json.dumps(dataclasses.asdict(plan)).encode() + b"\n")
     process.stdin.flush()
     beside = plan.watcher.with_suffix(".new")
     beside.write_text(f"{process.pid} {start_time(process.pid) or 0}")

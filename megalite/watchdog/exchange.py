@@ -73,17 +73,11 @@ class WatchPlan:
         """The file that the newest entries of a rank's flight recorder go to, as JSON."""
         return Path(self.folder, f"rank-{rank}.flight")
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "WatchPlan":
-        """What `to_json` gave."""
-        fields = dict(value)
-        fields["hosts"] = tuple(fields["hosts"])
-        fields["ranks"] = tuple(WatchedRank(**rank) for rank in fields["ranks"])
-        return cls(**fields)
+        """What `dataclasses.asdict` made of a plan, also by way of JSON."""
+        ranks = tuple(WatchedRank(**rank) for rank in value["ranks"])
+        return cls(**{**value, "hosts": tuple(value["hosts"]), "ranks": ranks})
 
 
 _FRESH_SECONDS = 10.0

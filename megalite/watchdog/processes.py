@@ -121,8 +121,8 @@ def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float)
     """
     processes = {rank: (pid, path) for rank, (pid, path) in processes.items() if path.exists()}
     for pid, _ in processes.values():
-        _send(pid, _DUMP)
-        _send(pid, signal.SIGCONT)
+        send(pid, _DUMP)
+        send(pid, signal.SIGCONT)
     end = time.monotonic() + seconds
     sizes: dict[int, tuple[int, float]] = {}
     while (now := time.monotonic()) < end:
@@ -138,15 +138,11 @@ def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float)
 
 def end_process(pid: int) -> None:
     """End it with status `HUNG`, stopped or not."""
-    _send(pid, HUNG)
-    _send(pid, signal.SIGCONT)
+    send(pid, HUNG)
+    send(pid, signal.SIGCONT)
 
 
-def kill_process(pid: int) -> None:
-    """End one that does not handle signals."""
-    _send(pid, signal.SIGKILL)
-
-
-def _send(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
+    """Signal a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

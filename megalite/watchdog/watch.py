@@ -5,6 +5,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.watchdog.exchange import ASK, Exchange, WatchedRank, WatchPlan
-from megalite.watchdog.processes import ask_for_stacks, end_process, kill_process
+from megalite.watchdog.processes import ask_for_stacks, end_process, send
 from megalite.watchdog.processes import state as process_state
 from megalite.watchdog.rank_state import RankState, read_rank
 from megalite.watchdog.report import Report, find_culprits, find_unlike, kernel_functions, write_report
@@ -82,7 +83,7 @@ class _Watch:
         silent, before = 0.0, None
         looked = time.monotonic()
         while self._goes_on():
-            states = self._look()
+            states = self._look(self._plan.ranks)
             alive = [state for state in states if self._is_alive(state)]
             self._explain_failure(states)
             if not alive:
@@ -114,13 +115,17 @@ class _Watch:
             self._left.add(int(line.split()[1]))
         return line != "done"
 
-    def _look(self) -> list[RankState]:
-        return [self._look_at(rank) for rank in self._plan.ranks]
-
-    def _look_at(self, rank: WatchedRank) -> RankState:
-        process = process_state(rank.pid, rank.started)
-        path = self._plan.heartbeat(rank.rank)
-        return read_rank(path, rank=rank.rank, host=self._plan.host, pid=rank.pid, process=process)
+    def _look(self, ranks: Sequence[WatchedRank]) -> list[RankState]:
+        return [
+            read_rank(
+                self._plan.heartbeat(each.rank),
+                rank=each.rank,
+                host=self._plan.host,
+                pid=each.pid,
+                process=process_state(each.pid, each.started),
+            )
+            for each in ranks
+        ]
 
     def _is_alive(self, state: RankState) -> bool:
         return state.process != "gone" and state.rank not in self._left
@@ -140,16 +145,17 @@ class _Watch:
             return not self._exchange.can_be_heard
         return all(state.silent >= limit - 0.5 for states in heard.values() for state in states)
 
+    def _everybody(self, mine: Sequence[RankState]) -> list[RankState]:
+        """The ranks of this host, and those of others that have been heard of."""
+        return [*mine, *(state for states in self._exchange.hear().values() for state in states)]
+
     def _may_be_the_network(self, mine: Sequence[RankState], silent: float) -> bool:
         """All wait and no rank is to blame: what they wait for does not come through."""
-        if silent >= self._plan.network_seconds:
-            return False
-        heard = self._exchange.hear()
-        return not find_culprits([*mine, *(state for states in heard.values() for state in states)]).culprits
+        return silent < self._plan.network_seconds and not find_culprits(self._everybody(mine)).culprits
 
     def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
-        heard = self._exchange.hear()
-        states = [*mine, *(state for states in heard.values() for state in states)]
+        states = sorted(self._everybody(mine), key=lambda state: state.rank)
+        heard = {state.host for state in states}
         alive = [state for state in mine if self._is_alive(state)]
         kernel = kernel_functions(alive)
         with contextlib.suppress(OSError):
@@ -162,7 +168,7 @@ class _Watch:
             silent=min(state.silent for state in alive),
             limit=limit,
             verdict=find_culprits(states),
-            states=sorted(states, key=lambda state: state.rank),
+            states=states,
             stacks=stacks,
             flight=self._flight(alive, asked + _FLIGHT_SECONDS),
             kernel=kernel,
@@ -212,7 +218,7 @@ class _Watch:
         end = time.monotonic() + _END_SECONDS
         left = list(self._plan.ranks)
         while left and time.monotonic() < end:
-            left = [rank for rank in left if self._is_alive(self._look_at(rank))]
+            left = [rank for rank, state in zip(left, self._look(left)) if self._is_alive(state)]
             time.sleep(0.02)
         for rank in left:
-            kill_process(rank.pid)
+            send(rank.pid, signal.SIGKILL)

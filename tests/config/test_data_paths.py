@@ -104,7 +104,7 @@ def test_a_file_of_splits(tmp_path: Path) -> None:
     [
         ("--data-args-path", b" \n", " is empty; it holds what --data-path takes, e.g. 0.3 a 0.7 b"),
         ("--data-args-path", b"\xff", " cannot be read: it is not UTF-8 text"),
-        ("--data-args-path", None, " cannot be read: No such file or directory"),
+        ("--data-args-path", None, " does not exist"),
         ("--per-split-data-args-path", b"0.3 a", " is not JSON: "),
         ("--per-split-data-args-path", b"[" * 100_000, " is not JSON: "),
         ("--per-split-data-args-path", b'["a"]', " must hold paths for train, valid and test, e.g. "),

@@ -128,9 +128,9 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--sequence-parallel true", "--sequence-parallel takes no value, got true; to say the opposite write "
          "--no-sequence-parallel"),
         ("--bf16 yes", "--bf16 takes no value but true, got 'yes'; remove it"),
-        ("--tp", "--tp takes one value (int), got none"),
-        ("--data-path --bf16", "--data-path takes one or more values (list of str), got none"),
-        ("--tp 2 3", "--tp takes one value (int), got 2 3"),
+        ("--tp", "--tp needs a value (int)"),
+        ("--data-path --bf16", "--data-path needs a value (list of str)"),
+        ("--tp 2 3", "--tp takes one value, got 2: 2 3"),
         ("--tp 1.5", "--tp: tp takes a whole number such as 4, got '1.5'"),
         ("--tp two", "--tp: tp takes a whole number such as 4, got 'two'"),
         ("--tp none", "--tp: tp takes a whole number such as 4, got 'none'"),

@@ -17,7 +17,7 @@ from megalite.partition.pipeline import layout_of
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import MADE_KINDS, Topology
+from megalite.topology.topology import Topology
 from megalite.training.replica import Programs, Replica, build_replica
 
 TRILLION = "--preset gpt-1t --tp 8 --pp 64 --global-batch-size 192"
@@ -52,7 +52,7 @@ CASES = {
 def topology_of(layout: ParallelLayout, rank: int) -> Topology:
     """Of a rank that is alone: its groups have no process groups."""
     groups = {}
-    for kind in MADE_KINDS:
+    for kind in ParallelLayout.KINDS:
         ranks = layout.group_of(kind, rank)
         groups[kind.replace("-", "_")] = None if ranks is None else Group(kind, ranks, ranks.index(rank))
     return Topology(

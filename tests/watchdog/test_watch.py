@@ -99,7 +99,7 @@ class Run:
         )
         self.watchers.append(watcher)
         assert watcher.stdin is not None
-        watcher.stdin.write(json.dumps((plan or self.plan()).to_json()) + "\n")
+        watcher.stdin.write(json.dumps(dataclasses.asdict(plan or self.plan())) + "\n")
         watcher.stdin.flush()
         return watcher
 
