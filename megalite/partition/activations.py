@@ -7,7 +7,8 @@ A test measures the model's own tensors against this.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
@@ -18,8 +19,7 @@ ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _INDEX_BYTES = 8
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """One tensor of a layer."""
 
     bytes: float
@@ -122,12 +122,8 @@ def _tokens(config: RunConfig) -> int:
     return config.training.seq_length // config.parallel.cp * config.training.micro_batch_size
 
 
-def _layer_tensors(config: RunConfig, layer_index: int) -> list[_Kept]:
-    return [*_attention(config), *_feed_forward(config, layer_index)]
-
-
 def _unit_input_bytes(config: RunConfig) -> int:
-    """All that full recompute keeps of a unit."""
+    """A stage's input on one rank: the message between stages, and all that full recompute keeps of a unit."""
     e, _, whole = _sizes(config)
     return _tokens(config) * config.model.hidden_size * e // whole
 
@@ -135,16 +131,17 @@ def _unit_input_bytes(config: RunConfig) -> int:
 def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granularity: str | None = None) -> int:
     """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
 
-    Args:
-        config: validated.
-        layer_index: counted over the whole model: a layer may have experts.
-        granularity: recompute_granularity to assume instead of the config's.
+    `granularity`: to assume instead of the config's.
     """
     granularity = granularity or config.training.recompute_granularity
     if granularity == "full":
         return _unit_input_bytes(config)
     modules = set(config.training.recompute_modules) if granularity == "selective" else set()
-    kept = sum(kept.bytes for kept in _layer_tensors(config, layer_index) if not kept.freed_by & modules)
+    kept = sum(
+        kept.bytes
+        for kept in chain(_attention(config), _feed_forward(config, layer_index))
+        if not kept.freed_by & modules
+    )
     return round(_tokens(config) * kept)
 
 
@@ -195,7 +192,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     if training.recompute_granularity == "none":
         return 0
     freed = (
-        sum(kept.bytes for kept in _layer_tensors(config, index) if module in kept.freed_by)
+        sum(kept.bytes for kept in chain(_attention(config), _feed_forward(config, index)) if module in kept.freed_by)
         for index in layers
         for module in training.recompute_modules
     )
@@ -204,22 +201,18 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
-    what a backward computes again.
-
-    Args:
-        config: validated.
-        stages: all stages of the pipeline, in order.
+    what a backward computes again; of all stages of the pipeline, in order.
     """
     kept = config
     if config.training.recompute_ahead:
         # From R on the graph is whole.
         kept = replace(config, recompute_granularity="none", recompute_ahead=False)
-    message = _message_bytes(config)
+    message = float(_unit_input_bytes(config))
     return Sizes(
         activation=tuple(float(stage_activation_bytes(kept, plan)) for plan in stages),
         deferred=tuple(float(deferred_bytes(config, plan)) for plan in stages),
-        kept_input=tuple(0.0 if plan.has_embedding else float(message) for plan in stages),
-        message=float(message),
+        kept_input=tuple(0.0 if plan.has_embedding else message for plan in stages),
+        message=message,
         workspace=tuple(float(recompute_workspace_bytes(config, plan)) for plan in stages),
     )
 
@@ -268,9 +261,3 @@ def _deferred_of_mlp(config: RunConfig, width: float) -> Iterator[float]:
     h, p = config.model.hidden_size, config.parallel
     yield h / (p.tp if p.sequence_parallel else 1) + (2 if config.model.is_gated else 1) * width
     yield width + h
-
-
-def _message_bytes(config: RunConfig) -> int:
-    """The tensor between two stages, on one rank."""
-    whole = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return _tokens(config) * config.model.hidden_size * ELEMENT_BYTES[config.training.precision] // whole

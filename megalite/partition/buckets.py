@@ -15,9 +15,9 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import ParameterShape, is_hidden_matrix, stage_shapes
+from megalite.models.shapes import ParameterShape, is_hidden_matrix
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.stages import StagePlan, shares_embedding
+from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
 
 def local_size(shape: ParameterShape, config: RunConfig) -> int:
@@ -38,11 +38,7 @@ class ElementBytes(NamedTuple):
 
 
 def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
-    """What one element of a tensor takes on a rank that holds it.
-
-    Args:
-        replicas: ranks that hold the same part of the tensor.
-    """
+    """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part."""
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
     sharded = config.parallel.dp_strategy in SHARDED
@@ -102,7 +98,7 @@ class PlannedBucket:
 
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
-    shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+    shapes = shapes_of(config, plan)
     tied_apart = config.model.tie_embeddings and len(stages) > 1
     if tied_apart and plan.has_head and shares_embedding(stages):
         # It is the first stage's.
@@ -122,9 +118,7 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
 def _unit(name: str) -> str:
     """The module that a parameter is gathered with."""
     first, second, *_ = name.split(".")
-    if first == "layers":
-        return f"layers.{second}"
-    return "head" if first == "final_norm" else first
+    return {"layers": f"layers.{second}", "final_norm": "head"}.get(first, first)
 
 
 def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:

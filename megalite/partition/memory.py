@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape, stage_shapes
+from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_sizes
 from megalite.partition.buckets import PlannedBucket, element_bytes, local_size, planned_buckets
 from megalite.partition.pipeline import layout_of, plan_stages
-from megalite.partition.stages import StagePlan, shapes_of_rank, shares_embedding
+from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec
@@ -55,13 +55,12 @@ def gather_counts(
 
 def whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> int:
     """At the most, beside the parts that a rank keeps: gathered parameters, and gradients that come in or are sent."""
-    p, precision = config.parallel, config.training.precision
-    parameters = p.dp_strategy == "fully-sharded"
+    parameters = config.parallel.dp_strategy == "fully-sharded"
     if not parameters and not config.data_parallel.shard_gradients:
         return 0
     buckets = planned_buckets(config, plan, stages)
     gathered = _largest(config, units_of(config, buckets)) if parameters else 0
-    width = ELEMENT_BYTES[precision]
+    width = ELEMENT_BYTES[config.training.precision]
     return gathered * width + _coming_in(config, plan, buckets) * max(4, width)
 
 
@@ -75,11 +74,7 @@ def _largest(config: RunConfig, units: Sequence[Sequence[PlannedBucket]]) -> int
 
 def _coming_in(config: RunConfig, plan: StagePlan, buckets: Sequence[PlannedBucket]) -> int:
     """Elements of gradients, if each bucket is on its way until others need the room."""
-    names = [
-        shape.name
-        for shape in stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
-    ]
-    names.reverse()
+    names = [shape.name for shape in reversed(shapes_of(config, plan))]
     if config.model.tie_embeddings and plan.has_head and plan.has_embedding:
         names.insert(0, WORD)
     bucket_of = {name: bucket for bucket in buckets if bucket.replicas > 1 for name in bucket.names}
@@ -123,13 +118,8 @@ class RankMemory:
     @property
     def total_bytes(self) -> int:
         """The sum of the parts."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.activation_bytes
-            + self.workspace_bytes
-        )
+        held = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return held + self.activation_bytes + self.workspace_bytes
 
 
 def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
@@ -144,19 +134,14 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size), which
-    gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's.
-
-    Args:
-        config: validated, vocabulary known.
-        stages: the virtual stages of this pipeline rank.
-        activation_bytes: at the peak of the schedule (`activation_peaks`).
+    gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's. `activation_bytes`:
+    at the peak of the schedule (`activation_peaks`).
     """
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
     dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
     everywhere = plan_stages(config)
-    parameters = 0
-    parameter = gradient = optimizer = 0.0
+    parameters, parameter, gradient, optimizer = 0, 0.0, 0.0, 0.0
     for shape in shapes_of_rank(config, list(stages)):
         count = local_size(shape, config)
         each = element_bytes(config, shape, expert if shape.expert else dense)
@@ -208,24 +193,16 @@ def stages_of_rank(config: RunConfig, rank: int) -> list[StagePlan]:
 
 
 def held_parameters(config: RunConfig, rank: int) -> list[HeldParameter]:
-    """Every parameter of a global rank, by stage and in the order of the forward.
-
-    Args:
-        config: validated, vocabulary known.
-        rank: below the layout's world size.
-    """
+    """Every parameter of a global rank, by stage and in the order of the forward."""
     layout, stages = layout_of(config), plan_stages(config)
     element = ELEMENT_BYTES[config.training.precision]
     found = []
     for plan in stages_of_rank(config, rank):
-        shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
-        for shape in shapes:
-            again = plan.has_head and not plan.has_embedding and shares_embedding(stages)
-            if again and shape.name == "embedding.word.weight":
-                continue  # it is the first stage's, on this same rank
-            spec = local_spec(layout, rank, shape)
-            size = element * math.prod(spec.shape)
-            found.append(HeldParameter(stage=plan.stage, spec=spec, bytes=size))
+        again = plan.has_head and not plan.has_embedding and shares_embedding(stages)
+        for shape in shapes_of(config, plan):
+            if not (again and shape.name == WORD):  # else it is the first stage's, on this same rank
+                spec = local_spec(layout, rank, shape)
+                found.append(HeldParameter(stage=plan.stage, spec=spec, bytes=element * math.prod(spec.shape)))
     return found
 
 
@@ -247,10 +224,6 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
 
     A parameter server's main parameters and optimizer states are on the first replica alone; what it has of pushes that
     wait is counted as in `element_bytes`.
-
-    Args:
-        config: validated, vocabulary known.
-        rank: below the layout's world size.
     """
     layout, stages = layout_of(config), plan_stages(config)
     served = config.parallel.dp_strategy in ("parameter-server", "async-parameter-server")

@@ -67,11 +67,7 @@ def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int
 
 
 def placement_of(config: RunConfig) -> tuple[int, ...]:
-    """Per virtual stage its pipeline rank; the same for every number of microbatches of the run.
-
-    Raises:
-        ConfigError: the schedule cannot be had; see `schedule_of`.
-    """
+    """Per virtual stage its pipeline rank; the same for every number of microbatches of the run."""
     p = config.parallel
     if p.pipeline_schedule_file is not None:
         return _read(_Key(config)).placement
@@ -98,9 +94,7 @@ def layout_of(config: RunConfig) -> ParallelLayout:
 def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
     """The training schedule of a validated config for a step of that many microbatches.
 
-    Raises:
-        ConfigError: the schedule does not take these sizes (the message names some that it takes), its file cannot be
-            read, or nothing fits the memory limit.
+    A ConfigError says what would work where the schedule does not take these sizes or nothing fits the memory limit.
     """
     p = config.parallel
     if p.pipeline_schedule_file is not None:
@@ -136,11 +130,7 @@ def lowered(config: RunConfig, schedule: Schedule) -> Program:
 
 
 def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
-    """Validate a training program of the config, its memory limit included.
-
-    Raises:
-        ConfigError: it is not valid or needs more memory, with the cell and the grid.
-    """
+    """Validate a training program of the config, its memory limit included; a ConfigError shows the cell and the grid."""
     try:
         return validate(program, sizes=stage_sizes(config, stages), limit=_limit(config))
     except ScheduleError as error:
@@ -227,15 +217,13 @@ SEARCHES: Registry[Callable[..., Schedule]] = Registry(
 
 @lru_cache(maxsize=32)
 def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    config = key.config
-    p = config.parallel
+    config, p = key.config, key.config.parallel
     stages = cut_stages(config, placement)
-    costs, sizes = costs_of(config, stages), stage_sizes(config, stages)
     return SEARCHES.get("auto")(
         placement,
         num_microbatches,
-        costs,
-        sizes=sizes,
+        costs_of(config, stages),
+        sizes=stage_sizes(config, stages),
         limit=_limit(config),
         recv_prefetch=p.pipeline_recv_prefetch,
         send_window=p.pipeline_send_window,
@@ -252,16 +240,16 @@ def _auto_placement(key: _Key) -> tuple[int, ...]:
     if p.vpp != 2:
         return loop
     count = microbatch_counts(config)[-1]
-    found: list[tuple[float, tuple[int, ...]]] = []
+    found: dict[tuple[int, ...], float] = {}
     refused: list[ConfigError] = []
     for placement in (v_placement(p.pp), loop):
         try:
             schedule = _auto(key, placement, count)
         except ConfigError as error:
             refused.append(error)
-            continue
-        costs = costs_of(config, cut_stages(config, placement))
-        found.append((simulate(lowered(config, schedule), costs).makespan, placement))
+        else:
+            costs = costs_of(config, cut_stages(config, placement))
+            found[placement] = simulate(lowered(config, schedule), costs).makespan
     if not found:
         raise refused[0]
-    return min(found, key=lambda each: each[0])[1]
+    return min(found, key=found.__getitem__)

@@ -6,6 +6,7 @@ Training, dry run and planner cut the model by `cut_stages` alone.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import ParameterShape, head_forward_flops, layer_forward_flops, stage_shapes
@@ -29,6 +30,11 @@ class StagePlan:
         return self.last_layer - self.first_layer
 
 
+def shapes_of(config: RunConfig, plan: StagePlan) -> list[ParameterShape]:
+    """Full shapes of the parameters of a stage, in the order of the forward."""
+    return stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+
+
 def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:
     """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
 
@@ -36,12 +42,11 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
     counting by its FLOPs and the embedding, a lookup, as nothing.
     """
     placement = tuple(placement)
-    return _plans(tuple(stage_layers(config) or _balanced(config, placement)), placement)
-
-
-def _balanced(config: RunConfig, placement: tuple[int, ...]) -> tuple[int, ...]:
+    layers = stage_layers(config)
+    if layers:
+        return _plans(tuple(layers), placement)
     costs = _layer_flops(config, range(config.model.num_layers))
-    return _partition(tuple(costs), placement, head_forward_flops(config.model))
+    return _plans(_partition(tuple(costs), placement, head_forward_flops(config.model)), placement)
 
 
 @lru_cache(maxsize=256)
@@ -52,40 +57,33 @@ def _partition(layer_cost: tuple[int, ...], placement: tuple[int, ...], last_cos
 
 @lru_cache(maxsize=256)
 def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    plans, first = [], 0
-    for stage, (rank, count) in enumerate(zip(placement, layers, strict=True)):
-        plans.append(
-            StagePlan(
-                stage=stage,
-                rank=rank,
-                first_layer=first,
-                last_layer=first + count,
-                has_embedding=stage == 0,
-                has_head=stage == len(placement) - 1,
-            )
+    last = len(placement) - 1
+    return tuple(
+        StagePlan(
+            stage=stage,
+            rank=rank,
+            first_layer=end - count,
+            last_layer=end,
+            has_embedding=stage == 0,
+            has_head=stage == last,
         )
-        first += count
-    return tuple(plans)
+        for stage, (rank, count, end) in enumerate(zip(placement, layers, accumulate(layers), strict=True))
+    )
 
 
 def _layer_flops(config: RunConfig, layers: range) -> list[int]:
     """FLOPs of one token's forward through each of these layers, of which there are two kinds at most."""
-    model = config.model
-    of_kind: dict[bool, int] = {}
-    for index in layers:
-        kind = model.is_moe_layer(index)
-        if kind not in of_kind:
-            of_kind[kind] = layer_forward_flops(model, index, config.training.seq_length)
-    return [of_kind[model.is_moe_layer(index)] for index in layers]
+    kinds = [config.model.is_moe_layer(index) for index in layers]
+    of_kind = {
+        kind: layer_forward_flops(config.model, layers[kinds.index(kind)], config.training.seq_length)
+        for kind in set(kinds)
+    }
+    return [of_kind[kind] for kind in kinds]
 
 
 def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
     """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
-    by_name: dict[str, ParameterShape] = {}
-    for plan in stages:
-        shapes = stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
-        by_name |= {shape.name: shape for shape in shapes}
-    return list(by_name.values())
+    return list({shape.name: shape for plan in stages for shape in shapes_of(config, plan)}.values())
 
 
 def shares_embedding(stages: Sequence[StagePlan]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Variable
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import COMPUTE, GRADIENTS, Action, Kind
+from megalite.pipeline.ir.actions import COMPUTE, Action, Kind
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
 from megalite.topology.group import Group, Work
@@ -28,7 +28,6 @@ class Channels:
 
     Args:
         edges: (sender, receiver) in pipeline ranks -> the pair's group, sender first.
-        rank: this pipeline rank.
         send_window: sends that may be pending on one edge before the oldest is waited for.
     """
 
@@ -66,6 +65,8 @@ class Channels:
 
 Key = tuple[int, int]
 """(stage, microbatch)"""
+_MESSAGE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+"""What a computation may have to wait for."""
 
 
 @dataclass
@@ -82,7 +83,7 @@ class StepState:
     """Outputs without a graph that are to be sent."""
     output_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     input_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
-    receiving: dict[tuple[Kind, int, int], Work] = field(default_factory=dict)
+    receiving: dict[Action, Work] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def take_input(self, key: Key) -> torch.Tensor | None:
@@ -91,20 +92,10 @@ class StepState:
             return self.kept_inputs.pop(key)
         return self.inputs.pop(key, None)
 
-    def finish_receive(self, kind: Kind, key: Key) -> None:
-        """Wait until the message is there, if one comes."""
-        work = self.receiving.pop((kind, *key), None)
-        if work is not None:
-            work.wait()
-
-
-def require_own_memory(output: torch.Tensor) -> None:
-    """What `free_output` may be called on."""
-    assert output._base is None, "a stage's output must not be a view: its memory is freed while its graph lives on"
-
 
 def free_output(output: torch.Tensor) -> None:
     """Give back the memory of a graph's root. The graph stays: the engine does not look at the root's data."""
+    assert output._base is None, "a stage's output must not be a view: its memory is freed while its graph lives on"
     output.data = output.data.new_empty(1)
 
 
@@ -113,7 +104,7 @@ ForwardStep = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 
 class GradientReducer(Protocol):
-    """What the executor tells data parallelism. Stages are global."""
+    """Calls of the executor into data parallelism; stages are global."""
 
     def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         """The action that comes next is the last of this stage: buckets may be reduced as they fill.
@@ -139,8 +130,7 @@ class WeightGradients(Protocol):
     def parameters(self, microbatch: int) -> Sequence[torch.nn.Parameter]:
         """The parameters that `run` will report."""
 
-    def run(self, microbatch: int) -> None:
-        """Compute them."""
+    def run(self, microbatch: int) -> None: ...
 
     def clear(self) -> None:
         """Drop what an earlier step, that failed, has left."""
@@ -149,11 +139,9 @@ class WeightGradients(Protocol):
 class Tracer(Protocol):
     """Told when computations run: after their inputs have come, so that waiting lies between them."""
 
-    def start(self, action: Action) -> None:
-        """The action runs from here."""
+    def start(self, action: Action) -> None: ...
 
-    def end(self, action: Action) -> None:
-        """It has ended."""
+    def end(self, action: Action) -> None: ...
 
 
 class Executor:
@@ -161,19 +149,14 @@ class Executor:
 
     Args:
         program: a lowered and validated program; every rank of the pipeline runs its own row of the same one.
-        rank: this pipeline rank.
         edges: the process group of each directed neighbour pair.
         forward: computes one stage on one microbatch; where the program has an R it is called twice, first without
             gradients.
         activation_shape: shape of the tensors that travel between stages.
-        reducer: told when gradients become final; None in forward-only programs.
-        deferred: of each stage here whose backward the program splits.
-        heartbeat: told of every action.
+        reducer: None in forward-only programs.
+        deferred: of each stage here with a split backward.
         check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
             where they differ.
-
-    Raises:
-        ConfigError: the program splits the backward of a stage without deferred weight gradients.
     """
 
     def __init__(
@@ -193,14 +176,11 @@ class Executor:
         check_memory: bool = False,
     ) -> None:
         schedule, row = program.schedule, program.actions[rank]
-        self._schedule, self._row = schedule, row
-        self._rank = rank
+        self._schedule, self._row, self._rank = schedule, row, rank
         self._forward = forward
         self._shape, self._dtype, self._device = activation_shape, dtype, device
-        self._reducer = reducer
-        self._deferred = _deferred_for(program, rank, deferred)
-        self._tracer = tracer
-        self._heartbeat = heartbeat
+        self._reducer, self._tracer, self._heartbeat = reducer, tracer, heartbeat
+        self._deferred = _deferred_for(program, rank, deferred or {})
         self._texts = [str(action).encode() for action in row]
         self._placement = schedule.placement
         self._last_stage = schedule.num_stages - 1
@@ -210,8 +190,7 @@ class Executor:
         """Of each stage the action after which its gradients are final."""
         self._expected: list[LiveUnits] | None = None
         if check_memory:
-            nothing = [LiveUnits(0, 0, 0)] * len(row)
-            self._expected = nothing if self._forward_only else live_units(row)
+            self._expected = [LiveUnits(0, 0, 0)] * len(row) if self._forward_only else live_units(row)
         self._do = {
             Kind.F: self._run_forward,
             Kind.R: self._run_forward_again,
@@ -219,9 +198,9 @@ class Executor:
             Kind.I: self._run_backward,
             Kind.W: self._run_weight_gradients,
             Kind.SEND_F: self._send_forward,
-            Kind.RECV_F: self._receive_forward,
+            Kind.RECV_F: self._receive,
             Kind.SEND_B: self._send_backward,
-            Kind.RECV_B: self._receive_backward,
+            Kind.RECV_B: self._receive,
             Kind.REDUCE_GRAD: self._reduce_grad,
         }
 
@@ -246,11 +225,10 @@ class Executor:
         return step.losses
 
     def _compute(self, action: Action, step: StepState) -> None:
-        key = action.stage, action.microbatch
-        if action.kind is Kind.F:
-            step.finish_receive(Kind.RECV_F, key)
-        elif action.kind in GRADIENTS:
-            step.finish_receive(Kind.RECV_B, key)
+        message = _MESSAGE_OF.get(action.kind)
+        receive = None if message is None else step.receiving.pop(action._replace(kind=message), None)
+        if receive is not None:
+            receive.wait()
         if self._tracer is not None:
             self._tracer.start(action)
         self._do[action.kind](action, step)
@@ -261,29 +239,27 @@ class Executor:
         stage, microbatch = key = action.stage, action.microbatch
         again = key in self._schedule.recomputed
         has_graph = not (again or self._forward_only)
-        output = self._forward_on(key, step.inputs.get(key), has_graph)
-        if not has_graph:
-            x = step.inputs.pop(key, None)
-            if again:
-                step.kept_inputs[key] = x
+        x = step.inputs.get(key)
+        output = self._forward_on(key, x, has_graph)
         if has_graph:
             step.outputs[key] = output
+        else:
+            step.inputs.pop(key, None)
+            if again:
+                step.kept_inputs[key] = x
         if stage == self._last_stage:
             step.losses.append(output.detach())
         elif self._is_here(stage + 1):
             step.inputs[stage + 1, microbatch] = output.detach()
             if has_graph:
-                # The next stage's input has the memory, and lets it go with its own backward.
-                require_own_memory(output)
-                free_output(output)
+                free_output(output)  # the next stage's input has the memory, and frees it with its own backward
         elif not has_graph:
             step.leaving[key] = output
 
     def _run_forward_again(self, action: Action, step: StepState) -> None:
         key = action.stage, action.microbatch
         step.outputs[key] = output = self._forward_on(key, step.kept_inputs[key], True)
-        if action.stage < self._last_stage:  # the first run's output is the one that has gone on
-            require_own_memory(output)
+        if action.stage < self._last_stage:  # the first run's output is the one that was sent
             free_output(output)
 
     def _forward_on(self, key: Key, x: torch.Tensor | None, has_graph: bool) -> torch.Tensor:
@@ -325,24 +301,17 @@ class Executor:
             self._channels.send(step.leaving.pop(key), to=to)
             return
         output = step.outputs[key]
-        require_own_memory(output)
         self._channels.send(output.detach(), to=to, sent=lambda: free_output(output))
-
-    def _receive_forward(self, action: Action, step: StepState) -> None:
-        step.inputs[action.stage, action.microbatch] = buffer = self._buffer()
-        self._receive(action, buffer, self._placement[action.stage - 1], step)
 
     def _send_backward(self, action: Action, step: StepState) -> None:
         grad = step.input_grads.pop((action.stage, action.microbatch)).contiguous()
         self._channels.send(grad, to=self._placement[action.stage - 1])
 
-    def _receive_backward(self, action: Action, step: StepState) -> None:
-        step.output_grads[action.stage, action.microbatch] = buffer = self._buffer()
-        self._receive(action, buffer, self._placement[action.stage + 1], step)
-
-    def _receive(self, action: Action, buffer: torch.Tensor, source: int, step: StepState) -> None:
-        work = self._channels.receive(buffer, source=source)
-        step.receiving[action.kind, action.stage, action.microbatch] = work
+    def _receive(self, action: Action, step: StepState) -> None:
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        held, neighbour = (step.inputs, -1) if action.kind is Kind.RECV_F else (step.output_grads, 1)
+        held[action.stage, action.microbatch] = buffer
+        step.receiving[action] = self._channels.receive(buffer, source=self._placement[action.stage + neighbour])
 
     def _reduce_grad(self, action: Action, step: StepState) -> None:
         if self._reducer is not None:
@@ -353,39 +322,26 @@ class Executor:
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
         assert found == expected, f"after {action} rank {self._rank} holds {found}; the program says {expected}"
 
-    def _buffer(self) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
     def _is_here(self, stage: int) -> bool:
         return self._placement[stage] == self._rank
 
 
-def _deferred_for(
-    program: Program, rank: int, deferred: Mapping[int, WeightGradients] | None
-) -> dict[int, WeightGradients]:
-    """The deferred weight gradients of the stages on a rank whose backward is split."""
-    given = deferred or {}
-    split = {action.stage for action in program.actions[rank] if action.kind in (Kind.I, Kind.W)}
-    missing = sorted(split - given.keys())
-    if missing:
+def _deferred_for(program: Program, rank: int, given: Mapping[int, WeightGradients]) -> dict[int, WeightGradients]:
+    """Those of the stages on a rank that have a split backward."""
+    split = sorted({action.stage for action in program.actions[rank] if action.kind is Kind.I})
+    if not given.keys() >= set(split):
         raise ConfigError(
-            f"schedule {program.schedule.name} splits the backward of stages {sorted(split)} on pipeline rank {rank}, "
-            f"but deferred has {sorted(given) or 'none'}: give deferred weight gradients for stages {missing}, or use a schedule "
-            "without I and W, such as 1f1b"
+            f"schedule {program.schedule.name} splits the backward of stages {split} on pipeline rank {rank}, but deferred "
+            f"has {sorted(given) or 'none'}: give weight gradients for them, or use a schedule without I, such as 1f1b"
         )
-    return {stage: given[stage] for stage in sorted(split)}
+    return {stage: given[stage] for stage in split}
 
 
 def _engine_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
     """`output.backward(grad)` without the shape check that a freed output would fail."""
     if grad is None:
         grad = torch.ones_like(output)
+    keep_graph = create_graph = False
     Variable._execution_engine.run_backward(
-        tensors=(output,),
-        grad_tensors=(grad,),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
+        (output,), (grad,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
     )

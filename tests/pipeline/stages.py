@@ -1,13 +1,15 @@
 """Pipeline stages of our own layers in fp32, with buckets as in training, for the executor's tests."""
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import AllReduce
-from megalite.pipeline.executor import Executor, Tracer
-from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.executor import Executor, GradientReducer, Tracer
+from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
@@ -90,9 +92,12 @@ class Rank:
             activation_shape=(ROWS, H),
             dtype=torch.float32,
             device=torch.device("cpu"),
-            reducer=None if schedule.forward_only else self.strategy,
+            reducer=self.reducer_of(schedule),
             **{"deferred": self.deferred, "check_memory": True, "tracer": tracer, **options},
         )
+
+    def reducer_of(self, schedule: Schedule) -> GradientReducer | None:
+        return None if schedule.forward_only else self.strategy
 
     def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
         microbatch += self.first_microbatch
@@ -104,6 +109,71 @@ class Rank:
         losses = [loss.item() for loss in self.executor.run()]
         self.strategy.finish_grad_sync()
         return losses, gradients(self.stages)
+
+
+class Watched(Rank):
+    """A rank that counts what is alive, and notes backwards and what its reducer gets."""
+
+    def __init__(self, program: Program, rank: int, edges: dict[tuple[int, int], Group]) -> None:
+        self.schedule = program.schedule
+        self.graphs = self.most_graphs = 0
+        self.most_held = self.most_full = 0
+        """Outputs whose graph is needed, and those of them that have their memory still."""
+        self.events: list[str] = []
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        """Of those that leave this rank or come from a second forward; their graphs live until the backward."""
+        super().__init__(program, rank, edges)
+
+    def reducer_of(self, schedule: Schedule) -> GradientReducer:
+        return self
+
+    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+        self.events.append(f"enable {stage}")
+        self.strategy.enable_grad_sync(stage, pending)
+
+    def start_grad_sync(self, stage: int) -> None:
+        self.events.append(f"start {stage}")
+        self.strategy.start_grad_sync(stage)
+
+    def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        held = [output for ref in self._outputs if (output := ref()) is not None]
+        full = [output for output in held if output.untyped_storage().nbytes() > output.element_size()]
+        self.most_held, self.most_full = max(self.most_held, len(held)), max(self.most_full, len(full))
+        del held, full
+        y = super().forward(stage, microbatch, x)
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
+            y = _Watch.apply(y, _Graph(self), microbatch)
+        placement, following = self.schedule.placement, stage + 1
+        if following < len(placement):
+            leaves = placement[following] != placement[stage]
+            if leaves or (has_graph and (stage, microbatch) in self.schedule.recomputed):
+                self._outputs.append(weakref.ref(y))
+        return y
+
+
+class _Graph:
+    """Lives as long as the graph that has it."""
+
+    def __init__(self, rank: Watched) -> None:
+        self.rank = rank
+        rank.graphs += 1
+        rank.most_graphs = max(rank.most_graphs, rank.graphs)
+
+    def __del__(self) -> None:
+        self.rank.graphs -= 1
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, graph: _Graph, microbatch: int) -> torch.Tensor:
+        ctx.graph, ctx.microbatch = graph, microbatch
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.graph.rank.events.append(f"B{ctx.microbatch}")
+        return grad, None, None
 
 
 def one_rank(num_stages: int, microbatches: range) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -1,272 +1,248 @@
-"""The executor on stages that are no GPT: gradients, memory and order, for schedules that it knows nothing of."""
+"""Every schedule through the executor: in fp32 the bits of one rank, with the memory and order that the program says."""
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from megalite.pipeline.executor import Executor
-from megalite.pipeline.ir.generators.one_chunk import loop_placement
+import megalite.pipeline.executor as executor
+from megalite.data_parallel.buckets import Bucket
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Schedule, live_units
 from megalite.pipeline.ir.validate import validate
-from megalite.topology.group import Group
+from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.topology.group import Work
+from tests.pipeline.stages import Rank, Watched, gradients, one_rank
 from tests.support.ranks import RankContext, run_ranks
 
-WIDTH, ROWS = 4, 3
-
-V_SHAPE = """0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1
+CSV = {
+    "mixed": """0F0,0F1,0F2,0I0,0B1,0I2,0W0,0W2
+1F0,1I0,1F1,1W0,1B1,1F2,1R2,1I2,1W2
+""",
+    "turn": """0F0,0F1,3F0,3I0,3F1,3I1,3W0,0B0,3W1,0I1,0W1
+1F0,2F0,1F1,2F1,2I0,1I0,2W0,2I1,1I1,1W0,2W1,1W1
+""",
+    "v": """0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1
 1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1
-"""
-"""Down the ranks and up again: stages 1 and 2 are neighbours on rank 1."""
-
-EARLY = """0F0,0F1,0R0,0R1,0B0,0B1
+""",
+    "early": """0F0,0F1,0R0,0R1,0B0,0B1
 1F0,1B0,1F1,1R1,1B1
+""",
+    "one rank": "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n",
+}
+"""Backwards whole and in halves on one stage, several W at the end, and one pair that runs its forward again; a V with its
+turn, on rank 1, split, and one with whole backwards; two graphs at once that come from second forwards; three stages on a
+rank.
 """
-"""Two graphs at once that come from second forwards."""
 
-ONE_RANK = "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n"
+Case = tuple[str, int, int, int, dict[str, Any]]
+"""Schedule, ranks, chunks, microbatches, options."""
 
-
-def schedule_of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
-    if name.startswith("ahead "):
-        return with_recompute_ahead(schedule_of(name.removeprefix("ahead "), ranks, chunks, microbatches))
-    if name == "forward_only":
-        return forward_only(loop_placement(ranks, chunks), microbatches)
-    if name in ("v", "early"):
-        return Schedule.from_csv({"v": V_SHAPE, "early": EARLY}[name])
-    if name == "one rank":
-        return Schedule.from_csv(ONE_RANK)
-    return build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches)
-
-
-SCHEDULES = [
-    ("1f1b", 2, 1, 5),
-    ("1f1b", 3, 1, 4),
-    ("1f1b", 4, 1, 6),
-    ("1f1b", 4, 1, 2),
-    ("gpipe", 2, 1, 4),
-    ("gpipe", 4, 1, 3),
-    ("looped-bfs", 2, 2, 3),
-    ("interleaved", 2, 2, 4),
-    ("interleaved", 2, 3, 6),
-    ("interleaved", 4, 2, 4),
-    ("v", 2, 2, 2),
-    ("one rank", 1, 3, 2),
-    ("ahead gpipe", 4, 1, 3),
-    ("ahead 1f1b", 4, 1, 6),
-    ("ahead interleaved", 2, 2, 4),
-    ("ahead v", 2, 2, 2),
-    ("ahead one rank", 1, 3, 2),
-    ("early", 2, 1, 2),
+CASES: list[Case] = [
+    ("gpipe", 2, 1, 3, {}),
+    ("gpipe", 4, 1, 4, {}),
+    ("1f1b", 4, 1, 6, {}),
+    ("1f1b", 4, 1, 7, {"warm_up": "pb"}),
+    ("1f1b", 4, 1, 2, {}),
+    ("interleaved", 2, 3, 4, {}),
+    ("interleaved", 4, 2, 5, {}),
+    ("interleaved", 2, 2, 4, {"group": 4}),
+    ("looped-bfs", 4, 2, 3, {}),
+    ("zb-h1", 2, 1, 4, {}),
+    ("zb-h1", 4, 1, 6, {}),
+    ("zb-h2", 4, 1, 8, {}),
+    ("zb-v", 2, 2, 4, {}),
+    ("zb-v", 4, 2, 8, {}),
+    ("zb-v", 4, 2, 3, {}),
+    ("dualpipe-v", 2, 2, 5, {}),
+    ("dualpipe-v", 4, 2, 8, {}),
+]
+AHEAD = {"recompute_ahead": True}
+CASES += [
+    (name, ranks, chunks, microbatches, {**options, **AHEAD})
+    for name, ranks, chunks, microbatches, options in CASES
+    if (name, ranks) in (("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zb-h1", 4), ("zb-v", 4), ("dualpipe-v", 2))
+]
+CASES += [("mixed", 2, 1, 3, {}), ("turn", 2, 2, 2, {}), ("early", 2, 1, 2, {})]
+CASES += [
+    (name, *sizes, {**ahead}) for name, *sizes in (("v", 2, 2, 2), ("one rank", 1, 3, 2)) for ahead in ({}, AHEAD)
 ]
 
 
-class Live:
-    """Counts graphs: one comes with each forward that makes one and goes when its backward frees it."""
-
-    now = peak = 0
-
-
-class _Token:
-    def __init__(self, live: Live) -> None:
-        self.live = live
-        live.now += 1
-        live.peak = max(live.peak, live.now)
-
-    def __del__(self) -> None:
-        self.live.now -= 1
+def schedule_of(case: Case) -> Schedule:
+    name, ranks, chunks, microbatches, options = case
+    if name in CSV:
+        schedule = Schedule.from_csv(CSV[name], name=name)
+        return with_recompute_ahead(schedule) if options else schedule
+    return build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches, **options)
 
 
-class _Hold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, live: Live | None) -> torch.Tensor:
-        ctx.token = None if live is None else _Token(live)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+def name_of(case: Case) -> str:
+    return "-".join(map(str, [*case[:4], *case[4]]))
 
 
-@dataclass
-class Reducer:
-    """Notes what it is told, between the forwards and backwards."""
-
-    events: list[str] = field(default_factory=list)
-
-    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        assert pending is None, "backwards are whole here"
-        self.events.append(f"enable {stage}")
-
-    def start_grad_sync(self, stage: int) -> None:
-        self.events.append(f"start {stage}")
+def edges_of(context: RankContext, schedule: Schedule, **axes: int) -> Any:
+    return context.topology(pp=schedule.num_ranks, placement=schedule.placement, **axes)
 
 
-def make_stage(stage: int) -> torch.nn.Module:
-    module = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(stage)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
-    return module
-
-
-def data(microbatch: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(99 + microbatch))
-
-
-class Rank:
-    """One pipeline rank with its stages."""
-
-    def __init__(self, program: Program, rank: int, edges: dict[tuple[int, int], Group]) -> None:
-        schedule = program.schedule
-        self.last = schedule.num_stages - 1
-        self.modules = {stage: make_stage(stage) for stage in schedule.stages_of(rank)}
-        self.live, self.reducer = Live(), Reducer()
-        self.placement = schedule.placement
-        self.sent: list[weakref.ref[torch.Tensor]] = []
-        """Outputs that leave this rank or come from a second forward; their graphs live until the backward."""
-        self.most_held = self.most_full = 0
-        self.executor = Executor(
-            program,
-            rank=rank,
-            edges=edges,
-            forward=self.forward,
-            activation_shape=(ROWS, WIDTH),
-            dtype=torch.float64,
-            device=torch.device("cpu"),
-            reducer=None if schedule.forward_only else self.reducer,
-            check_memory=True,
-        )
-        self.recomputed = schedule.recomputed
-
-    def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-        held = [output for ref in self.sent if (output := ref()) is not None]
-        full = [output for output in held if output.untyped_storage().nbytes() > output.element_size()]
-        self.most_held, self.most_full = max(self.most_held, len(held)), max(self.most_full, len(full))
-        del held, full
-        x = data(microbatch) if x is None else x
-        has_graph = torch.is_grad_enabled()
-        y = _Hold.apply(torch.tanh(self.modules[stage](x)), self.live if has_graph else None)
-        if stage == self.last:
-            return (y**2).sum() * (microbatch + 1)
-        leaves = self.placement[stage + 1] != self.placement[stage]
-        if leaves or (has_graph and (stage, microbatch) in self.recomputed):
-            self.sent.append(weakref.ref(y))
-        return y
-
-
-def run_program(context: RankContext | None, arguments: tuple[str, int, int, int]) -> dict[str, Any]:
-    program = lower(schedule_of(*arguments))
-    report = validate(program)
-    rank = 0 if context is None else context.rank
-    edges = {} if context is None else context.topology(pp=arguments[1]).edges
-    me = Rank(program, rank, edges)
-    found: dict[str, Any] = {"losses": [[loss.item() for loss in me.executor.run()] for _ in range(2)]}
+def run_case(context: RankContext | None, case: Case) -> dict[str, Any]:
+    """Two steps of one executor: its state starts afresh."""
+    schedule = schedule_of(case)
+    program = lower(schedule)
+    rank, edges = (0, {}) if context is None else (context.rank, edges_of(context, schedule).edges)
+    me = Watched(program, rank, edges)
+    placement, stages = schedule.placement, schedule.stages_of(rank)
+    found = {"steps": [me.step() for _ in range(2)], "stages": stages}
     return found | {
-        "grads": {
-            stage: [None if p.grad is None else p.grad / 2 for p in module.parameters()]
-            for stage, module in me.modules.items()
-        },
         "outputs": (me.most_held, me.most_full),
-        "live": (me.live.peak, me.live.now),
-        "reported": report.peak_activations[rank],
-        "events": me.reducer.events[: len(me.reducer.events) // 2],
-        "stages": program.schedule.stages_of(rank),
+        "channels": len({placement[stage + 1] for stage in stages if stage + 1 < len(placement)}),
+        "graphs": (me.most_graphs, me.graphs),
+        "planned": validate(program).peak_activations[rank],
+        "events": me.events[: len(me.events) // 2],
     }
 
 
-def reference(stages: int, microbatches: int) -> tuple[list[float], list[list[torch.Tensor]]]:
-    """One process, no pipeline."""
-    modules, losses = [make_stage(stage) for stage in range(stages)], []
-    for microbatch in range(microbatches):
-        x = data(microbatch)
-        for module in modules:
-            x = torch.tanh(module(x))
-        loss = (x**2).sum() * (microbatch + 1)
-        loss.backward()
-        losses.append(loss.item())
-    grads = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
-    return losses, grads
-
-
-@pytest.mark.parametrize("arguments", SCHEDULES, ids=lambda a: f"{a[0]}-pp{a[1]}-vpp{a[2]}-m{a[3]}")
-def test_gradients_memory_and_order(arguments: tuple[str, int, int, int]) -> None:
-    _, ranks, chunks, microbatches = arguments
-    found = [run_program(None, arguments)] if ranks == 1 else run_ranks(ranks, run_program, arguments)
-    losses, grads = reference(ranks * chunks, microbatches)
-    for rank in found:
-        if ranks * chunks - 1 in rank["stages"]:
-            # The last stage may take microbatches in any order; both runs give the same.
-            for once in rank["losses"]:
-                assert sorted(once) == pytest.approx(sorted(losses), rel=1e-12)
-        else:
-            assert rank["losses"] == [[], []]
-        for stage, ours in rank["grads"].items():
-            for one, other in zip(ours, grads[stage], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        # One send may be pending; the memory of those before it is gone, although their graphs are needed still.
-        assert rank["outputs"][1] <= 1
-        assert rank["live"] == (rank["reported"], 0)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
+    num_stages, microbatches = case[1] * case[2], case[3]
+    losses, expected = one_rank(num_stages, range(microbatches))
+    seen = set()
+    found_ranks = [run_case(None, case)] if case[1] == 1 else run_ranks(case[1], run_case, case)
+    for rank in found_ranks:
+        for found, grads in rank["steps"]:
+            # Of several chunks on one rank the last alone gives losses.
+            assert found == (losses if num_stages - 1 in rank["stages"] else [])
+            for name, grad in grads.items():
+                assert torch.equal(grad, expected[name]), name
+        seen |= grads.keys()
+        # One send a channel may be pending; the memory of those before it is gone, although their graphs are needed.
+        assert rank["outputs"][1] <= rank["channels"]
+        assert rank["graphs"] == (rank["planned"], 0)
+        events = rank["events"]
         for stage in rank["stages"]:
-            assert rank["events"].count(f"enable {stage}") == rank["events"].count(f"start {stage}") == 1
-            assert rank["events"].index(f"enable {stage}") < rank["events"].index(f"start {stage}")
-    if arguments[0] in ("gpipe", "looped-bfs"):
-        assert found[0]["outputs"][0] > 1, "no output was held: nothing is proven"
+            assert events.count(f"enable {stage}") == events.count(f"start {stage}") == 1
+            assert events.index(f"enable {stage}") < events.index(f"start {stage}")
+    assert seen == expected.keys()
+    if case[0] in ("gpipe", "looped-bfs") and not case[4]:
+        assert found_ranks[0]["outputs"][0] > 1, "no output was held: nothing is proven"
 
 
-@pytest.mark.parametrize("arguments", [("forward_only", 2, 1, 3), ("forward_only", 4, 1, 2), ("forward_only", 2, 2, 5)])
-def test_forward_only_keeps_nothing(arguments: tuple[str, int, int, int]) -> None:
-    _, ranks, chunks, microbatches = arguments
-    found = run_ranks(ranks, run_program, arguments)
-    losses, _ = reference(ranks * chunks, microbatches)
-    assert found[-1]["losses"][0] == pytest.approx(losses, rel=1e-12)
-    for rank in found:
-        assert all(grad is None for grads in rank["grads"].values() for grad in grads)
-        assert rank["live"][1] == 0
-        assert rank["events"] == []
+def test_the_cases_cover_what_a_backward_can_be() -> None:
+    """Whole, split, recomputed and split, several pairs deferred at once, hand-overs of both on one rank."""
+    schedules = [schedule_of(case) for case in CASES]
+    assert any(schedule.split and schedule.recomputed & schedule.split for schedule in schedules)
+    deferred = [max(units.deferred for row in schedule.actions for units in live_units(row)) for schedule in schedules]
+    assert max(deferred) >= 3
+    turns = [
+        (schedule, stage)
+        for schedule in schedules
+        for stage in range(schedule.num_stages - 1)
+        if schedule.placement[stage] == schedule.placement[stage + 1]
+    ]
+    assert any((stage + 1, 0) in schedule.split for schedule, stage in turns)
+    assert any((stage + 1, 0) not in schedule.split for schedule, stage in turns)
 
 
-def test_reduction_is_armed_right_before_the_last_backward() -> None:
-    """Of the stage on a rank: after its last forward and all but one of its backwards."""
-    program = lower(Schedule.from_csv("0F0,0F1,0F2,0B1,0B0,0B2\n"))
+def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int) -> list[float]:
+    schedule = forward_only(placement, microbatches)
+    me = Rank(lower(schedule), context.rank, edges_of(context, schedule).edges)
+    losses = [loss.item() for loss in me.executor.run()]
+    assert all(not grad.any() for grad in gradients(me.stages).values())
+    return losses
+
+
+@pytest.mark.parametrize("placement", [loop_placement(4, 1), loop_placement(2, 2), v_placement(4)], ids=str)
+def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
+    found = run_ranks(max(placement) + 1, evaluate, placement, 5)
+    losses, _ = one_rank(len(placement), range(5))
+    for rank, ours in enumerate(found):
+        assert ours == (losses if rank == placement[-1] else [])
+
+
+def on_two_replicas(context: RankContext, case: Case) -> dict[str, Any]:
+    schedule = schedule_of(case)
+    topology = edges_of(context, schedule, dp=2)
+    me = Rank(
+        lower(schedule), topology.pp.rank, topology.edges, dp=topology.dp, first_microbatch=topology.dp.rank * case[3]
+    )
+    events, grads = overlapped(me)
+    return {"grads": grads, "events": events}
+
+
+def overlapped(me: Rank) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Begin and end of each backward and W, and the start of each reduction, in a step."""
+    events: list[str] = []
+    backward, reduce = executor._engine_backward, me.strategy._reduce
+
+    def noted_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
+        events.append("begin")
+        backward(output, grad)
+        events.append("end")
+
+    def noted_reduce(bucket: Bucket) -> Work:
+        events.append("reduce")
+        return reduce(bucket)
+
+    def noted_run(deferred: DeferredWeightGradients, microbatch: int) -> None:
+        events.append("begin")
+        run(deferred, microbatch)
+        events.append("end")
+
+    run = DeferredWeightGradients.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_engine_backward", noted_backward)
+        patch.setattr(me.strategy, "_reduce", noted_reduce)
+        patch.setattr(DeferredWeightGradients, "run", noted_run)
+        _, grads = me.step()
+    return events, grads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("zb-h1", 2, 1, 4, {}),
+        ("zb-h2", 2, 1, 3, {}),
+        ("zb-v", 2, 2, 4, {}),
+        ("dualpipe-v", 2, 2, 4, {}),
+        ("mixed", 2, 1, 3, {}),
+        ("1f1b", 2, 1, 3, AHEAD),
+    ],
+    ids=name_of,
+)
+def test_reductions_run_under_the_last_weight_gradients_and_sum_all_of_them(case: Case) -> None:
+    """Started too early, an all-reduce would miss gradients or double them."""
+    num_stages, microbatches = case[1] * case[2], case[3]
+    halves = [one_rank(num_stages, range(first, first + microbatches))[1] for first in (0, microbatches)]
+    for rank in run_ranks(4, on_two_replicas, case):
+        for name, grad in rank["grads"].items():
+            assert torch.equal(grad, halves[0][name] + halves[1][name]), name
+        events = rank["events"]
+        last = len(events) - 1 - events[::-1].index("begin")
+        inside = events[last + 1 : events.index("end", last)]
+        assert inside.count("reduce") >= 2, "weights' buckets fill one after the other"
+        assert set(events[events.index("end", last) + 1 :]) <= {"reduce"}
+        assert "reduce" not in events[: events.index("end")]
+
+
+def test_with_weights_pending_other_buckets_start_before_them() -> None:
+    """Norms and biases are complete when the last W comes; its own weights' buckets start inside it, none after it."""
+    program = lower(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n"))
     me = Rank(program, 0, {})
-
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, microbatch: int) -> torch.Tensor:
-            ctx.microbatch = microbatch
-            return x * 1.0
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            me.reducer.events.append(f"B{ctx.microbatch}")
-            return grad, None
-
-    plain = me.forward
-    me.executor._forward = lambda stage, microbatch, x: Note.apply(plain(stage, microbatch, x), microbatch)
-    me.executor.run()
-    assert me.reducer.events == ["B1", "B0", "enable 0", "B2", "start 0"]
+    events, grads = overlapped(me)
+    early = sum(all_of_one(bucket, "norm", "bias") for bucket in buckets(me))
+    late = len(buckets(me)) - early
+    assert early == 3 and late == 2
+    assert events == ["begin", "end"] * 3 + ["reduce"] * early + ["begin"] + ["reduce"] * late + ["end"]
+    for name, grad in one_rank(1, range(2))[1].items():
+        assert torch.equal(grads[name], grad), name
 
 
-def test_an_error_shows_the_grid_with_the_failing_action() -> None:
-    program = lower(Schedule.from_csv(ONE_RANK))
-    me = Rank(program, 0, {})
-    plain = me.forward
+def buckets(me: Rank) -> list[Bucket]:
+    return list(me.strategy.all_buckets())
 
-    def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-        if (stage, microbatch) == (1, 1):
-            raise ValueError("boom")
-        return plain(stage, microbatch, x)
 
-    me.executor._forward = forward
-    with pytest.raises(ValueError, match="boom") as caught:
-        me.executor.run()
-    (note,) = caught.value.__notes__
-    assert note.startswith("in 1F1 on pipeline rank 0 of:\n")
-    assert "rank 0" in note and "0F0 1F0 2F0" in note
+def all_of_one(bucket: Bucket, *kinds: str) -> bool:
+    names = [placed.parameter.info.spec.name for placed in bucket.placed]
+    return all(name.rpartition(".")[2] in kinds for name in names)

@@ -15,7 +15,7 @@ from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Group, Work
-from tests.pipeline.stages import Rank, one_rank
+from tests.pipeline.stages import Rank, Watched, one_rank
 
 
 def test_a_split_program_needs_deferred_weight_gradients() -> None:
@@ -23,7 +23,7 @@ def test_a_split_program_needs_deferred_weight_gradients() -> None:
     for deferred, given in ((None, "none"), ({0: DeferredWeightGradients()}, r"\[0\]")):
         with pytest.raises(
             ConfigError,
-            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: give deferred weight gradients for stages \[1\]",
+            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: give weight gradients",
         ):
             Rank(program, 0, {}, deferred=deferred)
     Rank(program, 0, {}, deferred={1: DeferredWeightGradients()})
@@ -128,6 +128,30 @@ def test_the_tracer_sees_each_computation_after_its_message_has_come() -> None:
         "wait 0->1",  # its own send, at the end of the step
     ]
     assert traced(csv, 1) == [*("wait 0->1", "start 1F0", "end 1F0", "start 1B0", "end 1B0"), "wait 1->0"]
+
+
+def test_reduction_is_enabled_right_before_the_last_backward() -> None:
+    """Of the stage on a rank: after its last forward and all but one of its backwards."""
+    me = Watched(lower(Schedule.from_csv("0F0,0F1,0F2,0B1,0B0,0B2\n")), 0, {})
+    me.step()
+    assert me.events == ["B1", "B0", "enable 0", "B2", "start 0"]
+
+
+def test_an_error_shows_the_grid_with_the_failing_action() -> None:
+    me = Rank(lower(Schedule.from_csv("0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n")), 0, {})
+    plain = me.forward
+
+    def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        if (stage, microbatch) == (1, 1):
+            raise ValueError("boom")
+        return plain(stage, microbatch, x)
+
+    me.executor._forward = forward
+    with pytest.raises(ValueError, match="boom") as caught:
+        me.executor.run()
+    (note,) = caught.value.__notes__
+    assert note.startswith("in 1F1 on pipeline rank 0 of:\n")
+    assert "rank 0" in note and "0F0 1F0 2F0" in note
 
 
 def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:

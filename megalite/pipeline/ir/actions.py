@@ -8,10 +8,7 @@ from megalite.config.errors import ConfigError
 
 
 class ScheduleError(ConfigError):
-    """A schedule that cannot run: incomplete, out of order, wrongly wired, or deadlocked.
-
-    The first line of the message names the rank, the position and the action.
-    """
+    """A schedule that cannot run; the first line of the message names the rank, the position and the action."""
 
 
 class Kind(StrEnum):
@@ -65,16 +62,11 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action whose text form this is.
-
-        Raises:
-            ScheduleError: it is not the text form of any action.
-        """
+        """The action whose text form this is, or a ScheduleError."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or (match[2] == Kind.REDUCE_GRAD) != (match[3] == ""):
-            kinds = ", ".join(Kind)
             raise ScheduleError(
-                f"not a pipeline action: {text.strip()!r}; expected stage, kind, microbatch as in 2F0, 2SEND_F0, "
-                f"2REDUCE_GRAD (kinds: {kinds})"
+                f"not a pipeline action: {text.strip()!r}; expected stage, kind, microbatch as in 2F0, with one of the "
+                f"kinds {', '.join(Kind)}"
             )
         return cls(Kind(match[2]), int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH)

@@ -8,10 +8,11 @@
 """
 
 import json
+import re
 import reprlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,27 +72,14 @@ class CostTable:
     """Of the times; None if the file does not say."""
 
     def costs(self, placement: tuple[int, ...], *, ahead: bool = False) -> Costs:
-        """The costs of each stage of a pipeline.
-
-        Args:
-            placement: Per virtual stage, its rank.
-            ahead: The schedule has R actions.
-
-        Raises:
-            ConfigError: a list has neither as many values as ranks nor as stages, a link is between ranks that do not
-                exist, a weight gradient costs more than the backward of which it is a part, or all costs are 0.
-        """
-        forward = self._spread("forward", self.forward, placement)
-        weight = None if self.weight_grad is None else self._spread("weight_grad", self.weight_grad, placement)
-        if self.backward is not None:
-            backward = self._spread("backward", self.backward, placement)
-        else:
-            assert self.input_grad is not None and weight is not None
-            inputs = self._spread("input_grad", self.input_grad, placement)
-            backward = tuple(map(sum, zip(inputs, weight, strict=True)))
-        recompute = (forward if ahead else None) if self.recompute is None else None
-        if self.recompute is not None:
-            recompute = self._spread("recompute", self.recompute, placement)
+        """The costs of each stage of a pipeline; `placement`: the rank of each, `ahead`: the schedule has R actions."""
+        spread = {
+            key: self._spread(key, getattr(self, key), placement) for key in _TIMES if getattr(self, key) is not None
+        }
+        forward, weight = spread["forward"], spread.get("weight_grad")
+        backward = spread.get("backward")
+        if backward is None:
+            backward = tuple(map(add, spread["input_grad"], spread["weight_grad"]))
         for stage, (part, whole) in enumerate(zip(weight or backward, backward, strict=True)):
             if part > whole:
                 self._fail(
@@ -100,22 +88,17 @@ class CostTable:
                 )
         if not any(forward) and not any(backward):
             self._fail("forward and backward are all 0, so no time passes; use e.g. forward 1, backward 2")
-        num_ranks = max(placement) + 1
+        last = max(placement)
         for source, destination in self.links:
-            if max(source, destination) >= num_ranks:
-                self._fail(
-                    f'links has "{source}->{destination}", but there are {num_ranks} ranks; use 0 to {num_ranks - 1}'
-                )
+            if max(source, destination) > last:
+                self._fail(f'links has "{source}->{destination}", but there are {last + 1} ranks; use 0 to {last}')
+        recompute = spread.get("recompute", forward if ahead else None)
         return Costs(
             forward=forward, backward=backward, weight_grad=weight, recompute=recompute, p2p=self.p2p, links=self.links
         )
 
     def sizes(self, placement: tuple[int, ...]) -> Sizes | None:
-        """The bytes of each stage of a pipeline; None if the table has no memory.
-
-        Raises:
-            ConfigError: a list has neither as many values as ranks nor as stages.
-        """
+        """The bytes of each stage of a pipeline; None if the table has no memory."""
         if self.memory is None:
             return None
         return Sizes(
@@ -138,28 +121,26 @@ class CostTable:
                 f"ranks; give {wanted}, or a single number"
             )
         of_ranks = value if isinstance(value, tuple) else (value,) * num_ranks
-        stages_of = Counter(placement)
-        return tuple(of_ranks[rank] / stages_of[rank] for rank in placement)
+        return tuple(of_ranks[rank] / placement.count(rank) for rank in placement)
 
     def _fail(self, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source}: {reason}")
 
 
-def read_costs(path: Path) -> CostTable:
-    """The table of a file.
+class _Mistake(ValueError):
+    """What is wrong in the file; the name of the file comes before it."""
 
-    Raises:
-        ConfigError: it cannot be read, is not JSON, or holds what `parse_costs` refuses.
-    """
+
+def read_costs(path: Path) -> CostTable:
+    """The table of a file, or a ConfigError that names it."""
     try:
-        text = read_text(path, "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}; give a JSON file with --costs") from None
-    try:
-        data = json.loads(text, object_pairs_hook=_unique)
-    except _DoubledKey as error:
-        raise ConfigError(f"{path}: it has {error} twice in one object; keep one of them") from None
+        data = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a JSON file with --costs") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 text; give a JSON file with --costs") from None
+    except _Mistake as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f'{path}: it is not JSON: {error}; expected e.g. {{"forward": 1, "input_grad": 1, "weight_grad": 1}}'
@@ -168,119 +149,111 @@ def read_costs(path: Path) -> CostTable:
 
 
 def parse_costs(data: object, *, source: str = "costs") -> CostTable:
-    """The table that parsed JSON spells.
+    """The table that parsed JSON spells, or a ConfigError.
 
     Keys: `forward`; `input_grad` and `weight_grad`, or `backward` (alone half of it is the weight gradient; neither:
     two forwards); `recompute`, `p2p`, `links`, `memory`, `unit`.
-
-    Raises:
-        ConfigError: unknown keys, values that are not numbers from 0 up, keys that contradict or miss one another.
     """
-    table = _object(data, _KEYS, source, "the file")
-    times = {key: _per_stage(table[key], source, key) for key in _TIMES if key in table}
+    try:
+        return _table(data, source)
+    except _Mistake as mistake:
+        raise ConfigError(f"{source}: {mistake}") from None
+
+
+def _table(data: object, source: str) -> CostTable:
+    table = _object(data, _KEYS, "the file")
+    times = {key: _per_stage(table[key], key) for key in _TIMES if key in table}
     if "forward" not in times:
-        raise ConfigError(
-            f'{source}: there is no forward; add e.g. "forward": 1, the time of one microbatch through a rank'
-        )
+        raise _Mistake('there is no forward; add e.g. "forward": 1, the time of one microbatch through a rank')
     if "backward" in times and "input_grad" in times:
-        raise ConfigError(
-            f"{source}: backward {_show(table['backward'])} and input_grad {_show(table['input_grad'])} are both given, "
-            f"but backward is input_grad + weight_grad; keep input_grad and weight_grad, or backward"
+        raise _Mistake(
+            f"backward {_show(table['backward'])} and input_grad {_show(table['input_grad'])} are both given, but "
+            f"backward is input_grad + weight_grad; keep input_grad and weight_grad, or backward"
         )
     if "backward" not in times and ("input_grad" in times) != ("weight_grad" in times):
         there, missing = sorted(("input_grad", "weight_grad"), key=lambda key: key not in times)
-        raise ConfigError(
-            f"{source}: {there} {_show(table[there])} is given without {missing}; add {missing}, or give backward, their "
-            f"sum"
+        raise _Mistake(
+            f"{there} {_show(table[there])} is given without {missing}; add {missing}, or give backward, their sum"
         )
-    backward = times.get("backward")
-    if backward is None and "input_grad" not in times:
+    if "backward" not in times and "input_grad" not in times:
         forward = times["forward"]
-        backward = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
+        times["backward"] = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
     unit = table.get("unit")
     if unit is not None and (not isinstance(unit, str) or unit not in UNITS):
-        raise ConfigError(f"{source}: unit is {_show(unit)}; use one of {', '.join(UNITS)}, or leave it out")
+        raise _Mistake(f"unit is {_show(unit)}; use one of {', '.join(UNITS)}, or leave it out")
     return CostTable(
         source=source,
         forward=times["forward"],
         input_grad=times.get("input_grad"),
         weight_grad=times.get("weight_grad"),
-        backward=backward,
+        backward=times.get("backward"),
         recompute=times.get("recompute"),
-        p2p=_number(table.get("p2p", 0.0), source, "p2p"),
-        links=_links(table.get("links", {}), source),
-        memory=_memory(table["memory"], source) if "memory" in table else None,
+        p2p=_number(table.get("p2p", 0.0), "p2p"),
+        links=_links(table.get("links", {})),
+        memory=_memory(table["memory"]) if "memory" in table else None,
         unit=unit,
     )
 
 
-class _DoubledKey(Exception):
-    """A key that occurs twice; Python's reader would silently keep the last."""
-
-
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    counts = Counter(key for key, _ in pairs)
-    doubled = [key for key, count in counts.items() if count > 1]
-    if doubled:
-        raise _DoubledKey(doubled[0])
-    return dict(pairs)
+    """Python's own reader would silently keep the last of two equal keys."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Mistake(f"it has {key} twice in one object; keep one of them")
+        found[key] = value
+    return found
 
 
-def _object(data: object, keys: Sequence[str], source: str, where: str) -> dict[str, Any]:
+def _object(data: object, keys: Sequence[str], where: str, needed: str | None = None) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: {where} is {_show(data)}; expected an object with {', '.join(keys)}")
-    unknown = [key for key in data if key not in keys]
-    if unknown:
-        raise ConfigError(
-            f"{source}: {where} has an unknown key {unknown[0]}{nearest(unknown[0], keys)} (keys: {', '.join(keys)})"
-        )
+        raise _Mistake(f"{where} is {_show(data)}; expected an object with {', '.join(keys)}")
+    unknown = next((key for key in data if key not in keys), None)
+    if unknown is not None:
+        raise _Mistake(f"{where} has an unknown key {unknown}{nearest(unknown, keys)} (keys: {', '.join(keys)})")
+    if needed is not None and needed not in data:
+        raise _Mistake(f'{where} has no {needed}; add e.g. "{needed}": 0.5')
     return data
 
 
-def _links(data: object, source: str) -> dict[tuple[int, int], Link]:
+def _links(data: object) -> dict[tuple[int, int], Link]:
     if not isinstance(data, dict):
-        raise ConfigError(f'{source}: links is {_show(data)}; expected e.g. {{"0->1": {{"latency": 0.5}}}}')
+        raise _Mistake(f'links is {_show(data)}; expected e.g. {{"0->1": {{"latency": 0.5}}}}')
     links = {}
     for name, values in data.items():
-        ends = [end.strip() for end in name.split("->")]
-        if len(ends) != 2 or not all(end.isascii() and end.isdigit() and len(end) < 9 for end in ends):
-            raise ConfigError(f'{source}: links has {_show(name)}; a link is named by two ranks, such as "0->1"')
-        pair = (int(ends[0]), int(ends[1]))
+        ends = re.fullmatch(r"\s*([0-9]{1,8})\s*->\s*([0-9]{1,8})\s*", name)
+        if ends is None:
+            raise _Mistake(f'links has {_show(name)}; a link is named by two ranks, such as "0->1"')
+        pair = int(ends[1]), int(ends[2])
         if pair[0] == pair[1] or pair in links:
             wrong = "leads from a rank to itself" if pair[0] == pair[1] else "is given twice"
-            raise ConfigError(f"{source}: link {_show(name)} {wrong}; give each pair of two ranks once")
+            raise _Mistake(f"link {_show(name)} {wrong}; give each pair of two ranks once")
         where = f"links {name}"
-        values = _object(values, _LINK_KEYS, source, where)
-        if "latency" not in values:
-            raise ConfigError(f'{source}: {where} has no latency; add e.g. "latency": 0.5')
-        links[pair] = Link(*(_number(values.get(key, 0.0), source, f"{where} {key}") for key in _LINK_KEYS))
+        values = _object(values, _LINK_KEYS, where, "latency")
+        links[pair] = Link(*(_number(values.get(key, 0.0), f"{where} {key}") for key in _LINK_KEYS))
     return links
 
 
-def _memory(data: object, source: str) -> MemoryTable:
-    table = _object(data, _MEMORY_KEYS, source, "memory")
-    if "activation" not in table:
-        raise ConfigError(
-            f'{source}: memory has no activation; add e.g. "activation": 1e9, bytes of one microbatch on a rank'
-        )
+def _memory(data: object) -> MemoryTable:
+    table = _object(data, _MEMORY_KEYS, "memory", "activation")
     return MemoryTable(
-        activation=_per_stage(table["activation"], source, "memory.activation"),
-        deferred=_per_stage(table.get("deferred", 0.0), source, "memory.deferred"),
-        kept_input=_number(table.get("kept_input", 0.0), source, "memory.kept_input"),
-        message=_number(table.get("message", 0.0), source, "memory.message"),
+        activation=_per_stage(table["activation"], "memory.activation"),
+        deferred=_per_stage(table.get("deferred", 0.0), "memory.deferred"),
+        kept_input=_number(table.get("kept_input", 0.0), "memory.kept_input"),
+        message=_number(table.get("message", 0.0), "memory.message"),
     )
 
 
-def _per_stage(value: object, source: str, key: str) -> PerStage:
+def _per_stage(value: object, key: str) -> PerStage:
     if isinstance(value, list):
-        return tuple(_number(part, source, f"{key}[{index}]") for index, part in enumerate(value))
-    return _number(value, source, key)
+        return tuple(_number(part, f"{key}[{index}]") for index, part in enumerate(value))
+    return _number(value, key)
 
 
-def _number(value: object, source: str, key: str) -> float:
+def _number(value: object, key: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST:
         return float(value)
-    raise ConfigError(f"{source}: {key} is {_show(value)}; use a number from 0 to {_LARGEST:g}")
+    raise _Mistake(f"{key} is {_show(value)}; use a number from 0 to {_LARGEST:g}")
 
 
 def _show(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Who waits for whom when nobody can go on: the shortest circle of waits, in words."""
+"""Who waits for whom when no rank can continue: the shortest circle of waits, in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Execution:
     """By index, when each action starts. Waiting is not part of an action, but lies before its start. 0 for those
     never reached."""
     reached: list[int]
-    """Per rank, the index of the action at which it waits for ever, or one beyond its last."""
+    """Per rank, the index of the action at which it waits forever, or one beyond its last."""
     finished: bool
     """Every rank came to its end."""
 
@@ -31,16 +31,14 @@ def execute(
     links: Sequence[tuple[float, float]] | None = None,
     rendezvous: bool = True,
 ) -> Execution:
-    """Runs the lists to the end or until no rank can go on, in time linear in the number of actions.
+    """Runs the lists to the end or until no rank can continue, in time linear in the number of actions.
 
     A message is there once both its send and its receive have been posted, those before it on its channel have left
     the link, and then the link's occupancy and latency have passed. A computation starts when its rank is free and its
     message is there. A send that finds the window full waits for the oldest pending send of its channel: with
     `rendezvous` until that message is there (gloo; NCCL with large messages), else not at all, sends completing at once.
 
-    Args:
-        durations: By index, how long each action takes; 0 or more, and 0 of all but computations.
-        links: Per channel of the wiring, (latency, occupancy); all 0 if left out.
+    `durations`: by index, 0 of all but computations. `links`: per channel of the wiring, (latency, occupancy).
     """
     table = wiring.table
     waits, posts = wiring.awaited(rendezvous=rendezvous).tolist(), wiring.posted().tolist()
@@ -49,9 +47,7 @@ def execute(
     left = [0.0] * len(wiring.channels)  # when the last message so far left the channel's link
     half_posted = [-1.0] * len(channel)  # when the first of a message's ends was posted; negative: not yet
     arrivals = [-1.0] * len(channel)
-    sleepers = [-1] * len(
-        channel
-    )  # the rank that waits for a message: one at most, since posting the other end wakes it
+    sleepers = [-1] * len(channel)  # the rank that waits for a message: posting the other end wakes it
     starts = [0.0] * len(waits)
     cursors, clocks = list(table.first[:-1]), [0.0] * (len(table.first) - 1)
     ready = list(range(len(cursors)))
@@ -101,12 +97,9 @@ class Wait(NamedTuple):
 
 
 def prove_no_deadlock(wiring: Wiring) -> None:
-    """Runs the program, with sends that complete only once their receive is posted.
+    """Runs the program, with sends that complete only once their receive is posted; a Fault if it gets stuck.
 
     Such a run waits for all that one with eager sends waits for and more, so its end proves both.
-
-    Raises:
-        Fault: it gets stuck.
     """
     if not execute(wiring, [0.0] * len(wiring.table.kind)).finished:
         raise deadlock(wiring)
@@ -115,7 +108,7 @@ def prove_no_deadlock(wiring: Wiring) -> None:
 def deadlock(wiring: Wiring) -> Fault:
     """The fault of a program that gets stuck: its shortest circle of waits, without full send windows if there is one."""
     eager = execute(wiring, [0.0] * len(wiring.table.kind), rendezvous=False)
-    circle = shortest_circle(wiring, rendezvous=eager.finished)
+    circle = _shortest_circle(wiring, rendezvous=eager.finished)
     when = (
         f"when a send completes only once its receive is posted (send window {wiring.program.send_window})"
         if eager.finished
@@ -128,7 +121,7 @@ def deadlock(wiring: Wiring) -> Fault:
     )
 
 
-def shortest_circle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
+def _shortest_circle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
     """The fewest waits between ranks that close a circle, of all waits in the program whether a run gets to them or not.
 
     A wait at position i of rank q for position j of rank q' is followed by any wait of q' at j or before. Ties go to
@@ -149,7 +142,7 @@ def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArra
     At every position what it or any before it waits for; NOWHERE before the first wait.
     """
     table = wiring.table
-    first = np.array(table.first)
+    position = np.arange(len(table.kind)) - np.array(table.first)[table.rank]
     awaited = wiring.awaited(rendezvous=rendezvous)
     waiting = np.flatnonzero(awaited != NOWHERE)
     message = awaited[waiting]
@@ -160,9 +153,9 @@ def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArra
     for pair in np.unique(pairs):
         rank, other = divmod(int(pair), len(table.rows))
         chosen = pairs == pair
-        positions = np.full(len(table.rows[rank]), NOWHERE)
-        positions[waiting[chosen] - first[rank]] = there[chosen] - first[other]
-        reach[rank, other] = np.maximum.accumulate(positions)
+        furthest = np.full(len(table.rows[rank]), NOWHERE)
+        furthest[position[waiting[chosen]]] = position[there[chosen]]
+        reach[rank, other] = np.maximum.accumulate(furthest)
     return reach
 
 

@@ -14,20 +14,8 @@ NEVER = -1
 """The slot of an action that can never start: the schedule deadlocks or misses something that it needs."""
 
 
-def unit_slots(schedule: Schedule, *, backward: int = 1) -> dict[Action, int]:
-    """The slot in which each action starts, as early as order and dependencies allow, if a B takes `backward` slots.
-
-    Actions that can never start are not in the result.
-    """
-    table = Table.of(schedule.actions, schedule)
-    starts = iter(unit_starts(table, backward=backward))
-    return {
-        action: start for row in schedule.actions for action, start in zip(row, starts, strict=False) if start != NEVER
-    }
-
-
 def unit_starts(table: Table, *, backward: int = 1) -> list[int]:
-    """By index in the table of a schedule, the slot in which the action starts, or NEVER.
+    """By index in the table of a schedule, the earliest slot that order and dependencies allow, or NEVER.
 
     A B takes `backward` slots, all others take one. Linear in the number of actions.
     """
@@ -64,9 +52,6 @@ def unit_starts(table: Table, *, backward: int = 1) -> list[int]:
     return starts
 
 
-_KINDS = tuple(Kind)
-
-
 def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -> Program:
     """Adds the communication that the dependencies call for.
 
@@ -76,7 +61,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
     B's send, which others wait for).
 
     Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
-    however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
+    however its backwards are split or recomputed, forevery send window and however late a send completes. Proof: give
     each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
     producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A
     receive is posted no later than its message is sent: all computations before it in its list start earlier than that,
@@ -86,15 +71,8 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
     Receives wait for nothing; the limits besides unit time only move them forward, all of a channel in order.
 
     A schedule that is incomplete or deadlocks is lowered as far as it goes, for `validate` to name its fault.
-
-    Args:
-        recv_prefetch: Actions between the posting of a receive and its consumer; 0 posts right before it. More hides
-            more latency and holds more receive buffers.
-        send_window: Sends that may be pending on one channel.
-
-    Raises:
-        ConfigError: `recv_prefetch` < 0 or `send_window` < 1.
-        ScheduleError: an action names a stage, microbatch or rank that does not exist, or most actions are missing.
+    `recv_prefetch`, the actions between the posting of a receive and its consumer, hides latency and holds buffers;
+    `send_window` is how many sends may be pending on one channel.
     """
     if recv_prefetch < 0:
         raise ConfigError(f"recv_prefetch is {recv_prefetch}; it counts actions: 0 or more (1 is the default)")
@@ -108,16 +86,14 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
 
 
 class _Messages(NamedTuple):
-    """By message, in the order of the channels and on each in that of the sends."""
+    """By message, in the order of the channels (source rank * ranks + destination) and on each in that of the sends."""
 
     channel: IntArray
-    """source rank * number of ranks + destination rank"""
     producer: IntArray
     consumer: IntArray
     send: IntArray
-    """[3, messages]: code of the kind, stage, microbatch."""
+    """[3, messages]: code of the kind, stage, microbatch. `receive` likewise."""
     receive: IntArray
-    """[3, messages]."""
 
 
 def _messages(table: Table) -> _Messages:
@@ -133,8 +109,11 @@ def _messages(table: Table) -> _Messages:
         channel = placement[source] * table.schedule.num_ranks + placement[stage]
         send = np.full_like(row, CODES[crossing.send])
         receive = np.full_like(row, CODES[crossing.receive])
-        ends = (send, source, microbatch, receive, stage, microbatch)
-        parts.append(np.stack((channel, producers[there], consumers[there], *ends)))
+        parts.append(
+            np.stack(
+                (channel, producers[there], consumers[there], send, source, microbatch, receive, stage, microbatch)
+            )
+        )
     every = np.concatenate(parts, axis=1)
     # A schedule with a fault may name two consumers of one result; it is sent once all the same.
     _, once = np.unique(every[1], return_index=True)
@@ -178,24 +157,20 @@ def _clock(table: Table, backward: int) -> tuple[IntArray, IntArray]:
 
 def _assembled(table: Table, messages: _Messages, before: IntArray) -> ActionLists:
     """Per rank, the computations with what belongs before and after each."""
-    reduced, reductions = _reductions(table)
+    last = table.place[[CODES[Kind.B], CODES[Kind.W]]].max(axis=(0, 2))
+    reduced = np.flatnonzero(last != NOWHERE)
+    reductions = [Action(Kind.REDUCE_GRAD, stage, NO_MICROBATCH) for stage in reduced.tolist()]
     num_actions = len(table.kind)
     # What goes before an action, it, what goes after it: a stable sort by these keys keeps each channel's order.
-    keys = np.concatenate((4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * reduced + 3))
+    keys = np.concatenate(
+        (4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * last[reduced] + 3)
+    )
     actions = [*_actions(messages.receive), *chain.from_iterable(table.rows), *_actions(messages.send), *reductions]
     order = np.argsort(keys, kind="stable")
-    sorted_actions = [actions[index] for index in order.tolist()]
-    bounds = np.searchsorted(keys[order], 4 * np.array(table.first)).tolist()
-    return tuple(tuple(sorted_actions[bounds[rank] : bounds[rank + 1]]) for rank in range(len(table.rows)))
+    bounds = np.searchsorted(keys[order], 4 * np.array(table.first)[1:-1])
+    return tuple(tuple(actions[index] for index in row.tolist()) for row in np.split(order, bounds))
 
 
 def _actions(columns: IntArray) -> list[Action]:
     kinds, stages, microbatches = columns.tolist()
-    return list(map(Action, map(_KINDS.__getitem__, kinds), stages, microbatches))
-
-
-def _reductions(table: Table) -> tuple[IntArray, list[Action]]:
-    """The index of the last B or W of each stage, and the REDUCE_GRAD that follows it."""
-    last = table.place[[CODES[Kind.B], CODES[Kind.W]]].max(axis=(0, 2))
-    stages = np.flatnonzero(last != NOWHERE)
-    return last[stages], [Action(Kind.REDUCE_GRAD, stage, NO_MICROBATCH) for stage in stages.tolist()]
+    return list(map(Action, map(list(Kind).__getitem__, kinds), stages, microbatches))

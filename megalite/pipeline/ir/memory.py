@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import GRADIENTS, RECVS, SENDS, Kind
-from megalite.pipeline.ir.schedule import Program
-from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, IntArray, Table
+from megalite.pipeline.ir.schedule import NEEDS, Program
+from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,16 @@ class Sizes:
     @classmethod
     def uniform(
         cls,
-        num_stages: int,
+        count: int,
         *,
         activation: float = 1.0,
         deferred: float = 0.0,
         kept_input: float = 0.0,
         message: float = 0.0,
     ) -> "Sizes":
-        """The same for each stage."""
-        return cls(
-            activation=(activation,) * num_stages,
-            deferred=(deferred,) * num_stages,
-            kept_input=(kept_input,) * num_stages,
-            message=message,
-        )
+        """The same for each of `count` stages."""
+        columns = {"activation": activation, "deferred": deferred, "kept_input": kept_input}
+        return cls(**{name: (size,) * count for name, size in columns.items()}, message=message)
 
 
 class Peak(NamedTuple):
@@ -62,25 +58,27 @@ def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
     A tensor that is received, or handed over on the rank, belongs to the graph from its F on; a gradient is freed with
     the B or I that reads it. A send is known to be complete when the window makes a later send of its channel wait for
     it, or at the end of the step.
-
-    Raises:
-        ConfigError: sizes of another number of stages.
     """
     return table_peaks(Table.of(program.actions, program.schedule), sizes, program.send_window)
 
 
 def table_peaks(table: Table, sizes: Sizes, send_window: int) -> tuple[Peak, ...]:
     """`memory_peaks` of a program's table."""
-    _check(sizes, table)
+    for field in fields(sizes):
+        values = getattr(sizes, field.name)
+        if isinstance(values, tuple) and len(values) != table.schedule.num_stages:
+            raise ConfigError(
+                f"{field.name} sizes are given for {len(values)} stages, but schedule {table.schedule.name} has "
+                f"{table.schedule.num_stages}: give one value a stage"
+            )
     begin, end = _changes(table, sizes, send_window)
     # What an action takes is there before what it frees goes: two steps an action, of which the first counts.
     held = np.stack((begin, end), axis=1)
     peaks = []
-    for rank, start in enumerate(table.first[:-1]):
-        sums = np.cumsum(held[start : table.first[rank + 1]].reshape(-1))[::2]
+    for row in np.split(held, table.first[1:-1]):
+        sums = np.cumsum(row.reshape(-1))[::2]
         position = int(np.argmax(sums)) if len(sums) else 0
-        some = len(sums) > 0 and sums[position] > 0
-        peaks.append(Peak(float(sums[position]), position) if some else Peak(0.0, 0))
+        peaks.append(Peak(float(sums[position]), position) if sums.max(initial=0.0) > 0 else Peak(0.0, 0))
     return tuple(peaks)
 
 
@@ -96,9 +94,8 @@ def sufficient(size: float) -> str:
 
 
 def activation_peaks(table: Table, send_window: int) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs whose graphs are alive at once: `schedule.peak_activations`."""
-    units = Sizes.uniform(table.schedule.num_stages)
-    return tuple(int(peak.size) for peak in table_peaks(table, units, send_window))
+    """Per rank, the most (stage, microbatch) pairs with live graphs at once: `schedule.peak_activations`."""
+    return tuple(int(peak.size) for peak in table_peaks(table, Sizes.uniform(table.schedule.num_stages), send_window))
 
 
 def _changes(table: Table, sizes: Sizes, send_window: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -109,7 +106,11 @@ def _changes(table: Table, sizes: Sizes, send_window: int) -> tuple[npt.NDArray[
         for values in (sizes.activation, sizes.deferred, sizes.kept_input)
     )
     again = table.place[CODES[Kind.R], table.stage, table.microbatch] != NOWHERE
-    from_before, from_after = _handed_over(table)
+    placement = np.array(table.schedule.placement)
+    same = placement[1:] == placement[:-1]
+    # Per action, whether it is an F with its input, or a B or I with its gradient, from a stage of the same rank.
+    from_before = table.is_kind(Kind.F) & np.concatenate(([False], same))[table.stage]
+    from_after = table.is_kind(*GRADIENTS) & np.concatenate((same, [False]))[table.stage]
     received = np.where(table.receives | from_before | from_after, sizes.message, 0.0)
 
     forward, inner, weight = (table.is_kind(kind) for kind in (Kind.F, Kind.I, Kind.W))
@@ -129,29 +130,12 @@ def _changes(table: Table, sizes: Sizes, send_window: int) -> tuple[npt.NDArray[
         begin[backward] += room[backward]
         end[backward] -= room[backward]
     # What is handed over waits for its reader.
-    end[_producers(table, from_before, Kind.F, -1)] += sizes.message
-    end[_producers(table, from_after, Kind.B, 1)] += sizes.message
+    for readers, need in ((from_before, NEEDS[Kind.F][0]), (from_after, NEEDS[Kind.B][1])):
+        producers = table.needed(need)[table.stage[readers], table.microbatch[readers]]
+        end[producers[producers != NOWHERE]] += sizes.message
     begin[table.is_kind(*RECVS)] = sizes.message
     begin[_first_sends(table, send_window)] = sizes.message
     return begin, end
-
-
-def _handed_over(table: Table) -> tuple[BoolArray, BoolArray]:
-    """Per action, whether it is an F with its input, or a B or I with its gradient, from a stage of the same rank."""
-    placement = np.array(table.schedule.placement)
-    same = np.concatenate((placement[1:] == placement[:-1], [False]))
-    before = np.concatenate(([False], same[:-1]))
-    forward = table.is_kind(Kind.F) & before[table.stage]
-    return forward, table.is_kind(*GRADIENTS) & same[table.stage]
-
-
-def _producers(table: Table, readers: BoolArray, kind: Kind, offset: int) -> IntArray:
-    """Indices of what made the tensors that these actions get on their own rank; B stands for I as well."""
-    stages, microbatches = table.stage[readers] + offset, table.microbatch[readers]
-    found = table.place[CODES[kind], stages, microbatches]
-    if kind is Kind.B:
-        found = np.where(found == NOWHERE, table.place[CODES[Kind.I], stages, microbatches], found)
-    return found[found != NOWHERE]
 
 
 def _first_sends(table: Table, count: int) -> IntArray:
@@ -165,13 +149,3 @@ def _first_sends(table: Table, count: int) -> IntArray:
     ordered = channels[order]
     number = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
     return sends[order[number < count]]
-
-
-def _check(sizes: Sizes, table: Table) -> None:
-    for field in fields(sizes):
-        values = getattr(sizes, field.name)
-        if isinstance(values, tuple) and len(values) != table.schedule.num_stages:
-            raise ConfigError(
-                f"{field.name} sizes are given for {len(values)} stages, but schedule {table.schedule.name} has "
-                f"{table.schedule.num_stages}: give one value a stage"
-            )

@@ -33,9 +33,6 @@ def partition_layers(
     capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
     their largest and their squares. With layers that differ and one stage a rank it is exact too (`cut_unequal`);
     with more it is exact for small models and close to it for large ones.
-
-    Raises:
-        ConfigError: fewer layers than stages, or a negative cost.
     """
     num_stages, num_ranks = len(placement), max(placement) + 1
     if num_layers < num_stages:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.schedule import Schedule, dependencies
-from megalite.pipeline.ir.simulate import Event, Timeline
+from megalite.pipeline.ir.simulate import Event
 
 CATEGORIES: Mapping[Kind, str] = {
     Kind.F: "forward",
@@ -17,22 +17,8 @@ CATEGORIES: Mapping[Kind, str] = {
 }
 """What a viewer can filter by."""
 
-_NANOSECONDS = 1e9
 _INSIDE = 0.01
 """How far inside its slice, as a share of it, an arrow begins or ends: viewers bind it to the slice around it."""
-
-
-def trace_of(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
-    """The trace of one simulated step.
-
-    Args:
-        seconds_per_unit: What one unit of the timeline's costs is, e.g. 1e-3 for milliseconds.
-    """
-    events = [
-        event._replace(start=event.start * seconds_per_unit, end=event.end * seconds_per_unit)
-        for event in timeline.events
-    ]
-    return merge_traces({timeline.schedule.name: events})
 
 
 def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
@@ -42,11 +28,8 @@ def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
     lead from each result to the computation on another rank that needs it. A source may hold several steps one after
     the other: the k-th time of an action then belongs to the k-th times of the others.
 
-    Args:
-        sources: Name -> events with times in seconds from a start that all sources share.
-
-    Returns:
-        The trace; `json.dump` writes it. Times are in microseconds, to the nanosecond.
+    `sources`: name -> events with times in seconds from a start that all sources share. `json.dump` writes the result,
+    with times in microseconds, to the nanosecond.
     """
     events: list[dict[str, Any]] = []
     flow = 0
@@ -72,7 +55,7 @@ def _meta(what: str, process: int, rank: int, **arguments: object) -> dict[str, 
 
 
 def _nanoseconds(seconds: float) -> int:
-    return round(seconds * _NANOSECONDS)
+    return round(seconds * 1e9)
 
 
 def _slice(process: int, event: Event) -> dict[str, Any]:
@@ -96,30 +79,13 @@ def _messages(timed: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
     times: dict[Action, list[Event]] = defaultdict(list)
     for event in sorted(timed, key=lambda event: event.start):
         times[event.action].append(event)
-    if not times:
-        return
-    schedule = _as_schedule(times)
+    # The schedule of these actions, as far as `dependencies` asks for it: sizes, splits and recomputation.
+    num_stages = max((action.stage for action in times), default=-1) + 1
+    num_microbatches = max((action.microbatch for action in times), default=-1) + 1
+    schedule = Schedule("trace", num_microbatches, (0,) * num_stages, (tuple(times),))
     for action, occurrences in times.items():
         for needed in dependencies(action, schedule):
             # A measured step may lack events that its recorder has not seen; their arrows are left out.
             for producer, consumer in zip(times.get(needed, ()), occurrences, strict=False):
                 if producer.rank != consumer.rank:
                     yield producer, consumer
-
-
-def _as_schedule(times: Mapping[Action, Sequence[Event]]) -> Schedule:
-    """The schedule whose actions these are, as far as dependencies ask for it."""
-    owners = {action.stage: events[0].rank for action, events in times.items()}
-    num_ranks = max(owners.values()) + 1
-    num_stages = max(owners) + 1
-    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for action in times:
-        rows[owners[action.stage]].append(action)
-    return Schedule(
-        name="trace",
-        num_ranks=num_ranks,
-        num_stages=num_stages,
-        num_microbatches=max(action.microbatch for action in times) + 1,
-        placement=tuple(owners.get(stage, 0) for stage in range(num_stages)),
-        actions=tuple(map(tuple, rows)),
-    )

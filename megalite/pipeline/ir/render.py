@@ -1,14 +1,14 @@
 """Schedules as text: the grid of time slots, and the lists around a fault."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import floor
 from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.lower import unit_slots
+from megalite.pipeline.ir.lower import NEVER, unit_starts
 from megalite.pipeline.ir.schedule import Schedule, peak_activations
 from megalite.pipeline.ir.simulate import Timeline
+from megalite.pipeline.ir.table import Table
 
 _IDLE = "."
 _CUT = "…"
@@ -30,15 +30,12 @@ Paint = Callable[[str, Kind | None], str]
 class _Slot(NamedTuple):
     text: str
     kind: Kind | None = None
-    goes_on: bool = False
-    """It continues the action of the slot before."""
 
 
 _EMPTY = _Slot(_IDLE)
 
 
-@dataclass(frozen=True)
-class _Grid:
+class _Grid(NamedTuple):
     """What to draw: the slots of each rank, and a remark for the end of its row."""
 
     rows: list[list[_Slot]]
@@ -65,9 +62,8 @@ def render_grid(
     `max_ranks` rows is left out in the middle, and said so.
 
     Args:
-        wrap: Go on below where `width` ends, a screen or so, before anything is left out.
+        wrap: Start a new panel below where `width` ends, a screen or so, before anything is left out.
         columns: Further columns at the end of the rows: heading -> a text per rank.
-        paint: Adds colour; the width of what it adds does not count.
     """
     schedule = source if isinstance(source, Schedule) else source.schedule
     grid = _of_schedule(source) if isinstance(source, Schedule) else _of_timeline(source)
@@ -81,7 +77,11 @@ def render_grid(
     most_panels = max(1, _MOST_LINES // (len(ranks) + 1)) if wrap else 1
     slots, cut_slots = _middle_cut(num_slots, room * most_panels)
 
-    lines = [_title(schedule, grid.slot)]
+    stages = f"{schedule.num_stages} stages" if schedule.num_chunks > 1 else "one stage each"
+    lines = [
+        f"schedule {schedule.name}: {schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} microbatches; "
+        f"one slot = {grid.slot}"
+    ]
     panels = [slots[first : first + room] for first in range(0, len(slots), room)] or [[]]
     for number, panel in enumerate(panels):
         last = number == len(panels) - 1
@@ -159,16 +159,8 @@ def _row_ends(schedule: Schedule, grid: _Grid, columns: Mapping[str, Sequence[st
 
 def _drawn(slot: _Slot, width: int, paint: Paint) -> str:
     """The slot, right-aligned. The colour of an action is one bar over all its slots, with a gap before the first."""
-    gap = "" if slot.goes_on else " " * (width - len(slot.text))
+    gap = "" if slot.text.startswith("-") else " " * (width - len(slot.text))
     return gap + paint(slot.text.rjust(width - len(gap)), slot.kind)
-
-
-def _title(schedule: Schedule, slot: str) -> str:
-    stages = f"{schedule.num_stages} stages" if schedule.num_chunks > 1 else "one stage each"
-    return (
-        f"schedule {schedule.name}: {schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} microbatches; "
-        f"one slot = {slot}"
-    )
 
 
 def _legend(schedule: Schedule) -> str:
@@ -179,33 +171,38 @@ def _legend(schedule: Schedule) -> str:
     return f"{example}{others}, {_IDLE} idle; peak: live activations, in microbatches x stages"
 
 
-def _cell_text(action: Action, schedule: Schedule) -> str:
-    return str(action) if schedule.num_chunks > 1 else f"{action.kind}{action.microbatch}"
+def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[_Slot]]:
+    """`count` slots a rank, with (rank, action, first slot, end) drawn as its name and dashes."""
+    rows = [[_EMPTY] * count for _ in schedule.actions]
+    several = schedule.num_chunks > 1
+    for rank, action, first, stop in cells:
+        text = str(action) if several else f"{action.kind}{action.microbatch}"
+        dashes = _Slot("-" * len(text), action.kind)
+        rows[rank][first:stop] = [_Slot(text, action.kind), *[dashes] * (stop - first - 1)][: stop - first]
+    return rows
 
 
 def _of_schedule(schedule: Schedule) -> _Grid:
     # Beside halves of one slot each a whole backward has two.
     backward = 2 if schedule.split else 1
-    slots = unit_slots(schedule, backward=backward)
-    ends = {action: start + (backward if action.kind is Kind.B else 1) for action, start in slots.items()}
-    num_slots = max(ends.values(), default=0)
-    rows = [[_EMPTY] * num_slots for _ in schedule.actions]
-    remarks = []
-    for row, actions in zip(rows, schedule.actions, strict=True):
-        stuck = next((action for action in actions if action not in slots), None)
-        for action in actions:
-            if action in slots:
-                text = _cell_text(action, schedule)
-                row[slots[action]] = _Slot(text, action.kind)
-                for slot in range(slots[action] + 1, ends[action]):
-                    row[slot] = _Slot("-" * len(text), action.kind, goes_on=True)
-        remarks.append("" if stuck is None else f"  stuck at {stuck}")
+    starts = unit_starts(Table.of(schedule.actions, schedule), backward=backward)
+    actions = [(rank, action) for rank, row in enumerate(schedule.actions) for action in row]
+    cells = [
+        (rank, action, start, start + (backward if action.kind is Kind.B else 1))
+        for (rank, action), start in zip(actions, starts, strict=True)
+        if start != NEVER
+    ]
+    num_slots = max((stop for *_, stop in cells), default=0)
+    rows = _rows(schedule, num_slots, cells)
+    remarks = [""] * len(rows)
+    for (rank, action), start in zip(actions, starts, strict=True):
+        if start == NEVER and not remarks[rank]:
+            remarks[rank] = f"  stuck at {action}"
     bubbles = [row.count(_EMPTY) / max(num_slots, 1) for row in rows]
     return _Grid(rows, bubbles, remarks, "any one action" + (" (a whole backward: two)" if backward == 2 else ""))
 
 
 def _of_timeline(timeline: Timeline) -> _Grid:
-    schedule = timeline.schedule
     shortest = min((event.end - event.start for event in timeline.events if event.end > event.start), default=1.0)
     unit = max(shortest, timeline.makespan / _MOST_SLOTS)
 
@@ -213,23 +210,13 @@ def _of_timeline(timeline: Timeline) -> _Grid:
         # Half up: two ends at least a unit apart then never share a slot (but for rounding of the times themselves).
         return floor(time / unit + 0.5 + 1e-9)
 
-    rows = [[_EMPTY] * slot(timeline.makespan) for _ in range(schedule.num_ranks)]
-    hidden = 0
-    for event in timeline.events:
-        first, stop = slot(event.start), slot(event.end)
-        drawn = list(_slots(event.action, stop - first, schedule))
-        rows[event.rank][first:stop] = drawn
-        hidden += not drawn
+    cells = [(event.rank, event.action, slot(event.start), slot(event.end)) for event in timeline.events]
+    rows = _rows(timeline.schedule, slot(timeline.makespan), cells)
+    hidden = sum(first == stop for _, _, first, stop in cells)
     bubbles = [idle / timeline.makespan if timeline.makespan else 0.0 for idle in timeline.idle]
     in_slots = (time / unit for event in timeline.events for time in (event.start, event.end))
     rounded = ", to which times are rounded" if any(abs(t - round(t)) > 1e-6 for t in in_slots) else ""
-    return _Grid(rows, bubbles, [""] * schedule.num_ranks, f"{unit:g}{rounded}", hidden)
-
-
-def _slots(action: Action, count: int, schedule: Schedule) -> Iterator[_Slot]:
-    text = _cell_text(action, schedule)
-    for index in range(count):
-        yield _Slot("-" * len(text) if index else text, action.kind, goes_on=index > 0)
+    return _Grid(rows, bubbles, [""] * len(rows), f"{unit:g}{rounded}", hidden)
 
 
 def _middle_cut(count: int, room: int) -> tuple[list[int | None], range]:

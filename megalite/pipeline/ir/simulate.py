@@ -8,14 +8,13 @@ from operator import add
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.deadlock import deadlock, execute
 from megalite.pipeline.ir.memory import activation_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule, dependencies
-from megalite.pipeline.ir.table import CODES, Table
+from megalite.pipeline.ir.table import CODES
 from megalite.pipeline.ir.wiring import wire
 
 
@@ -56,13 +55,9 @@ class Costs:
         p2p: float = 0.0,
     ) -> "Costs":
         """The same for each stage; a backward is commonly two forwards, half of it weight gradients."""
-        return cls(
-            forward=(forward,) * num_stages,
-            backward=(backward,) * num_stages,
-            weight_grad=None if weight_grad is None else (weight_grad,) * num_stages,
-            recompute=(recompute,) * num_stages,
-            p2p=p2p,
-        )
+        weight = None if weight_grad is None else (weight_grad,) * num_stages
+        f, b, r = ((cost,) * num_stages for cost in (forward, backward, recompute))
+        return cls(forward=f, backward=b, weight_grad=weight, recompute=r, p2p=p2p)
 
     def of_actions(self, *, ahead: bool) -> dict[Kind, tuple[float, ...]]:
         """What each kind of computation costs per stage; `ahead`: recomputation is a matter of R actions."""
@@ -103,7 +98,7 @@ class Timeline:
     busy: tuple[float, ...]
     """Per rank, the time spent computing."""
     peak_activations: tuple[int, ...]
-    """Per rank, the most (stage, microbatch) pairs whose activations are alive at once."""
+    """Per rank, the most (stage, microbatch) pairs with live activations at once."""
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -131,21 +126,24 @@ class Timeline:
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Runs the program's own lists with these costs, under the executor's semantics (rendezvous sends).
 
-    Source of the clock: `engine.execute`.
-
-    Raises:
-        ConfigError: costs of another number of stages, or negative ones.
-        ScheduleError: the program has a fault that `validate` would find, or gets stuck.
+    A ScheduleError if the program has a fault that `validate` would find, or gets stuck.
     """
     schedule = program.schedule
     _check(costs, schedule)
     wiring = wire(program)
     table = wiring.table
-    durations = _durations(table, costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())))
+    by_kind = np.zeros((len(CODES), schedule.num_stages))  # nothing for what only communicates
+    for kind, per_stage in costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())).items():
+        by_kind[CODES[kind]] = per_stage
+    durations = by_kind[table.kind, table.stage]
     execution = execute(wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels])
     if not execution.finished:
         raise deadlock(wiring)
-    events = _events(table, np.array(execution.starts), durations)
+    computes = np.flatnonzero(table.computes)
+    starts = np.array(execution.starts)
+    actions = compress(chain.from_iterable(table.rows), table.computes.tolist())
+    ends = (starts + durations)[computes].tolist()
+    events = tuple(map(Event, table.rank[computes].tolist(), actions, starts[computes].tolist(), ends))
     return Timeline(
         schedule=schedule,
         events=events,
@@ -155,29 +153,9 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     )
 
 
-def _durations(table: Table, seconds: Mapping[Kind, tuple[float, ...]]) -> npt.NDArray[np.float64]:
-    """By index, what each action takes; nothing if it only communicates."""
-    by_kind = np.zeros((len(CODES), table.schedule.num_stages))
-    for kind, per_stage in seconds.items():
-        by_kind[CODES[kind]] = per_stage
-    return by_kind[table.kind, table.stage]
-
-
-def _events(table: Table, starts: npt.NDArray[np.float64], durations: npt.NDArray[np.float64]) -> tuple[Event, ...]:
-    computes = np.flatnonzero(table.computes)
-    ends = (starts + durations)[computes].tolist()
-    actions = compress(chain.from_iterable(table.rows), table.computes.tolist())
-    return tuple(map(Event, table.rank[computes].tolist(), actions, starts[computes].tolist(), ends))
-
-
 def _check(costs: Costs, schedule: Schedule) -> None:
-    given = {
-        "forward": costs.forward,
-        "backward": costs.backward,
-        "weight_grad": costs.weight_grad,
-        "recompute": costs.recompute,
-    }
-    values = {name: value for name, value in given.items() if value is not None}
+    names = ("forward", "backward", "weight_grad", "recompute")
+    values = {name: getattr(costs, name) for name in names if getattr(costs, name) is not None}
     for name, value in values.items():
         if len(value) != schedule.num_stages:
             raise ConfigError(
@@ -202,11 +180,8 @@ def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> 
 
     `costs` are those while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as fast:
     its share of the cores grows until it has one of its own (processor sharing). Nothing but the cores moves a message:
-    what a link says that it takes is work of the rank that sends it and as much of the one that receives it, after and before
-    their computation.
-
-    Args:
-        schedule: one that `simulate` runs to its end.
+    what a link says that it takes is work of the rank that sends it, after the computation, and as much of the one that
+    receives it, before. The schedule must be one that `simulate` runs to its end.
     """
     seconds = _with_messages(schedule, costs)
     p = schedule.num_ranks

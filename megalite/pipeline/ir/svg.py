@@ -62,48 +62,38 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
     """The picture; several schedules stand one below the other on one time scale.
 
     Numbers in the boxes are microbatches, left out where they do not fit; pointing at a box names its action. The same
-    panels give the same bytes.
-
-    Args:
-        unit: Of the times, for the axis.
-        peak: What the numbers at the right edge are.
+    panels give the same bytes. `peak` says what the numbers at the right edge are.
     """
     assert panels
     longest = max(panel.timeline.makespan for panel in panels)
     scale = _scale(panels, longest)
     left = _MARGIN + _LETTER * max(len(f"rank {panel.timeline.schedule.num_ranks - 1}") + 1 for panel in panels)
-    columns = _Columns(left + longest * scale, max(len(text) for panel in panels for text in panel.peaks))
+    # Where the two columns right of the bars end.
+    idle = left + longest * scale + 56
+    peaks = idle + 16 + _LETTER * max(len("peak"), *(len(text) for panel in panels for text in panel.peaks))
+    right = peaks + _MARGIN
     body: list[str] = []
     y = _MARGIN
     for panel in panels:
-        body.extend(_panel(panel, left, y, scale, columns))
+        body.extend(_panel(panel, left, y, scale, idle, peaks))
         y += 56 + panel.timeline.schedule.num_ranks * _ROW
         body.extend(_axis(left, y, longest, scale, unit))
         y += 48
     chunks = max(panel.timeline.schedule.num_chunks for panel in panels)
     used = {event.action.kind for panel in panels for event in panel.timeline.events}
     kinds = [kind for kind in _NAMES if kind in used]
-    legend, y = _legend(kinds, chunks, y, columns.right, peak)
+    legend, y = _legend(kinds, chunks, y, right, peak)
     body.extend(legend)
     names = ", ".join(panel.timeline.schedule.name for panel in panels)
     fills = "".join(
         f"  .{kind}{chunk} {{ fill: {_fill(kind, chunk, chunks)}; }}\n" for kind in kinds for chunk in range(chunks)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(columns.right)}" height="{_n(y)}" '
-        f'viewBox="0 0 {_n(columns.right)} {_n(y)}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(right)}" height="{_n(y)}" '
+        f'viewBox="0 0 {_n(right)} {_n(y)}" role="img">\n'
         f"<title>{escape(f'Pipeline schedules on a clock: {names}')}</title>\n"
         f"<style>{_STYLE}{fills}</style>\n" + "\n".join(body) + "\n</svg>\n"
     )
-
-
-class _Columns:
-    """Where the two columns right of the bars end."""
-
-    def __init__(self, bars_end: float, longest_peak: int) -> None:
-        self.idle = bars_end + 56
-        self.peak = self.idle + 16 + _LETTER * max(longest_peak, len("peak"))
-        self.right = self.peak + _MARGIN
 
 
 def _scale(panels: Sequence[Panel], longest: float) -> float:
@@ -117,28 +107,26 @@ def _scale(panels: Sequence[Panel], longest: float) -> float:
     return min(max(17 * longest / short, _NARROW), _WIDE) / longest
 
 
-def _panel(panel: Panel, left: float, y: float, scale: float, columns: _Columns) -> Iterator[str]:
+def _panel(panel: Panel, left: float, y: float, scale: float, idle: float, peaks: float) -> Iterator[str]:
     timeline = panel.timeline
     schedule = timeline.schedule
     stages = f", {schedule.num_stages} stages" if schedule.num_chunks > 1 else ""
     title = f"{schedule.name}: {schedule.num_ranks} ranks{stages}, {schedule.num_microbatches} microbatches"
     yield _text(_MARGIN, y + 14, title, "title")
     yield _text(_MARGIN, y + 34, panel.summary, "quiet")
-    yield _text(columns.idle, y + 34, "idle", "quiet end")
-    yield _text(columns.peak, y + 34, "peak", "quiet end")
+    yield _text(idle, y + 34, "idle", "quiet end")
+    yield _text(peaks, y + 34, "peak", "quiet end")
     top = y + 44
     for rank in range(schedule.num_ranks):
         row = top + rank * _ROW
         share = timeline.idle[rank] / timeline.makespan if timeline.makespan else 0.0
         yield _text(_MARGIN, row + 17, f"rank {rank}")
         yield _box("idle", left, row, timeline.makespan * scale, _BAR)
-        yield _text(columns.idle, row + 17, f"{share:.1%}", "end")
-        yield _text(columns.peak, row + 17, panel.peaks[rank], "end")
-    chunks = {
-        stage: chunk for rank in range(schedule.num_ranks) for chunk, stage in enumerate(schedule.stages_of(rank))
-    }
+        yield _text(idle, row + 17, f"{share:.1%}", "end")
+        yield _text(peaks, row + 17, panel.peaks[rank], "end")
     for event in timeline.events:
-        yield from _action(event, chunks[event.action.stage], left, top + event.rank * _ROW, scale)
+        chunk = schedule.placement[: event.action.stage].count(event.rank)
+        yield from _action(event, chunk, left, top + event.rank * _ROW, scale)
 
 
 def _action(event: Event, chunk: int, left: float, y: float, scale: float) -> Iterator[str]:

@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
-from megalite.pipeline.ir.schedule import NEEDS, SEND_OF, ActionLists, Need, Schedule, other_end_of
+from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, SEND_OF, ActionLists, Need, Schedule
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 CODES = {kind: code for code, kind in enumerate(Kind)}
 """Kind -> the number that stands for it in a table."""
-_IS_COMPUTE = np.array([kind in COMPUTE for kind in Kind])
-_BACKWARD_KINDS = np.array([kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F) for kind in Kind])
+_FORWARD_KINDS = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 _HUGE = 2**62
 NOWHERE = -1
 """Instead of an index: there is no such action."""
@@ -76,20 +75,20 @@ class Table:
     @cached_property
     def computes(self) -> BoolArray:
         """Per action, whether it computes rather than communicates."""
-        return _IS_COMPUTE[self.kind]
+        return self.is_kind(*COMPUTE)
 
     @cached_property
     def place(self) -> IntArray:
         """[kind, stage, microbatch] -> index of the first such action, or NOWHERE. REDUCE_GRAD has microbatch 0 here.
 
-        For lists that `refuse_illegal` let pass.
-
-        Raises:
-            Fault: the ids span so many more cells than there are actions that most cannot be there.
+        For lists that `refuse_illegal` let pass. A Fault if the ids span so many more cells than there are actions that
+        most cannot be there.
         """
         stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
         if stages * microbatches > 8 * len(self.kind) + 1024:
-            self._fail_sparse()
+            forwards = {action[1:] for row in self.rows for action in row if action.kind is Kind.F}
+            cells = ((stage, i) for stage in range(stages) for i in range(microbatches))
+            self.fail_missing(Action(Kind.F, *next(cell for cell in cells if cell not in forwards)), "")
         place = np.full((len(CODES), stages, microbatches), NOWHERE)
         # Backwards, because of two equal actions the one written last stays.
         place.reshape(-1)[self._cells[::-1]] = np.arange(len(self.kind))[::-1]
@@ -101,13 +100,6 @@ class Table:
         of_stage = (self.kind * self.schedule.num_stages + self.stage) * self.schedule.num_microbatches
         return of_stage + np.maximum(self.microbatch, 0)
 
-    def _fail_sparse(self) -> NoReturn:
-        forwards = {(a.stage, a.microbatch) for row in self.rows for a in row if a.kind is Kind.F}
-        size = self.schedule.num_microbatches
-        cells = ((s, i) for s in range(self.schedule.num_stages) for i in range(size))
-        stage, microbatch = next(cell for cell in cells if cell not in forwards)
-        self.fail_missing(Action(Kind.F, stage, microbatch), "")
-
     def needed(self, need: Need) -> IntArray:
         """[stage, microbatch] -> index of the action that the need asks for, `need.offset` stages further.
 
@@ -116,14 +108,10 @@ class Table:
         found = self.place[CODES[need.kinds[0]]]
         for kind in need.kinds[1:]:
             found = np.where(found == NOWHERE, self.place[CODES[kind]], found)
-        if need.offset == 0:
-            return found
-        moved = np.full_like(found, NOWHERE)
-        if need.offset < 0:
-            moved[-need.offset :] = found[: need.offset]
-        else:
-            moved[: -need.offset] = found[need.offset :]
-        return moved
+        if need.offset:
+            found = np.roll(found, -need.offset, axis=0)
+            found[0 if need.offset < 0 else -1] = NOWHERE
+        return found
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -131,16 +119,14 @@ class Table:
         return tuple(self._crossings())
 
     def _crossings(self) -> Iterator[Crossing]:
-        placement = np.array(self.schedule.placement)
-        for kind in Kind:
-            for need in NEEDS[kind] if kind in COMPUTE else ():
-                if need.offset == 0:
-                    continue
-                stages = np.arange(len(placement))
-                stages = stages[(stages + need.offset >= 0) & (stages + need.offset < len(placement))]
-                stages = stages[placement[stages] != placement[stages + need.offset]]
-                send = SEND_OF[need.kinds[-1]]
-                yield Crossing(kind, need, send, other_end_of(send), stages)
+        placement, stages = np.array(self.schedule.placement), np.arange(self.schedule.num_stages)
+        for kind in (kind for kind in Kind if kind in COMPUTE):
+            for need in NEEDS[kind]:
+                if need.offset:
+                    there = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
+                    crossed = there[placement[there] != placement[there + need.offset]]
+                    send = SEND_OF[need.kinds[-1]]
+                    yield Crossing(kind, need, send, RECEIVE_OF[send][0], crossed)
 
     @cached_property
     def receives(self) -> BoolArray:
@@ -190,31 +176,32 @@ class Table:
         return f"at position {position} of rank {rank}"
 
     def refuse_illegal(self) -> None:
-        """Checks each action by itself: known ids, the rank of its stage, and in a forward-only schedule no backward.
-
-        Raises:
-            Fault: the first that is none.
-        """
+        """Checks each action by itself: known ids, the rank of its stage, and in a forward-only schedule no backward."""
         schedule = self.schedule
         known = (self.stage >= 0) & (self.stage < schedule.num_stages)
         here = np.array(schedule.placement)[np.where(known, self.stage, 0)] == self.rank
         reductions = self.kind == CODES[Kind.REDUCE_GRAD]
         counted = (self.microbatch >= 0) & (self.microbatch < schedule.num_microbatches)
-        legal = known & here & np.where(reductions, self.microbatch == NO_MICROBATCH, counted)
-        if schedule.forward_only:
-            legal &= ~_BACKWARD_KINDS[self.kind]
-        if not legal.all():
-            index = int(np.argmin(legal))
-            rank, _ = self.where(index)
-            objection = schedule.objection(rank, self.action(index))
-            self.fail(index, objection or "the schedule is forward-only: F and its messages are all there may be")
+        counted = np.where(reductions, self.microbatch == NO_MICROBATCH, counted)
+        allowed = self.is_kind(*(_FORWARD_KINDS if schedule.forward_only else Kind))
+        legal = known & here & counted & allowed
+        if legal.all():
+            return
+        index = int(np.argmin(legal))
+        kind, stage, microbatch = self.action(index)
+        if not known[index]:
+            self.fail(index, f"there is no stage {stage}: stages are 0 to {schedule.num_stages - 1}")
+        if not counted[index] and kind is Kind.REDUCE_GRAD:
+            self.fail(index, f"REDUCE_GRAD has no microbatch, but this has {microbatch}")
+        if not counted[index]:
+            most = schedule.num_microbatches - 1
+            self.fail(index, f"there is no microbatch {microbatch}: microbatches are 0 to {most}")
+        if not here[index]:
+            self.fail(index, f"stage {stage} is on rank {schedule.placement[stage]}")
+        self.fail(index, "the schedule is forward-only: F and its messages are all there may be")
 
     def refuse_doubled(self) -> None:
-        """Checks that no action occurs twice.
-
-        Raises:
-            Fault: the first second occurrence.
-        """
+        """Checks that no action occurs twice."""
         originals = self.place.reshape(-1)[self._cells]
         doubled = originals != np.arange(len(originals))
         if doubled.any():
@@ -233,10 +220,8 @@ class Table:
     def fail_missing(self, action: Action, remark: str, beside: int = NOWHERE) -> NoReturn:
         """Raises the fault of an action that is not there; `beside`: the index of a cell to show."""
         rank = self.schedule.placement[action.stage]
-        raise Fault(
-            f"schedule {self.schedule.name}: {action} is missing on rank {rank}{remark}",
-            {} if beside == NOWHERE else dict([self.where(beside)]),
-        )
+        marks = {} if beside == NOWHERE else dict([self.where(beside)])
+        raise Fault(f"schedule {self.schedule.name}: {action} is missing on rank {rank}{remark}", marks)
 
 
 def _integers(actions: list[Action], field: int) -> IntArray:

@@ -20,7 +20,7 @@ class ValidationReport:
     """What a valid program needs, per rank. Exact: order alone decides it, not time."""
 
     peak_activations: tuple[int, ...]
-    """The most (stage, microbatch) pairs whose activations are alive at once."""
+    """The most (stage, microbatch) pairs with live activations at once."""
     peak_receives: tuple[int, ...]
     """The most receive buffers posted and not yet consumed."""
     sends: tuple[int, ...]
@@ -35,17 +35,14 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
     Checked: each (stage, microbatch) has one F and, unless forward-only, either one B or one I and one W, and at most
     one R; ids are in range, each action is on the rank of its stage and occurs once; what an action reads is produced
     before it; each dependency between ranks has one send after the producer and one receive before the consumer, and
-    nothing else is sent; both ends of a channel agree on the order; no rank waits for ever, whether a send completes at
+    nothing else is sent; both ends of a channel agree on the order; no rank waits forever, whether a send completes at
     once or only when its receive has been posted; REDUCE_GRAD comes once a stage, after every B and W of it; memory.
 
-    Args:
-        sizes: What is to be counted in bytes (or any one unit).
-        limit: The most that any rank may hold, in the unit of `sizes`.
+    `limit`: the most that any rank may hold, in the unit of `sizes`.
 
     Raises:
         ScheduleError: the first fault found. The message names rank, position and action, or the shortest circle of
             waits, and shows the lists there.
-        ConfigError: a limit without sizes, or sizes of another number of stages.
     """
     if limit is not None and sizes is None:
         raise ConfigError(
@@ -70,12 +67,9 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
 
 
 def validate_written(schedule: Schedule) -> None:
-    """What single cells of a schedule that somebody wrote can have wrong, in the author's own cells.
+    """Raises what single cells of a schedule that a user wrote can have wrong, in the positions of their file.
 
     To be asked before it is lowered; `validate` then finds what only shows with the messages: deadlock and memory.
-
-    Raises:
-        ScheduleError: the first fault, with rank, position, action and the lists there.
     """
     try:
         check_computation(schedule)

@@ -5,14 +5,14 @@ from itertools import compress
 
 import numpy as np
 
-from megalite.pipeline.ir.actions import RECVS, SENDS, Action, Kind
-from megalite.pipeline.ir.schedule import NEEDS, Program, Schedule, other_end
+from megalite.pipeline.ir.actions import NO_MICROBATCH, RECVS, SENDS, Action, Kind
+from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """A program whose lists are complete, in order and rightly wired. Whether a rank waits for ever is left open.
+    """A program whose lists are complete, in order and rightly wired. Whether a rank waits forever is left open.
 
     Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives.
     """
@@ -26,7 +26,6 @@ class Wiring:
     send: IntArray
     """Per message, the index of its send."""
     receive: IntArray
-    """Per message, the index of its receive."""
     reader: IntArray
     """Per message, the index of the computation that needs it."""
 
@@ -65,18 +64,16 @@ def wire(program: Program) -> Wiring:
     _check_same_computation(program, table)
     table.refuse_doubled()
     _check_complete(table)
-    _check_reductions(table)
+    reduced = table.place[CODES[Kind.REDUCE_GRAD], :, 0] != NOWHERE
+    if not (table.schedule.forward_only or reduced.all()):
+        table.fail_missing(Action(Kind.REDUCE_GRAD, int(np.argmin(reduced)), NO_MICROBATCH), "")
     _check_order(table)
     _check_messages(table)
     return _in_channel_order(program, table)
 
 
 def check_computation(schedule: Schedule) -> None:
-    """The checks of `wire` that computations alone can fail, on the schedule's own lists.
-
-    Raises:
-        Fault: the first that is wrong of legality of each action, completeness and order on each rank.
-    """
+    """The checks of `wire` that computations alone can fail, on the schedule's own lists; raises the first Fault."""
     table = Table.of(schedule.actions, schedule)
     table.refuse_illegal()
     table.refuse_doubled()
@@ -90,8 +87,6 @@ def _check_sizes(program: Program) -> None:
     wrong = None
     if min(sizes) < 1:
         wrong = "ranks, stages, microbatches and send window are {}, {}, {}, {}; each must be 1 or more".format(*sizes)
-    elif len(schedule.placement) != schedule.num_stages:
-        wrong = f"placement lists {len(schedule.placement)} stages but there are {schedule.num_stages}"
     elif not set(schedule.placement) <= set(range(schedule.num_ranks)):
         wrong = f"placement {schedule.placement} names a rank beyond 0 to {schedule.num_ranks - 1}"
     elif len(program.actions) != schedule.num_ranks:
@@ -101,19 +96,16 @@ def _check_sizes(program: Program) -> None:
 
 
 def _check_same_computation(program: Program, table: Table) -> None:
-    planned_rows = program.schedule.actions
-    for rank, row in enumerate(program.actions):
+    for rank, (row, planned) in enumerate(zip(program.actions, program.schedule.actions, strict=True)):
         computes = table.computes[table.first[rank] : table.first[rank + 1]].tolist()
-        planned = planned_rows[rank] if rank < len(planned_rows) else ()
         if tuple(compress(row, computes)) == planned:
             continue
-        positions = compress(range(len(row)), computes)
-        wanted = iter(planned)
-        position = next((position for position in positions if row[position] != next(wanted, None)), None)
+        pairs = zip(compress(range(len(row)), computes), planned, strict=False)
+        position = next((position for position, wanted in pairs if row[position] != wanted), None)
         raise Fault(
             f"schedule {program.schedule.name}: what rank {rank} computes in the program, in its order, is not what its "
-            f"schedule says: {'it ends too early' if position is None else f'see {row[position]} at position {position}'}; "
-            f"lower the schedule again",
+            f"schedule says{'' if position is None else f': see {row[position]} at position {position}'}; lower the "
+            f"schedule again",
             {} if position is None else {rank: position},
         )
 
@@ -138,45 +130,34 @@ def _check_complete(table: Table) -> None:
     _fail_first_missing(table, Kind.W, inner & ~weight, " (its I is there)", beside=Kind.I)
 
 
-def _lonely(table: Table, microbatch: int) -> str:
-    """A microbatch of which there is next to nothing is most likely a wrong number in one cell."""
-    found = np.flatnonzero(table.microbatch == microbatch)
-    if not 0 < len(found) < table.schedule.num_stages or microbatch == 0:
-        return ""
-    places = ", ".join(f"{table.action(int(index))} {table.at(int(index))}" for index in found[:3])
-    return f"; of microbatch {microbatch} there is only {places}{', ...' if len(found) > 3 else ''}"
-
-
-def _check_reductions(table: Table) -> None:
-    """Each stage has one REDUCE_GRAD."""
-    reduced = table.place[CODES[Kind.REDUCE_GRAD], :, 0] != NOWHERE
-    if not (table.schedule.forward_only or reduced.all()):
-        table.fail_missing(Action(Kind.REDUCE_GRAD, int(np.argmin(reduced)), -1), "")
-
-
 def _fail_first_missing(
     table: Table, kind: Kind, missing: BoolArray, remark: str, *, beside: Kind | None = None
 ) -> None:
     if not missing.any():
         return
     stage, microbatch = (int(cell[0]) for cell in np.nonzero(missing))
-    remark += _lonely(table, microbatch)
+    found = np.flatnonzero(table.microbatch == microbatch)
+    if microbatch > 0 and 0 < len(found) < table.schedule.num_stages:
+        # A microbatch of which there is next to nothing is most likely a wrong number in one cell.
+        places = ", ".join(f"{table.action(int(index))} {table.at(int(index))}" for index in found[:3])
+        remark += f"; of microbatch {microbatch} there is only {places}{', ...' if len(found) > 3 else ''}"
     shown = NOWHERE if beside is None else int(table.place[CODES[beside], stage, microbatch])
     table.fail_missing(Action(kind, stage, microbatch), remark, shown)
 
 
-def _late_on_own_rank(table: Table) -> list[tuple[int, int, Action]]:
-    """(consumer, producer, the producer's action) where the producer is on the same rank, but later: first ones."""
-    faults: list[tuple[int, int, Action]] = []
-    for kind in Kind:
-        if kind in RECVS:
-            continue
+_Late = tuple[int, int, Action]
+"""(consumer, producer or NOWHERE, the producer's action)"""
+
+
+def _late_on_own_rank(table: Table) -> list[_Late]:
+    """Where the producer is on the same rank, but later: the first of each need."""
+    faults: list[_Late] = []
+    for kind in (kind for kind in Kind if kind not in RECVS):
         for need in NEEDS[kind]:
             consumers, producers = table.place[CODES[kind]], table.needed(need)
             if kind is Kind.REDUCE_GRAD:
                 consumers, producers = consumers[:, 0], producers.max(axis=1)
-            # NOWHERE, for what comes by message or not at all, comes before everything.
-            faults += _first_late(table, consumers, producers, consumers != NOWHERE)
+            faults += _first_late(table, consumers, producers)
     return faults
 
 
@@ -185,31 +166,26 @@ def _check_order(table: Table) -> None:
     faults = _late_on_own_rank(table)
     for crossing in table.crossings:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
-        receives = table.place[CODES[crossing.receive]][crossing.stages]
-        sends = table.place[CODES[crossing.send]][crossing.stages + crossing.need.offset]
-        for kind, ends, offset in ((crossing.receive, receives, 0), (crossing.send, sends, crossing.need.offset)):
-            lacking = (readers != NOWHERE) & (ends == NOWHERE)
+        for kind, offset in ((crossing.receive, 0), (crossing.send, crossing.need.offset)):
+            lacking = (readers != NOWHERE) & (table.place[CODES[kind]][crossing.stages + offset] == NOWHERE)
             if lacking.any():
                 reader = int(readers[lacking].min())
                 _, stage, microbatch = table.action(reader)
                 faults.append((reader, NOWHERE, Action(kind, stage + offset, microbatch)))
-        faults += _first_late(table, readers, receives, readers != NOWHERE)
+        faults += _first_late(table, readers, table.place[CODES[crossing.receive]][crossing.stages])
     _fail_late(table, faults)
 
 
-def _fail_late(table: Table, faults: list[tuple[int, int, Action]]) -> None:
+def _fail_late(table: Table, faults: list[_Late]) -> None:
     if faults:
         index, producer, needed = min(faults)
-        if producer == NOWHERE:
-            table.fail(index, f"it needs {needed}, which no rank has")
-        table.fail(index, f"it needs {needed}, which comes only later, {table.at(producer)}")
+        late = "no rank has" if producer == NOWHERE else f"comes only later, {table.at(producer)}"
+        table.fail(index, f"it needs {needed}, which {late}")
 
 
-def _first_late(
-    table: Table, consumers: IntArray, producers: IntArray, there: BoolArray
-) -> list[tuple[int, int, Action]]:
-    """The first consumer whose producer is on its rank, but after it."""
-    late = there & (producers > consumers) & (table.rank[producers] == table.rank[consumers])
+def _first_late(table: Table, consumers: IntArray, producers: IntArray) -> list[_Late]:
+    """The first consumer whose producer is on its rank, but after it; NOWHERE comes before everything."""
+    late = (consumers != NOWHERE) & (producers > consumers) & (table.rank[producers] == table.rank[consumers])
     if not late.any():
         return []
     which = int(np.argmin(np.where(late, consumers, len(table.kind))))
@@ -230,7 +206,7 @@ def _check_messages(table: Table) -> None:
 
 def _in_channel_order(program: Program, table: Table) -> Wiring:
     num_ranks, placement = program.schedule.num_ranks, np.array(program.schedule.placement)
-    parts = []
+    parts = [np.zeros((4, 0), dtype=np.int64)]
     for crossing in table.crossings:
         sources = crossing.stages + crossing.need.offset
         readers = table.place[CODES[crossing.reader]][crossing.stages]
@@ -238,26 +214,25 @@ def _in_channel_order(program: Program, table: Table) -> Wiring:
         sends = table.place[CODES[crossing.send]][sources]
         keys = np.broadcast_to((placement[sources] * num_ranks + placement[crossing.stages])[:, None], readers.shape)
         parts.append(np.stack((keys, sends, receives, readers))[:, readers != NOWHERE])
-    key, send, receive, reader = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0), dtype=np.int64)
-    order = np.lexsort((send, key))
-    key, send, receive, reader = key[order], send[order], receive[order], reader[order]
+    messages = np.concatenate(parts, axis=1)
+    key, send, receive, reader = messages[:, np.lexsort((messages[1], messages[0]))]
     in_order = receive[np.lexsort((receive, key))]
     wrong = np.flatnonzero(in_order != receive)
     if len(wrong):
         message = int(wrong[np.argmin(in_order[wrong])])
-        _fail_channel_order(
-            table, int(in_order[message]), int(send[message]), message - int(np.argmax(key == key[message]))
-        )
+        number = message - int(np.argmax(key == key[message]))
+        _fail_channel_order(table, int(in_order[message]), int(send[message]), number)
     used, channel = np.unique(key, return_inverse=True)
-    channels = tuple((int(edge) // num_ranks, int(edge) % num_ranks) for edge in used)
+    channels = tuple(divmod(edge, num_ranks) for edge in used.tolist())
     return Wiring(program, table, channels, channel, send, receive, reader)
 
 
 def _fail_channel_order(table: Table, receive: int, send: int, number: int) -> None:
     sent = table.action(send)
-    source, destination = int(table.rank[send]), int(table.rank[receive])
+    kind, offset = RECEIVE_OF[sent.kind]
     table.fail(
         receive,
-        f"message {number} from rank {source} to rank {destination} is {sent}, {table.at(send)}, so {other_end(sent)} must "
-        f"be posted here: a channel delivers in the order of the sends",
+        f"message {number} from rank {table.rank[send]} to rank {table.rank[receive]} is {sent}, {table.at(send)}, so "
+        f"{Action(kind, sent.stage + offset, sent.microbatch)} must be posted here: a channel delivers in the order of "
+        f"the sends",
     )

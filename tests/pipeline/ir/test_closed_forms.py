@@ -33,14 +33,8 @@ class Size(NamedTuple):
 
     def schedule(self) -> Schedule:
         name, _, warm_up = self.name.partition(" ")
-        return build_schedule(
-            name,
-            num_ranks=self.p,
-            num_chunks=self.v,
-            num_microbatches=self.m,
-            group=self.group,
-            warm_up=warm_up or "pa",
-        )
+        numbers = {"num_ranks": self.p, "num_chunks": self.v, "num_microbatches": self.m}
+        return build_schedule(name, **numbers, group=self.group, warm_up=warm_up or "pa")
 
 
 NAMES = ("gpipe", "1f1b pa", "1f1b pb", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -89,14 +83,10 @@ def bubble(size: Size, f: int, i: int, w: int) -> int | None:
     return None
 
 
-def test_the_grid_is_large() -> None:
-    grid = [size for name in NAMES for size in sizes(name)]
-    assert len(grid) == len(set(grid)) >= 2000
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_makespans(name: str) -> None:
     """Each size with F = I = W, and with other times in turn where the closed form has F, I and W."""
+    assert sum(len(set(sizes(each))) for each in NAMES) >= 2000
     others = list(product((1, 2, 3), repeat=3))
     compared = 0
     for index, size in enumerate(sizes(name)):
@@ -213,24 +203,26 @@ def test_what_latency_costs_1f1b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "v", "group", "ratio"),
+    ("name", "v", "group", "latency", "ratio"),
     [
-        ("gpipe", 1, None, 1.583),
-        ("1f1b pa", 1, None, 1.854),
-        ("1f1b pb", 1, None, 1.583),
-        ("interleaved", 2, None, 1.531),
-        ("interleaved", 4, None, 1.917),
-        ("interleaved", 2, 16, 1.365),
-        ("looped-bfs", 2, None, 1.365),
-        ("zb-h1", 1, None, 1.4375),
-        ("zb-h2", 1, None, 1.219),
-        ("zb-v", 2, None, 1.427),
+        ("gpipe", 1, None, 0.1, 1.467),
+        ("1f1b pa", 1, None, 0.1, 1.521),
+        ("gpipe", 1, None, 0.5, 1.583),
+        ("1f1b pa", 1, None, 0.5, 1.854),
+        ("1f1b pb", 1, None, 0.5, 1.583),
+        ("interleaved", 2, None, 0.5, 1.531),
+        ("interleaved", 4, None, 0.5, 1.917),
+        ("interleaved", 2, 16, 0.5, 1.365),
+        ("looped-bfs", 2, None, 0.5, 1.365),
+        ("zb-h1", 1, None, 0.5, 1.4375),
+        ("zb-h2", 1, None, 0.5, 1.219),
+        ("zb-v", 2, None, 0.5, 1.427),
     ],
 )
-def test_interleaving_deeper_is_no_gain_once_messages_cost(name: str, v: int, group: int | None, ratio: float) -> None:
-    """Makespan / ideal for p = 8, m = 16, messages of half a rank's forward, from an independent simulator."""
+def test_latency_against_another_simulator(name: str, v: int, group: int | None, latency: float, ratio: float) -> None:
+    """Makespan / ideal for p = 8, m = 16, messages of a share of a rank's forward, from an independent simulator."""
     schedule = Size(name, 8, v, 16, group).schedule()
-    assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=0.5).makespan / 48 == pytest.approx(ratio, abs=1e-3)
+    assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=latency).makespan / 48 == pytest.approx(ratio, abs=1e-3)
 
 
 def steps(schedule: Schedule, count: int) -> Schedule:
@@ -250,22 +242,6 @@ def test_a_zero_bubble_needs_steps_that_overlap() -> None:
     assert run(vee).makespan / 96 == pytest.approx(1.073, abs=1e-3)
     periods = [run(steps(s, 3)).makespan - run(steps(s, 2)).makespan for s in (h1, h2, vee)]
     assert [periods[0] / 48, periods[1] / 48, periods[2] / 96] == [pytest.approx(1.146, abs=1e-3), 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "f", "i", "w", "c", "h1", "h2"),
-    [
-        (8, 24, 18.52, 18.09, 9.34, 0.60, 0.1585, 0.1083),
-        (8, 64, 29.94, 29.62, 19.39, 0.54, 0.0554, 0.0294),
-        (16, 48, 11.35, 11.25, 8.13, 0.38, 0.1397, 0.0672),
-    ],
-)
-def test_published_bubble_rates_of_split_schedules(
-    p: int, m: int, f: float, i: float, w: float, c: float, h1: float, h2: float
-) -> None:
-    """Qi et al., "Zero Bubble Pipeline Parallelism" (2023): profiled milliseconds and the rates over the longest span."""
-    assert run(zb_h1(p, m), f, i, w, p2p=c).span_bubble_fraction == pytest.approx(h1, abs=2e-4)
-    assert run(zb_h2(p, m), f, i, w, p2p=c).span_bubble_fraction == pytest.approx(h2, abs=2e-4)
 
 
 def test_interleaving_takes_any_count_of_microbatches() -> None:

@@ -14,6 +14,10 @@ def test_gpipe_and_1f1b_by_formula() -> None:
     sizes = Sizes.uniform(4, activation=10.0)
     assert [peak.size for peak in memory_peaks(lower(gpipe(4, 6)), sizes)] == [60.0] * 4
     assert [peak.size for peak in memory_peaks(lower(one_f_one_b(4, 6)), sizes)] == [40.0, 30.0, 20.0, 10.0]
+    own = Sizes(activation=(7.0, 11.0), deferred=(0.0, 0.0), kept_input=(0.0, 0.0))
+    assert [peak.size for peak in memory_peaks(lower(one_f_one_b(2, 3)), own)] == [14.0, 11.0]
+    with pytest.raises(ConfigError, match="activation sizes are given for 4 stages, but schedule gpipe has 2"):
+        memory_peaks(lower(gpipe(2, 2)), sizes)
 
 
 def test_halves_and_recomputation_on_one_rank() -> None:
@@ -61,16 +65,6 @@ def test_forward_only_keeps_nothing_but_messages() -> None:
     assert [peak.size for peak in memory_peaks(program, sizes)] == [11.0, 10.0]
 
 
-def test_stages_have_their_own_sizes() -> None:
-    sizes = Sizes(activation=(7.0, 11.0), deferred=(0.0, 0.0), kept_input=(0.0, 0.0))
-    assert [peak.size for peak in memory_peaks(lower(one_f_one_b(2, 3)), sizes)] == [14.0, 11.0]
-
-
 def test_a_rank_without_work_holds_nothing() -> None:
-    schedule = Schedule("mine", 2, 1, 1, (1,), ((), Schedule.from_csv("0F0,0B0\n").actions[0]))
+    schedule = Schedule("mine", 1, (1,), ((), Schedule.from_csv("0F0,0B0\n").actions[0]))
     assert memory_peaks(lower(schedule), Sizes.uniform(1)) == (Peak(0.0, 0), Peak(1.0, 0))
-
-
-def test_wrong_number_of_stages() -> None:
-    with pytest.raises(ConfigError, match="activation sizes are given for 3 stages, but schedule gpipe has 2"):
-        memory_peaks(lower(gpipe(2, 2)), Sizes.uniform(3))

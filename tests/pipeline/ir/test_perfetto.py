@@ -9,7 +9,7 @@ import pytest
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.registry import build_schedule
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.perfetto import merge_traces, trace_of
+from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.schedule import dependencies
 from megalite.pipeline.ir.simulate import Costs, Event, Timeline, simulate
 
@@ -39,7 +39,7 @@ def slice_around(trace: Trace, end: Trace) -> Trace:
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 2), ("1f1b", 1), ("zb-h1", 1)])
 def test_slices_are_the_events(name: str, chunks: int) -> None:
     found = timeline(name, chunks=chunks)
-    trace = json.loads(json.dumps(trace_of(found)))
+    trace = json.loads(json.dumps(merge_traces({"found": found.events})))
     slices = of_phase(trace, "X")
     assert [(each["tid"], each["name"]) for each in slices] == [
         (event.rank, str(event.action)) for event in found.events
@@ -55,7 +55,7 @@ def test_slices_are_the_events(name: str, chunks: int) -> None:
 
 
 def test_slices_of_a_track_do_not_overlap() -> None:
-    trace = trace_of(timeline())
+    trace = merge_traces({"zb-v": timeline().events})
     tracks: dict[int, list[Trace]] = {}
     for each in of_phase(trace, "X"):
         tracks.setdefault(each["tid"], []).append(each)
@@ -71,7 +71,7 @@ def test_slices_of_a_track_do_not_overlap() -> None:
 def test_an_arrow_for_each_message(name: str, chunks: int) -> None:
     found = timeline(name, chunks=chunks)
     schedule = found.schedule
-    trace = trace_of(found)
+    trace = merge_traces({"found": found.events})
     starts = {event["id"]: event for event in of_phase(trace, "s")}
     ends = {event["id"]: event for event in of_phase(trace, "f")}
     assert len(starts) == len(of_phase(trace, "s"))
@@ -117,13 +117,6 @@ def test_names_of_processes_and_tracks() -> None:
     assert len({(flow["id"], flow["ph"]) for flow in flows}) == len(flows), "ids are shared by processes"
     for flow in flows:
         slice_around(trace, flow)
-
-
-def test_units() -> None:
-    found = timeline()
-    trace = trace_of(found, seconds_per_unit=1e-3)
-    last = max(each["ts"] + each["dur"] for each in of_phase(trace, "X"))
-    assert last == pytest.approx(found.makespan * 1e3, abs=1e-3)
 
 
 def test_several_steps_in_one_source() -> None:

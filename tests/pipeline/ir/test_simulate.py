@@ -6,8 +6,8 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
-from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators.many_chunks import interleaved
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
@@ -60,29 +60,6 @@ def _receives_right_before_readers(program: Program) -> tuple[tuple[Action, ...]
     kept[1] = [b for a in kept[1] for b in ((Action(Kind.RECV_F, 1, a.microbatch), a) if a.kind is Kind.F else (a,))]
     kept[0] = [b for a in kept[0] for b in ((Action(Kind.RECV_B, 0, a.microbatch), a) if a.kind is Kind.B else (a,))]
     return tuple(map(tuple, kept))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "latency", "ratio"),
-    [
-        (gpipe(8, 16), 0.1, 1.467),
-        (one_f_one_b(8, 16), 0.1, 1.521),
-        (gpipe(8, 16), 0.5, 1.583),
-        (one_f_one_b(8, 16), 0.5, 1.854),
-        (interleaved(8, 2, 16), 0.5, 1.531),
-        (interleaved(8, 4, 16), 0.5, 1.917),
-        (interleaved(8, 2, 16, 16), 0.5, 1.365),
-        (looped_bfs(8, 2, 16), 0.5, 1.365),
-    ],
-    ids=lambda value: value.name if isinstance(value, Schedule) else str(value),
-)
-def test_latency_against_another_simulator(schedule: Schedule, latency: float, ratio: float) -> None:
-    """Makespan / ideal with B = 2F and messages of 0.1 F and 0.5 F, from an independent discrete-event simulator whose
-    receives are posted at will; hence the deep prefetch."""
-    chunks = schedule.num_chunks
-    costs = Costs.uniform(schedule.num_stages, forward=1 / chunks, backward=2 / chunks, p2p=latency)
-    timeline = simulate(lower(schedule, recv_prefetch=4), costs)
-    assert timeline.makespan / (3 * schedule.num_microbatches) == pytest.approx(ratio, abs=1e-3)
 
 
 PUBLISHED = [
@@ -174,22 +151,6 @@ def test_what_halves_and_recomputation_cost() -> None:
     assert [event.end for event in split.events] == [1.0, 6.0, 11.0]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "gain"), [(8, 16, 0.076), (16, 64, 0.047)])
-def test_recomputing_ahead_takes_recomputation_out_of_the_bubble(ranks: int, microbatches: int, gain: float) -> None:
-    """1F1B that recomputes everything: the bubble of (p-1)(F+R+B) becomes (p-1)(F+B)."""
-    fused = one_f_one_b(ranks, microbatches)
-    rows = [
-        [again for a in row for again in ((Action(Kind.R, *a[1:]), a) if a.kind is Kind.B else (a,))]
-        for row in fused.actions
-    ]
-    ahead = replace(fused, actions=tuple(map(tuple, rows)))
-    costs = Costs.uniform(ranks, forward=1.0, backward=2.0, recompute=1.0)
-    before, after = (simulate(lower(schedule), costs).makespan for schedule in (fused, ahead))
-    assert before == 4 * microbatches + (ranks - 1) * 4
-    assert after == 4 * microbatches + (ranks - 1) * 3
-    assert 1 - after / before == pytest.approx(gain, abs=5e-4)
-
-
 def test_span_is_from_first_start_to_last_end_of_a_rank() -> None:
     """ZB-H2 idles nowhere between a rank's first and last action, though a synchronous step has the ramp."""
     timeline = simulate(lower(zb_h2(4, 8)), Costs.uniform(4))
@@ -203,13 +164,6 @@ def test_slowest_stage_sets_the_pace() -> None:
     costs = Costs(forward=(1.0, 1.0, 2.0, 1.0), backward=(2.0, 2.0, 4.0, 2.0))
     short, long = (simulate(lower(one_f_one_b(4, m)), costs).makespan for m in (20, 40))
     assert long - short == pytest.approx(20 * 6.0)
-
-
-def test_forward_only_timeline() -> None:
-    timeline = simulate(lower(forward_only(loop_placement(4, 2), 8)), Costs.uniform(8))
-    assert timeline.makespan == 16 + 3
-    assert timeline.peak_activations == (1, 1, 1, 1)
-    assert len(timeline.events) == 64
 
 
 def test_what_it_refuses() -> None:

@@ -1,6 +1,6 @@
-"""The schedules that `auto` is measured against: all that have a name and take the placement."""
+"""`auto`: the best of the named schedules that take a placement and of those that a list scheduler finds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -11,12 +11,13 @@ from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.auto_search import WORK, Objective, search
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Problem
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, group_fits, interleaved, looped_bfs, zb_v
 from megalite.pipeline.ir.generators.one_chunk import (
     WARM_UPS,
     gpipe,
     loop_placement,
     one_f_one_b,
+    row_by_row,
     v_placement,
     zb_h1,
     zb_h2,
@@ -24,8 +25,8 @@ from megalite.pipeline.ir.generators.one_chunk import (
 from megalite.pipeline.ir.generators.registry import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, exceeds, memory_peaks, sufficient
-from megalite.pipeline.ir.schedule import Program, Schedule
-from megalite.pipeline.ir.simulate import Costs, Event, simulate
+from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
 MOST_GROUPS = 8
 """Of interleaved schedules, that many microbatch groups, the smallest and the largest among them."""
@@ -48,41 +49,26 @@ def named_schedules(placement: tuple[int, ...], num_microbatches: int) -> Iterat
             yield dualpipe_v(p, m)
 
 
-def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """One microbatch after the other through all stages and back: slow, but nothing holds less."""
-    num_ranks, num_stages = max(placement) + 1, len(placement)
-    trip = [(Kind.F, stage) for stage in range(num_stages)]
-    trip += [(Kind.B, stage) for stage in reversed(range(num_stages))]
-    return Schedule(
-        name="auto",
-        num_ranks=num_ranks,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        placement=placement,
-        actions=tuple(
-            tuple(
-                Action(kind, stage, microbatch)
-                for microbatch in range(num_microbatches)
-                for kind, stage in trip
-                if placement[stage] == rank
-            )
-            for rank in range(num_ranks)
-        ),
-    )
-
-
 def _groups(num_ranks: int, num_microbatches: int) -> list[int]:
     """Legal microbatch groups; where there are many, smaller ones more densely."""
-    legal = [
-        group
-        for group in range(num_ranks, num_microbatches)
-        if num_microbatches % group == 0 or num_microbatches % group >= num_ranks
-    ]
+    legal = [group for group in range(num_ranks, num_microbatches) if group_fits(num_ranks, num_microbatches, group)]
     legal.append(num_microbatches)
     if len(legal) <= MOST_GROUPS:
         return legal
     steps = MOST_GROUPS - 1
     return [legal[(len(legal) - 1) * step * step // (steps * steps)] for step in range(steps + 1)]
+
+
+def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """One microbatch after the other through all stages and back: slow, but nothing holds less."""
+    trip = [(Kind.F, stage) for stage in range(len(placement))]
+    trip += [(Kind.B, stage) for stage in reversed(range(len(placement)))]
+
+    def row(rank: int) -> Iterable[Action]:
+        own = [(kind, stage) for kind, stage in trip if placement[stage] == rank]
+        return (Action(kind, stage, i) for i in range(num_microbatches) for kind, stage in own)
+
+    return row_by_row("auto", placement, num_microbatches, row)
 
 
 _ROUNDS = 4
@@ -113,24 +99,30 @@ def build_auto(
 
     Args:
         placement: Per virtual stage, its rank. One that is neither loop nor V has no named candidates.
-        num_microbatches: In a step.
         costs: Per virtual stage, equal or not.
         sizes: In the unit of `limit`, per virtual stage. Default: an activation is 1, all else 0.
         limit: The most that a rank may hold, one number or one a rank. Default: no limit.
         objective: "makespan", the time of a step whose end all ranks await; or "span", the longest time from a rank's
             first start to its last end, for steps that follow each other without a barrier.
-        recv_prefetch: What `lower` will be given.
-        send_window: What `lower` will be given.
         recompute_ahead: Give every I and B an R, except right after its own F.
-
-    Raises:
-        ConfigError: no schedule fits the limit (the message says what the leanest one needs); costs, sizes or limits
-            of another number of stages or ranks; no microbatch; a rank without a stage.
     """
-    _check_placement(placement, num_microbatches)
+    if not placement or set(placement) != set(range(max(placement) + 1)):
+        raise ConfigError(f"schedule auto: placement {placement} must give each rank from 0 on a stage, such as (0, 1)")
     sizes = Sizes.uniform(len(placement)) if sizes is None else sizes
-    limits = _limits(limit, max(placement) + 1)
-    judge = _Judge(costs, sizes, limits, objective, recv_prefetch, send_window)
+    num_ranks = max(placement) + 1
+    limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise ConfigError(
+            f"schedule auto: {len(limits)} memory limits are given for {num_ranks} ranks: give one, or one a rank"
+        )
+
+    def judge(schedule: Schedule) -> _Judged:
+        program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)
+        timeline = simulate(program, costs)
+        peaks = tuple(peak.size for peak in memory_peaks(program, sizes))
+        above = [peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, limits, strict=True)]
+        time = timeline.makespan if objective == "makespan" else max(timeline.spans)
+        return _Judged(schedule, timeline, time, peaks, max(above))
 
     def judged(schedule: Schedule) -> _Judged:
         return judge(with_recompute_ahead(schedule) if recompute_ahead else schedule)
@@ -143,15 +135,13 @@ def build_auto(
     for _ in range(_ROUNDS):
         problem = Problem.of(placement, num_microbatches, costs, sizes, room, ahead=recompute_ahead)
         room = tuple(map(max, room, problem.least))
-        found = [
-            judged(replace(plain, actions=outcome.actions()))
-            for outcome in search(replace(problem, room=room), objective, work=work)
-        ]
+        outcomes = search(replace(problem, room=room), objective, work=work)
+        found = [judged(replace(plain, actions=outcome.actions())) for outcome in outcomes]
         candidates += found
         nearest = min(found, key=lambda candidate: candidate.excess)
         if nearest.excess <= 0.0 or room == problem.least:
             break
-        over = map(_positive_part, nearest.peaks, limits)
+        over = (max(0.0, peak - most) for peak, most in zip(nearest.peaks, limits, strict=True))
         room, work = tuple(have - much for have, much in zip(room, over, strict=True)), work // 4
 
     fitting = [candidate for candidate in candidates if candidate.excess <= 0.0]
@@ -162,13 +152,14 @@ def build_auto(
         (candidate for candidate in fitting if candidate.time <= fastest * (1.0 + ROUNDING)),
         key=lambda candidate: (sum(candidate.peaks), sum(map(len, candidate.schedule.actions))),
     )
-    return replace(_joined(best, judge).schedule, name="auto")
+    return replace(_joined(best, judge, costs).schedule, name="auto")
 
 
 class _Judged(NamedTuple):
     """A candidate as it would run."""
 
     schedule: Schedule
+    timeline: Timeline
     time: float
     """Of the objective."""
     peaks: tuple[float, ...]
@@ -177,108 +168,32 @@ class _Judged(NamedTuple):
     """The most by which a rank's peak is above its limit; not positive if the candidate fits."""
 
 
-class _Judge:
-    """Lowers, simulates and replays: the same measure for all candidates."""
-
-    def __init__(
-        self,
-        costs: Costs,
-        sizes: Sizes,
-        limits: tuple[float, ...],
-        objective: Objective,
-        recv_prefetch: int,
-        send_window: int,
-    ) -> None:
-        self.costs, self.sizes, self.limits, self.objective = costs, sizes, limits, objective
-        self.recv_prefetch, self.send_window = recv_prefetch, send_window
-
-    def __call__(self, schedule: Schedule) -> _Judged:
-        program = self._lower(schedule)
-        timeline = simulate(program, self.costs)
-        peaks = tuple(peak.size for peak in memory_peaks(program, self.sizes))
-        return _Judged(
-            schedule=schedule,
-            time=timeline.makespan if self.objective == "makespan" else max(timeline.spans),
-            peaks=peaks,
-            excess=max(
-                peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, self.limits, strict=True)
-            ),
-        )
-
-    def events(self, schedule: Schedule) -> tuple[Event, ...]:
-        return simulate(self._lower(schedule), self.costs).events
-
-    def _lower(self, schedule: Schedule) -> Program:
-        return lower(schedule, recv_prefetch=self.recv_prefetch, send_window=self.send_window)
-
-
-def _joined(candidate: _Judged, judge: _Judge) -> _Judged:
-    """The candidate with B for each I and W in a row, as far as nobody has to wait longer for that."""
-    schedule = candidate.schedule
-    events = judge.events(schedule)
-    starts = {event.action: event.start for event in events}
-    ends = {event.action: event.end for event in events}
-    joined = replace(
-        schedule, actions=tuple(_join(row, schedule, judge.costs, starts, ends) for row in schedule.actions)
-    )
-    if joined.actions == schedule.actions:
+def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Costs) -> _Judged:
+    """The candidate with B for each I and W in a row, as far as no rank has to wait longer for that."""
+    schedule, placement = candidate.schedule, candidate.schedule.placement
+    times = {event.action: event for event in candidate.timeline.events}
+    rows = []
+    for row in schedule.actions:
+        joined: list[Action] = []
+        for action in row:
+            kind, stage, microbatch = action
+            may = kind is Kind.W and joined[-1] == (Kind.I, stage, microbatch)
+            if may and stage > 0:
+                here, there = placement[stage], placement[stage - 1]
+                hop = 0.0 if here == there else sum(costs.link(here, there))
+                waiting = times[schedule.input_gradient(stage - 1, microbatch)]
+                may = waiting.start >= times[action].end + hop
+            if may:
+                joined[-1] = Action(Kind.B, stage, microbatch)
+            else:
+                joined.append(action)
+        rows.append(tuple(joined))
+    if tuple(rows) == schedule.actions:
         return candidate
     # Receives move with the actions around them, so this is to be seen, not assumed.
-    found = judge(joined)
+    found = judge(replace(schedule, actions=tuple(rows)))
     slower = found.time > candidate.time * (1.0 + ROUNDING)
     return candidate if slower or found.excess > 0.0 else found
-
-
-def _join(
-    row: tuple[Action, ...],
-    schedule: Schedule,
-    costs: Costs,
-    starts: Mapping[Action, float],
-    ends: Mapping[Action, float],
-) -> tuple[Action, ...]:
-    joined: list[Action] = []
-    for action in row:
-        kind, stage, microbatch = action
-        if kind is Kind.W and joined[-1] == Action(Kind.I, stage, microbatch):
-            waiting = schedule.input_gradient(stage - 1, microbatch) if stage > 0 else None
-            if waiting is None or starts[waiting] >= ends[action] + _hop(schedule, costs, stage):
-                joined[-1] = Action(Kind.B, stage, microbatch)
-                continue
-        joined.append(action)
-    return tuple(joined)
-
-
-def _hop(schedule: Schedule, costs: Costs, stage: int) -> float:
-    """How long the gradient of a stage's input travels."""
-    here, there = schedule.placement[stage], schedule.placement[stage - 1]
-    return 0.0 if here == there else sum(costs.link(here, there))
-
-
-def _check_placement(placement: tuple[int, ...], num_microbatches: int) -> None:
-    if not placement:
-        raise ConfigError("schedule auto: placement is empty; give the rank of each stage, such as (0, 1)")
-    if min(placement) < 0:
-        raise ConfigError(f"schedule auto: placement {placement} names rank {min(placement)}; ranks count from 0")
-    missing = sorted(set(range(max(placement))) - set(placement))
-    if missing:
-        raise ConfigError(
-            f"schedule auto: placement {placement} leaves rank {missing[0]} without a stage: give it one, or number the "
-            f"ranks without it"
-        )
-    if num_microbatches < 1:
-        raise ConfigError(f"schedule auto: the number of microbatches is {num_microbatches}; it must be 1 or more")
-
-
-def _limits(limit: float | tuple[float, ...] | None, num_ranks: int) -> tuple[float, ...]:
-    if limit is None:
-        return (inf,) * num_ranks
-    if not isinstance(limit, tuple):
-        return (limit,) * num_ranks
-    if len(limit) != num_ranks:
-        raise ConfigError(
-            f"schedule auto: {len(limit)} memory limits are given for {num_ranks} ranks: give one, or one a rank"
-        )
-    return limit
 
 
 def _without_messages(
@@ -298,16 +213,11 @@ def _without_messages(
     )
 
 
-def _positive_part(peak: float, most: float) -> float:
-    return max(0.0, peak - most)
-
-
 def _no_room(leanest: _Judged, limits: tuple[float, ...]) -> ConfigError:
     rank = max(range(len(limits)), key=lambda rank: leanest.peaks[rank] - limits[rank])
     need, most = readable_bytes(leanest.peaks[rank]), readable_bytes(limits[rank])
-    enough = sufficient(max(leanest.peaks))
     return ConfigError(
         f"schedule auto: no schedule of {leanest.schedule.num_ranks} ranks and {leanest.schedule.num_microbatches} "
-        f"microbatches fits the memory limit: rank {rank} needs {need} at least, its limit is {most}. A limit of {enough} "
-        f"works; so may smaller microbatches, recomputation or more ranks"
+        f"microbatches fits the memory limit: rank {rank} needs {need} at least, its limit is {most}. A limit of "
+        f"{sufficient(max(leanest.peaks))} works; so may smaller microbatches, recomputation or more ranks"
     )

@@ -1,4 +1,4 @@
-"""What `auto` has to schedule, in the terms of its search: per stage, what takes how long and holds how much."""
+"""The search of `auto`: rules of the list scheduler, from a grid and then by small changes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +37,7 @@ def search(problem: Problem, objective: Objective, *, work: int = WORK, keep: in
         work //= 2
     attempts = _Attempts(problem, objective, work, keep)
     attempts.climb(starts)
-    return attempts.best()
+    return [attempts.found[value] for value in sorted(attempts.found)]
 
 
 Value = tuple[float, float]
@@ -55,10 +55,6 @@ class _Attempts:
         self.budget = min(MOST_ATTEMPTS, max(LEAST_ATTEMPTS, work // actions))
         self.values: dict[Rules, Value] = {}
         self.found: dict[Value, Outcome] = {}
-
-    @property
-    def spent(self) -> bool:
-        return len(self.values) >= self.budget
 
     def value(self, rules: Rules) -> Value:
         if rules not in self.values:
@@ -83,15 +79,12 @@ class _Attempts:
         while improved:
             improved = False
             for change in _changes(self.problem):
-                if self.spent:
+                if len(self.values) >= self.budget:
                     return
                 changed = change(rules)
                 found = self.value(changed)
                 if _better(found, value):
                     rules, value, improved = changed, found, True
-
-    def best(self) -> list[Outcome]:
-        return [self.found[value] for value in sorted(self.found)]
 
     def best_rules(self, keep: int) -> list[Rules]:
         return sorted(self.values, key=self.values.__getitem__)[:keep]
@@ -147,17 +140,17 @@ def _changes(problem: Problem) -> Iterator[Change]:
     yield from (partial(_reordered, ranks=ranks, order=order) for order in _ORDERS)
     yield from (partial(_refilled, ranks=ranks, fill=fill) for fill in _FILLS)
     if num_stages > num_ranks:
-        yield _other_forward_first
-        yield _other_backward_first
+        yield lambda rules: rules._replace(forward_deepest=not rules.forward_deepest)
+        yield lambda rules: rules._replace(backward_deepest=not rules.backward_deepest)
     groups = [range(num_stages)]
     groups += [range(first, min(first + num_ranks, num_stages)) for first in range(0, num_stages, num_ranks)]
     groups += [range(stage, stage + 1) for stage in range(num_stages)]
     groups += [range(stage + 1) for stage in range(num_stages)]
     for stages in dict.fromkeys(groups):
         yield from (partial(_shifted, stages=stages, step=step, most=most) for step in (1, -1, 3, -3))
-    for rank in ranks:
-        yield from (partial(_reordered, ranks=range(rank, rank + 1), order=order) for order in _ORDERS)
-        yield from (partial(_refilled, ranks=range(rank, rank + 1), fill=fill) for fill in _FILLS)
+    for one in (range(rank, rank + 1) for rank in ranks):
+        yield from (partial(_reordered, ranks=one, order=order) for order in _ORDERS)
+        yield from (partial(_refilled, ranks=one, fill=fill) for fill in _FILLS)
 
 
 def _reordered(rules: Rules, *, ranks: range, order: Order) -> Rules:
@@ -166,14 +159,6 @@ def _reordered(rules: Rules, *, ranks: range, order: Order) -> Rules:
 
 def _refilled(rules: Rules, *, ranks: range, fill: float) -> Rules:
     return rules._replace(fill=tuple(fill if rank in ranks else own for rank, own in enumerate(rules.fill)))
-
-
-def _other_forward_first(rules: Rules) -> Rules:
-    return rules._replace(forward_deepest=not rules.forward_deepest)
-
-
-def _other_backward_first(rules: Rules) -> Rules:
-    return rules._replace(backward_deepest=not rules.backward_deepest)
 
 
 def _shifted(rules: Rules, *, stages: range, step: int, most: int) -> Rules:

@@ -1,7 +1,7 @@
 """A list scheduler: runs the pipeline on a clock and lets each free rank choose what to do next."""
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -114,15 +114,14 @@ class Rules(NamedTuple):
     At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come.
     """
     forward_deepest: bool = True
-    """Among the F that could start, whether the one of the last stage goes first or that of the first stage."""
+    """Among the F that could start, the one of the last stage goes first, not that of the first; below among the I."""
     backward_deepest: bool = True
-    """The same among the I."""
 
 
 class Outcome(NamedTuple):
     """The lists that came out, and the time and memory that they should take."""
 
-    words: tuple[tuple[tuple[Kind, int], ...], ...]
+    lists: tuple[tuple[tuple[Kind, int], ...], ...]
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
     span: float
@@ -132,12 +131,12 @@ class Outcome(NamedTuple):
 
     def actions(self) -> ActionLists:
         """Per rank, the actions."""
-        return tuple(tuple(_with_microbatches(word)) for word in self.words)
+        return tuple(tuple(_with_microbatches(row)) for row in self.lists)
 
 
-def _with_microbatches(word: tuple[tuple[Kind, int], ...]) -> Iterator[Action]:
+def _with_microbatches(row: Iterable[tuple[Kind, int]]) -> Iterator[Action]:
     done: Counter[tuple[Kind, int]] = Counter()
-    for kind, stage in word:
+    for kind, stage in row:
         # A stage's k-th gradient is microbatch k's, be it an I or a B.
         counted = Kind.I if kind is Kind.B else kind
         yield Action(kind, stage, done[counted, stage])
@@ -146,9 +145,9 @@ def _with_microbatches(word: tuple[tuple[Kind, int], ...]) -> Iterator[Action]:
 
 
 def list_schedule(problem: Problem, rules: Rules) -> Outcome:
-    """Lets each rank, whenever it is free, start an F, I or W by the rules, until all is done.
+    """Lets each rank, when it is free, start an F, I or W by the rules, until all is done.
 
-    Memory is lent as a careful banker lends: an F starts only if the microbatches could then still be finished one by
+    Memory is given out by the banker's algorithm: an F starts only if the microbatches could then still be finished one by
     one, oldest first. For each rank that is a matter of its own activations, since what W needs can always be freed by
     running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
     there is no room to keep what the W needs.
@@ -156,9 +155,12 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
     Time: linear in the number of actions.
     """
     run = _Run(problem, rules)
-    run.run()
+    while run.events:
+        now, rank = heappop(run.events)
+        if now >= run.free[rank]:
+            run.decide(rank, now)
     return Outcome(
-        words=tuple(map(tuple, run.words)),
+        lists=tuple(map(tuple, run.lists)),
         makespan=max(run.free),
         span=max(end - start for start, end in zip(run.first, run.free, strict=True)),
         memory=sum(run.peak),
@@ -187,7 +189,7 @@ class _Run:
         self.held = [0.0] * num_ranks
         self.deferred = [0.0] * num_ranks
         self.peak = [0.0] * num_ranks
-        self.words: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
+        self.lists: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
         self.free = [0.0] * num_ranks
         self.first = [inf] * num_ranks
         self.last_was_forward = [False] * num_ranks
@@ -195,16 +197,9 @@ class _Run:
         self.events = [(0.0, rank) for rank in range(num_ranks)]
         """When a rank has something to decide: it becomes free, or something arrives."""
 
-    def run(self) -> None:
-        events, free = self.events, self.free
-        while events:
-            now, rank = heappop(events)
-            if now >= free[rank]:
-                self._decide(rank, now)
-
-    def _decide(self, rank: int, now: float) -> None:
-        forward, forward_known = self._next_forward(rank, now)
-        gradient, gradient_known = self._next_gradient(rank, now)
+    def decide(self, rank: int, now: float) -> None:
+        forward, forward_known = self._next(self.forward_order[rank], self.inputs, now)
+        gradient, gradient_known = self._next(self.backward_order[rank], self.gradients, now)
         weight = self._next_weight(rank)
         if forward >= 0 and gradient >= 0:
             order = self.rules.order[rank]
@@ -230,28 +225,17 @@ class _Run:
             elif known < inf:
                 heappush(self.events, (known, rank))
 
-    def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
-        """The stage whose F should start now, or -1 and when one will have arrived, as far as known."""
+    def _next(self, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float) -> tuple[int, float]:
+        """The stage whose F (or I, B) should start now, or -1 and when one will have arrived, as far as known."""
         known = inf
-        for stage in self.forward_order[rank]:
-            arrivals = self.inputs[stage]
-            if not arrivals or arrivals[0] >= known:
+        for stage in stages:
+            if not arrivals[stage] or arrivals[stage][0] >= known:
                 continue
-            if self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(rank, stage):
-                if arrivals[0] <= now:
+            in_lead = self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage]
+            if arrivals is self.gradients or (in_lead and self._safe(self.problem.placement[stage], stage)):
+                if arrivals[stage][0] <= now:
                     return stage, now
-                known = arrivals[0]
-        return -1, known
-
-    def _next_gradient(self, rank: int, now: float) -> tuple[int, float]:
-        """The stage whose I or B should start now, or -1 and when one will have arrived, as far as known."""
-        known = inf
-        for stage in self.backward_order[rank]:
-            arrivals = self.gradients[stage]
-            if arrivals:
-                if arrivals[0] <= now:
-                    return stage, now
-                known = min(known, arrivals[0])
+                known = arrivals[stage][0]
         return -1, known
 
     def _next_weight(self, rank: int) -> int:
@@ -293,16 +277,13 @@ class _Run:
         if stage + 1 == len(problem.placement):
             self.gradients[stage].append(end)
         else:
-            target = problem.placement[stage + 1]
-            arrival = self._arrival(rank, target, end, problem.forward_links[stage])
-            self.inputs[stage + 1].append(arrival)
-            heappush(self.events, (arrival, target))
+            self._send(self.inputs, rank, stage + 1, end, problem.forward_links[stage])
         self._note(rank, Kind.F, stage, now, end)
 
     def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
         problem = self.problem
         # Straight after its own F a microbatch still has its graph: there is nothing to run again.
-        behind = self.words[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
+        behind = self.lists[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
         end = now + problem.input_grad[stage] + (0.0 if behind else problem.again[stage])
         self.gradients[stage].popleft()
         self.backwards[stage] += 1
@@ -317,12 +298,8 @@ class _Run:
         self.peak[rank] = max(self.peak[rank], during)
         self.held[rank] -= problem.hold[stage]
         if stage > 0:
-            target = problem.placement[stage - 1]
-            arrival = self._arrival(rank, target, end, problem.backward_links[stage])
-            # The R of the next I runs while the gradient is under way.
-            arrival -= problem.again[stage - 1]
-            self.gradients[stage - 1].append(arrival)
-            heappush(self.events, (max(arrival, self.free[target]), target))
+            # The R of the next I runs while the gradient is on its way.
+            self._send(self.gradients, rank, stage - 1, end, problem.backward_links[stage], problem.again[stage - 1])
         self._note(rank, kind, stage, now, end)
 
     def _start_weight(self, rank: int, stage: int, now: float) -> None:
@@ -332,14 +309,18 @@ class _Run:
 
     def _note(self, rank: int, kind: Kind, stage: int, now: float, end: float) -> None:
         self.peak[rank] = max(self.peak[rank], self.held[rank] + self.deferred[rank])
-        self.words[rank].append((kind, stage))
+        self.lists[rank].append((kind, stage))
         self.first[rank] = min(self.first[rank], now)
         self.free[rank] = end
         heappush(self.events, (end, rank))
 
-    def _arrival(self, source: int, target: int, end: float, link: Link) -> float:
-        if link.seconds_per_message == 0.0:
-            return end + link.latency
-        edge = source, target
-        self.link_free[edge] = max(self.link_free.get(edge, 0.0), end) + link.seconds_per_message
-        return self.link_free[edge] + link.latency
+    def _send(
+        self, arrivals: list[deque[float]], rank: int, stage: int, end: float, link: Link, ahead: float = 0.0
+    ) -> None:
+        target = self.problem.placement[stage]
+        if link.seconds_per_message > 0.0:
+            edge = rank, target
+            self.link_free[edge] = end = max(self.link_free.get(edge, 0.0), end) + link.seconds_per_message
+        arrival = end + link.latency - ahead
+        arrivals[stage].append(arrival)
+        heappush(self.events, (max(arrival, self.free[target]), target))

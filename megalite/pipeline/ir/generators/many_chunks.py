@@ -3,8 +3,8 @@
 A rank's chunk c is stage c * num_ranks + rank.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
@@ -13,6 +13,7 @@ from megalite.pipeline.ir.generators.one_chunk import (
     check_sizes,
     loop_placement,
     merge_halves,
+    row_by_row,
     v_placement,
 )
 from megalite.pipeline.ir.schedule import Schedule
@@ -25,24 +26,19 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
     v times the messages and, on rank r, 2(p-r-1) + (v-1)N + 1 live chunk activations. A group larger than p gives
     messages N-p slots of slack at the wrap from the last rank to the first.
 
-    Without a group any number of microbatches works: N is `smallest_group`. Where m < p, microbatches wait p-m slots at
-    each wrap, (v-1)(p-m)(F+B)/v in all.
+    Legal groups are p <= N <= m with m mod N either 0 or at least p, or N = m < p: other orders inflate the bubble and
+    some deadlock. Without a group any number of microbatches works: N is `smallest_group`. Where m < p, microbatches
+    wait p-m slots at each wrap, (v-1)(p-m)(F+B)/v in all.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021); the order of
     Megatron-LM.
-
-    Raises:
-        ConfigError: a size below 1, a single chunk, or microbatches and a group that do not fit: legal is
-            p <= N <= m with m mod N either 0 or at least p, or N = m < p. Other orders inflate the bubble and some
-            deadlock.
     """
-    check_sizes("schedule interleaved", num_ranks, num_chunks, num_microbatches)
-    check_several_chunks("interleaved", num_chunks)
-    if group is not None:
-        _check_group(num_ranks, num_chunks, num_microbatches, group)
+    placement = _several("interleaved", num_ranks, num_chunks, num_microbatches)
+    if group is not None and not group_fits(num_ranks, num_microbatches, group):
+        raise ConfigError(_refusal(num_ranks, num_microbatches, group))
     size = smallest_group(num_ranks, num_microbatches) if group is None else group
-    table = [
-        _Cell(i, chunk)
+    order = [
+        (chunk, i)
         for first in range(0, num_microbatches, size)
         for chunk in range(num_chunks)
         for i in range(first, min(first + size, num_microbatches))
@@ -50,13 +46,13 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
 
     def row(rank: int) -> Iterable[Action]:
         warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * size
-        for index in range(-warm_up, len(table)):
-            if index + warm_up < len(table):
-                yield _forward(table[index + warm_up], rank, num_ranks)
-            if index >= 0:
-                yield _backward(table[index], rank, num_ranks, num_chunks)
+        forwards = list(_visits(Kind.F, order, rank, num_ranks, num_chunks))
+        yield from forwards[:warm_up]
+        for index, backward in enumerate(_visits(Kind.B, order, rank, num_ranks, num_chunks)):
+            yield from forwards[warm_up + index : warm_up + index + 1]
+            yield backward
 
-    return _looped("interleaved", num_ranks, num_chunks, num_microbatches, row)
+    return row_by_row("interleaved", placement, num_microbatches, row)
 
 
 def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
@@ -66,66 +62,43 @@ def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedu
     chunk. Each chunk's weights are needed in one stretch of forwards and one of backwards.
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
-
-    Raises:
-        ConfigError: a size below 1, or a single chunk.
     """
-    check_sizes("schedule looped-bfs", num_ranks, num_chunks, num_microbatches)
-    check_several_chunks("looped-bfs", num_chunks)
-    table = [_Cell(i, chunk) for chunk in range(num_chunks) for i in range(num_microbatches)]
+    placement = _several("looped-bfs", num_ranks, num_chunks, num_microbatches)
+    order = [(chunk, i) for chunk in range(num_chunks) for i in range(num_microbatches)]
 
     def row(rank: int) -> Iterable[Action]:
-        yield from (_forward(cell, rank, num_ranks) for cell in table)
-        yield from (_backward(cell, rank, num_ranks, num_chunks) for cell in table)
+        for kind in (Kind.F, Kind.B):
+            yield from _visits(kind, order, rank, num_ranks, num_chunks)
 
-    return _looped("looped-bfs", num_ranks, num_chunks, num_microbatches, row)
+    return row_by_row("looped-bfs", placement, num_microbatches, row)
 
 
 def smallest_group(num_ranks: int, num_microbatches: int) -> int:
     """The smallest legal microbatch group of the interleaved schedule: m itself where m < p."""
-    return next(
-        (n for n in range(num_ranks, num_microbatches) if _fits(num_ranks, num_microbatches, n)), num_microbatches
-    )
+    groups = range(num_ranks, num_microbatches)
+    return next((group for group in groups if group_fits(num_ranks, num_microbatches, group)), num_microbatches)
 
 
-class _Cell(NamedTuple):
-    """One entry of the order in which a rank visits (microbatch, chunk). Backwards visit the chunks mirrored."""
-
-    microbatch: int
-    chunk: int
-
-
-def _forward(cell: _Cell, rank: int, num_ranks: int) -> Action:
-    return Action(Kind.F, cell.chunk * num_ranks + rank, cell.microbatch)
+def _several(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> tuple[int, ...]:
+    check_sizes(f"schedule {name}", num_ranks, num_chunks, num_microbatches)
+    check_several_chunks(name, num_chunks)
+    return loop_placement(num_ranks, num_chunks)
 
 
-def _backward(cell: _Cell, rank: int, num_ranks: int, num_chunks: int) -> Action:
-    return Action(Kind.B, (num_chunks - 1 - cell.chunk) * num_ranks + rank, cell.microbatch)
+def _visits(kind: Kind, order: list[tuple[int, int]], rank: int, num_ranks: int, num_chunks: int) -> Iterator[Action]:
+    """The rank's actions of one kind, (chunk, microbatch) in order; backwards visit the chunks mirrored."""
+    for chunk, microbatch in order:
+        visited = chunk if kind is Kind.F else num_chunks - 1 - chunk
+        yield Action(kind, visited * num_ranks + rank, microbatch)
 
 
-def _looped(
-    name: str, num_ranks: int, num_chunks: int, num_microbatches: int, row: Callable[[int], Iterable[Action]]
-) -> Schedule:
-    return Schedule(
-        name=name,
-        num_ranks=num_ranks,
-        num_stages=num_ranks * num_chunks,
-        num_microbatches=num_microbatches,
-        placement=loop_placement(num_ranks, num_chunks),
-        actions=tuple(tuple(row(rank)) for rank in range(num_ranks)),
-    )
-
-
-def _fits(num_ranks: int, num_microbatches: int, group: int) -> bool:
+def group_fits(num_ranks: int, num_microbatches: int, group: int) -> bool:
     if group == num_microbatches:
         return True
-    remainder = num_microbatches % group
-    return num_ranks <= group < num_microbatches and (remainder == 0 or remainder >= num_ranks)
+    return num_ranks <= group < num_microbatches and not 0 < num_microbatches % group < num_ranks
 
 
-def _check_group(num_ranks: int, num_chunks: int, num_microbatches: int, group: int) -> None:
-    if group >= 1 and _fits(num_ranks, num_microbatches, group):
-        return
+def _refusal(num_ranks: int, num_microbatches: int, group: int) -> str:
     if group > num_microbatches:
         reason = "there are fewer microbatches than one group has"
     elif group < num_ranks:
@@ -134,21 +107,20 @@ def _check_group(num_ranks: int, num_chunks: int, num_microbatches: int, group: 
         reason = f"the last group would have {num_microbatches % group}, fewer than pp = {num_ranks}"
     remedies = []
     if group >= num_ranks:
-        below = next((m for m in range(num_microbatches, group - 1, -1) if _fits(num_ranks, m, group)), None)
-        above = next(
-            m for m in range(max(num_microbatches, group), num_microbatches + 2 * group) if _fits(num_ranks, m, group)
-        )
-        counts = " or ".join(str(m) for m in (below, above) if m is not None)
+        counts = range(max(1, num_microbatches - group), num_microbatches + 2 * group)
+        legal = [m for m in counts if m >= group and group_fits(num_ranks, m, group)]
+        near = [*[m for m in legal if m < num_microbatches][-1:], *[m for m in legal if m > num_microbatches][:1]]
+        counted = " or ".join(map(str, near))
         remedies.append(
-            f"{counts} microbatches (global batch = microbatches x micro batch size x dp) with group {group}"
+            f"{counted} microbatches (global batch = microbatches x micro batch size x dp) with group {group}"
         )
+    default = smallest_group(num_ranks, num_microbatches)
     remedies.append(
-        f"microbatch_group_size_per_virtual_pipeline_stage {smallest_group(num_ranks, num_microbatches)}, the default, "
-        f"with {num_microbatches} microbatches"
+        f"microbatch_group_size_per_virtual_pipeline_stage {default}, the default, with {num_microbatches} microbatches"
     )
-    raise ConfigError(
-        f"schedule interleaved with pp {num_ranks}, vpp {num_chunks} and group {group} cannot take "
-        f"{num_microbatches} microbatches: {reason}. Works: {'; or '.join(remedies)}"
+    return (
+        f"schedule interleaved with pp {num_ranks} and group {group} cannot take {num_microbatches} microbatches: "
+        f"{reason}. Works: {'; or '.join(remedies)}"
     )
 
 
@@ -161,12 +133,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     out.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), and "Zero Bubble Pipeline Parallelism".
-
-    Raises:
-        ConfigError: a size below 1.
     """
-    check_sizes("schedule zb-v", num_ranks, 2, num_microbatches)
-    count = max(num_microbatches, 2 * num_ranks - 1)
+    placement = v_placement(num_ranks)
+    total = max(num_microbatches, 2 * num_ranks - 1)
 
     def row(rank: int) -> Iterable[Action]:
         walk = _Walk(rank, num_ranks)
@@ -174,16 +143,16 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         walk.repeat(2 * left - 1, "F0")
         walk.repeat(rank, "F1 F0")
         walk.repeat(left, "F1 I1 W1")
-        with_forward = count - (2 * num_ranks - rank - 1)
+        with_forward = total - (2 * num_ranks - rank - 1)
         walk.repeat(with_forward, "F0 I0 W0 F1 I1 W1")
-        walk.repeat(count - num_ranks - with_forward, "I0 W0 F1 I1 W1")
+        walk.repeat(total - num_ranks - with_forward, "I0 W0 F1 I1 W1")
         walk.repeat(rank, "I0 I1")
         walk.repeat(left, "I0 W0")
         walk.repeat(rank, "W1")
         walk.repeat(rank, "W0")
-        return (action for action in walk.done if action.microbatch < num_microbatches)
+        return merge_halves((action for action in walk.done if action.microbatch < num_microbatches), placement)
 
-    return _vee("zb-v", num_ranks, num_microbatches, row)
+    return row_by_row("zb-v", placement, num_microbatches, row)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -195,10 +164,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     step of length F+B. Each rank holds 2p+1 stage activations at most, deferred weight gradients included.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), and the cut-in-half variant DualPipeV.
-
-    Raises:
-        ConfigError: a size below 1, or fewer than 2p microbatches.
     """
+    placement = v_placement(num_ranks)
     check_sizes("schedule dualpipe-v", num_ranks, 2, num_microbatches)
     least = 2 * num_ranks
     if num_microbatches < least:
@@ -223,9 +190,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         walk.repeat((rank + 1) // 2, "I1 I0")
         walk.repeat(left, "W I0")
         walk.repeat(rank + 1, "W")
-        return walk.done
+        return merge_halves(walk.done, placement)
 
-    return _vee("dualpipe-v", num_ranks, num_microbatches, row)
+    return row_by_row("dualpipe-v", placement, num_microbatches, row)
 
 
 class _Walk:
@@ -234,39 +201,22 @@ class _Walk:
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = (rank, 2 * num_ranks - 1 - rank)
         self.done: list[Action] = []
-        self._forwards = [0, 0]
-        self._backwards = [0, 0]
-        self._owed: list[Action] = []
+        self._next = {(kind, stage): count() for kind in (Kind.F, Kind.B) for stage in self.stages}
+        self._waiting: list[Action] = []
 
     def repeat(self, times: int, steps: str) -> None:
-        """Appends the steps that many times: a kind and a chunk each, `W` alone for whichever is owed longest."""
+        """Appends the steps that many times: a kind and a chunk each, `W` alone for the oldest W that waits."""
         for _ in range(times):
             for step in steps.split():
-                self.done.append(self._next(step))
+                self.done.append(self._action(Kind(step[0]), [self.stages[int(chunk)] for chunk in step[1:]]))
 
-    def _next(self, step: str) -> Action:
-        kind = Kind(step[0])
+    def _action(self, kind: Kind, stages: Sequence[int]) -> Action:
         if kind is Kind.W:
-            stages = self.stages if step == "W" else (self.stages[int(step[1])],)
-            oldest = next(action for action in self._owed if action.stage in stages)
-            self._owed.remove(oldest)
+            oldest = next(action for action in self._waiting if action.stage in (stages or self.stages))
+            self._waiting.remove(oldest)
             return oldest
-        chunk = int(step[1])
-        counts = self._forwards if kind is Kind.F else self._backwards
-        counts[chunk] += 1
-        action = Action(kind, self.stages[chunk], counts[chunk] - 1)
+        (stage,) = stages
+        action = Action(kind, stage, next(self._next[Kind.F if kind is Kind.F else Kind.B, stage]))
         if kind is Kind.I:
-            self._owed.append(Action(Kind.W, *action[1:]))
+            self._waiting.append(Action(Kind.W, *action[1:]))
         return action
-
-
-def _vee(name: str, num_ranks: int, num_microbatches: int, row: Callable[[int], Iterable[Action]]) -> Schedule:
-    placement = v_placement(num_ranks)
-    return Schedule(
-        name=name,
-        num_ranks=num_ranks,
-        num_stages=2 * num_ranks,
-        num_microbatches=num_microbatches,
-        placement=placement,
-        actions=tuple(merge_halves(row(rank), placement) for rank in range(num_ranks)),
-    )

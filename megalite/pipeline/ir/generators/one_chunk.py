@@ -1,6 +1,6 @@
-"""Schedules of one stage a rank with whole backwards: GPipe and 1F1B."""
+"""Schedules of one stage a rank: GPipe, 1F1B, ZB-H1 and ZB-H2; and what all generators share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
@@ -10,7 +10,7 @@ from megalite.pipeline.ir.schedule import Schedule
 def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     """Stage s on rank s mod p: each rank hands its output to the next, and the last one to the first."""
     check_sizes("loop placement", num_ranks, num_chunks)
-    return tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
+    return tuple(range(num_ranks)) * num_chunks
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
@@ -29,6 +29,15 @@ def check_sizes(what: str, num_ranks: int, num_chunks: int = 1, num_microbatches
             raise ConfigError(f"{what}: {size} is {value}; it must be 1 or more")
 
 
+def row_by_row(
+    name: str, placement: tuple[int, ...], num_microbatches: int, row: Callable[[int], Iterable[Action]]
+) -> Schedule:
+    """The schedule with these actions on each rank."""
+    num_ranks = max(placement) + 1
+    check_sizes(f"schedule {name}", num_ranks, 1, num_microbatches)
+    return Schedule(name, num_microbatches, placement, tuple(tuple(row(rank)) for rank in range(num_ranks)))
+
+
 def merge_halves(row: Iterable[Action], placement: Sequence[int]) -> tuple[Action, ...]:
     """The list with each adjacent I(s,i), W(s,i) as one B(s,i), if no other rank waits for that I.
 
@@ -39,9 +48,8 @@ def merge_halves(row: Iterable[Action], placement: Sequence[int]) -> tuple[Actio
     merged: list[Action] = []
     for action in row:
         kind, stage, microbatch = action
-        half = Action(Kind.I, stage, microbatch)
         awaited = stage > 0 and placement[stage - 1] != placement[stage]
-        if kind is Kind.W and merged and merged[-1] == half and not awaited:
+        if kind is Kind.W and merged and merged[-1] == (Kind.I, stage, microbatch) and not awaited:
             merged[-1] = Action(Kind.B, stage, microbatch)
         else:
             merged.append(action)
@@ -57,22 +65,12 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p-1)(F+B); all m microbatches' activations are held at once. 2m messages leave an inner rank.
 
     Source: Huang et al., "GPipe" (2019).
-
-    Raises:
-        ConfigError: a size below 1.
     """
-    check_sizes("schedule gpipe", num_ranks, 1, num_microbatches)
-    return Schedule(
-        name="gpipe",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        num_microbatches=num_microbatches,
-        placement=loop_placement(num_ranks, 1),
-        actions=tuple(
-            tuple(Action(kind, rank, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches))
-            for rank in range(num_ranks)
-        ),
-    )
+
+    def row(rank: int) -> Iterable[Action]:
+        return (Action(kind, rank, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches))
+
+    return row_by_row("gpipe", loop_placement(num_ranks, 1), num_microbatches, row)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> Schedule:
@@ -84,11 +82,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
 
     Sources: Narayanan et al., "PipeDream-2BW" (2021), the flush variant; Fan et al., "DAPPLE" (2021), whose policies
     A and B the two warm-ups are.
-
-    Raises:
-        ConfigError: a size below 1, or another warm-up.
     """
-    check_sizes("schedule 1f1b", num_ranks, 1, num_microbatches)
     if warm_up not in WARM_UPS:
         raise ConfigError(f"the warm-up of schedule 1f1b is {warm_up!r}; it must be one of {', '.join(WARM_UPS)}")
 
@@ -101,14 +95,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
             if ahead + i < num_microbatches:
                 yield Action(Kind.F, rank, ahead + i)
 
-    return Schedule(
-        name="1f1b",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        num_microbatches=num_microbatches,
-        placement=loop_placement(num_ranks, 1),
-        actions=tuple(tuple(row(rank)) for rank in range(num_ranks)),
-    )
+    return row_by_row("1f1b", loop_placement(num_ranks, 1), num_microbatches, row)
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -118,9 +105,6 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     activations, as in 1F1B, and what the W of r microbatches need.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
-
-    Raises:
-        ConfigError: a size below 1.
     """
     return _split("zb-h1", num_ranks, num_microbatches, depth=1)
 
@@ -134,16 +118,13 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     microbatches' activations and what the W of 2r microbatches need.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
-
-    Raises:
-        ConfigError: a size below 1.
     """
     return _split("zb-h2", num_ranks, num_microbatches, depth=2)
 
 
 def _split(name: str, num_ranks: int, num_microbatches: int, *, depth: int) -> Schedule:
     """The order of both, `depth` 1 and 2: depth(p-r) - (depth-1) forwards ahead, W behind I by depth times r."""
-    check_sizes(f"schedule {name}", num_ranks, 1, num_microbatches)
+    placement = loop_placement(num_ranks, 1)
 
     def row(rank: int) -> Iterable[Action]:
         ahead = min(num_microbatches, depth * (num_ranks - rank) - (depth - 1))
@@ -157,15 +138,7 @@ def _split(name: str, num_ranks: int, num_microbatches: int, *, depth: int) -> S
                 yield Action(Kind.F, rank, ahead + i)
         yield from (Action(Kind.W, rank, i) for i in range(max(num_microbatches - behind, 0), num_microbatches))
 
-    placement = loop_placement(num_ranks, 1)
-    return Schedule(
-        name=name,
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        num_microbatches=num_microbatches,
-        placement=placement,
-        actions=tuple(merge_halves(row(rank), placement) for rank in range(num_ranks)),
-    )
+    return row_by_row(name, placement, num_microbatches, lambda rank: merge_halves(row(rank), placement))
 
 
 def check_several_chunks(name: str, num_chunks: int) -> None:

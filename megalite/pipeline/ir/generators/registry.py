@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from megalite.config.errors import ConfigError
@@ -20,9 +21,6 @@ def with_recompute_ahead(schedule: Schedule) -> Schedule:
     the backward recomputed; else only stage inputs are. A pair whose backward follows its forward at once, as on the
     last rank of 1F1B, keeps its graph and recomputes nothing, with the same peak: that takes another 2F from 1F1B's
     bubble where R = F <= B.
-
-    Raises:
-        ConfigError: the schedule is forward-only, or recomputes already.
     """
     if schedule.forward_only or schedule.recomputed:
         reason = "has no backward" if schedule.forward_only else "recomputes already"
@@ -38,14 +36,7 @@ def with_recompute_ahead(schedule: Schedule) -> Schedule:
                 out.append(Action(Kind.R, action.stage, action.microbatch))
             out.append(action)
         rows.append(tuple(out))
-    return Schedule(
-        name=schedule.name,
-        num_ranks=schedule.num_ranks,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        placement=schedule.placement,
-        actions=tuple(rows),
-    )
+    return replace(schedule, actions=tuple(rows))
 
 
 def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
@@ -57,12 +48,9 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
 
     On any other placement microbatch i enters v slots after microbatch i-1, v being the most stages on a rank, and
     stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank takes, modulo
-    v. That is a legal run, so no rank waits for ever, and no message waits v slots or more. A rank with v stages is
+    v. That is a legal run, so no rank waits forever, and no message waits v slots or more. A rank with v stages is
     never idle in between. On a V d(s) = s: the makespan is (2m + 2p-2) stage forwards, the least possible, since the
     last rank's 2m stand between p-1 on the way down and p-1 on the way up.
-
-    Raises:
-        ConfigError: no stage, or no microbatch.
     """
     if not placement:
         raise ConfigError("schedule forward_only: the placement lists no stage; give one rank a stage")
@@ -73,15 +61,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
     for stage, i in cells(placement, num_microbatches):
         rows[placement[stage]].append(Action(Kind.F, stage, i))
-    return Schedule(
-        name="forward_only",
-        num_ranks=num_ranks,
-        num_stages=len(placement),
-        num_microbatches=num_microbatches,
-        placement=tuple(placement),
-        actions=tuple(map(tuple, rows)),
-        forward_only=True,
-    )
+    return Schedule("forward_only", num_microbatches, tuple(placement), tuple(map(tuple, rows)), forward_only=True)
 
 
 def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
@@ -127,13 +107,13 @@ SCHEDULES = GENERATORS.names
 """`pipeline_schedule` can be any of these."""
 
 _VEE = ("zb-v", "dualpipe-v")
-_WITH_CHUNKS = {
+_ONE_CHUNK = {
     "gpipe": "looped-bfs (vpp 2 or more)",
     "1f1b": "interleaved (vpp 2 or more)",
     "zb-h1": "zb-v (vpp 2)",
     "zb-h2": "zb-v (vpp 2)",
 }
-"""What is nearest to a one-chunk schedule, with chunks."""
+"""The schedules of one stage a rank, and what is nearest to each with several."""
 
 
 def default_schedule(num_chunks: int) -> str:
@@ -160,9 +140,6 @@ def build_schedule(
         group: Microbatches that interleaved sends through a chunk before the next chunk's turn.
         warm_up: How far 1f1b runs ahead: "pa", or "pb" for twice as far.
         recompute_ahead: Whether forwards run again before the backward's gradient is waited for.
-
-    Raises:
-        ConfigError: no such schedule, sizes that it cannot take, or an option that it does not have.
     """
     if group is not None and name != "interleaved":
         raise ConfigError(
@@ -170,34 +147,25 @@ def build_schedule(
             f"it out, or use the interleaved schedule with vpp of 2 or more"
         )
     if warm_up != "pa" and name != "1f1b":
-        raise ConfigError(
-            f"the warm-up is {warm_up!r}, but schedule {name} has no choice of warm-ups: leave it at 'pa', or use "
-            f"schedule 1f1b"
-        )
+        raise ConfigError(f"the warm-up is {warm_up!r}, but schedule {name} has none: leave it at 'pa', or use 1f1b")
     placement_for(name, num_ranks, num_chunks)
-    if name == "interleaved":
-        schedule = GENERATORS.get(name)(num_ranks, num_chunks, num_microbatches, group)
-    elif name == "looped-bfs":
-        schedule = GENERATORS.get(name)(num_ranks, num_chunks, num_microbatches)
-    elif name == "1f1b":
-        schedule = GENERATORS.get(name)(num_ranks, num_microbatches, warm_up)
-    else:
-        schedule = GENERATORS.get(name)(num_ranks, num_microbatches)
+    sizes = (
+        (num_ranks, num_microbatches)
+        if name in _ONE_CHUNK or name in _VEE
+        else (num_ranks, num_chunks, num_microbatches)
+    )
+    options = {"interleaved": (group,), "1f1b": (warm_up,)}.get(name, ())
+    schedule = GENERATORS.get(name)(*sizes, *options)
     return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Per virtual stage the rank that holds it, in every schedule of that name and these sizes.
-
-    Raises:
-        ConfigError: no such schedule, or another number of chunks than it takes.
-    """
+    """Per virtual stage the rank that holds it, in every schedule of that name and these sizes."""
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
-    if name in _WITH_CHUNKS and num_chunks > 1:
+    if name in _ONE_CHUNK and num_chunks > 1:
         raise ConfigError(
-            f"schedule {name} takes one stage a rank but vpp is {num_chunks}: use vpp 1, or schedule "
-            f"{_WITH_CHUNKS[name]}"
+            f"schedule {name} takes one stage a rank but vpp is {num_chunks}: use vpp 1, or schedule {_ONE_CHUNK[name]}"
         )
     if name in _VEE and num_chunks != 2:
         other = default_schedule(num_chunks)
