@@ -23,12 +23,11 @@ SLOW_LINK = Costs(
 
 
 def test_the_prediction_is_that_of_its_parts() -> None:
-    assert SLOW_LINK.compute == pytest.approx(0.2)
-    assert SLOW_LINK.volume_ratio == pytest.approx(25.0)
     assert SLOW_LINK.speed(1.0) == pytest.approx(1.0)
     assert SLOW_LINK.speed(0.0) == pytest.approx(1.0 / (0.2 + 0.8 / 25 + 0.03))
     assert SLOW_LINK.speed(0.25) == pytest.approx(1.0 / (0.25 + 0.75 * 0.262))
     line = SLOW_LINK.line(0.25)
+    assert "compute c 0.200" in line and "k 25.0" in line
     assert "about 2.24 times as fast" in line and "warm-up w 0.25)" in line and "slower" not in line
     assert "w 0.15 assumed" in SLOW_LINK.line(None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.more.compressed_all_reduce import CompressedAllReduce
+from megalite.data_parallel.more.compression import CompressedAllReduce
 from megalite.optimizers.schedules import Progress
 from megalite.training.resume import load
 from megalite.training.saving import save

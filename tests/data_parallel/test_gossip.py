@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.more.gossip import peers_of
+from megalite.data_parallel.more.local_sgd import peers_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
     LR,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.data_parallel.lost_peers import PeerLostError, raise_if_peer_lost
+from megalite.data_parallel.peers import PeerLostError, raise_if_peer_lost
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import AllReduce
 from megalite.topology.group import Group
@@ -43,13 +43,13 @@ def test_where_nobody_can_be_named_the_group_and_its_peers_are() -> None:
 
 
 def test_without_replicas_the_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.lost_peers.lost_ranks", lambda group, device: [])
+    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group, device: [])
     found = said(CLOSED, Group.solo("dp-cp"), Group("world", (0, 1), 1))
     assert "a connection of rank 1 broke, to a peer in its world [0, 1];" in str(found)
 
 
 def test_each_that_is_gone_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.lost_peers.lost_ranks", lambda group, device: [1, 2])
+    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group, device: [1, 2])
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
     assert str(found).startswith(
         "rank 1; rank 2, a replica of dp group [0, 2] are gone: connections were closed in step 7."

@@ -25,7 +25,7 @@ def segment(
     bounds = bounds or tuple((0, size) for size in shape)
     local = tuple(high - low for low, high in bounds)
     stop = start + (math.prod(local) - offset if count is None else count)
-    return Segment(name, start, stop, offset, local, shape, None, bounds, True)
+    return Segment(name, start, stop, offset, shape, bounds, True)
 
 
 def flat(*segments: Segment) -> FlatParameter:
@@ -33,8 +33,7 @@ def flat(*segments: Segment) -> FlatParameter:
 
 
 def bits_of(parameter: FlatParameter, start: int, stop: int, *, step: int = 3, seed: int = 5) -> torch.Tensor:
-    out = torch.zeros(stop - start, dtype=torch.int32)
-    return random_bits(parameter, start, stop, seed=seed, step=step, out=out)
+    return random_bits(parameter, start, stop, seed=seed, step=step)
 
 
 SHAPE = (6, 10, 8)

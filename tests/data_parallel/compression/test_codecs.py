@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.more.compressed_all_reduce import build_codec
+from megalite.data_parallel.more.compression import build_codec
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.topology.group import Group
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
