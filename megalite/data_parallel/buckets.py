@@ -159,12 +159,11 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
 
 
 def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[ShardedParameter, ...]:
-    """Those that buckets have."""
     return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter))
 
 
 class Arrivals:
-    """Each module waits for the buckets of its own parameters just before it computes.
+    """Each module waits for the buckets that it has parameters in just before it computes.
 
     Args:
         overlap: False: whatever is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing.

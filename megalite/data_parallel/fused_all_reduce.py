@@ -116,7 +116,6 @@ class ReadyQueue:
         self.clear()
 
     def clear(self) -> None:
-        """Count nothing until `start_counting`."""
         self._awaited = [0] * len(self._parameters)
         self._ready: list[Range] = []
         self._given: list[Range] = []

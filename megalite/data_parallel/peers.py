@@ -88,13 +88,8 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 def check_replicas(
     strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
 ) -> None:
-    """Compare the weights of all ranks with the same buckets, and the states of the optimizer that all of them have.
-
-    It reads all of them once and sends 8 bytes a tensor. Of what a strategy cuts up among the ranks, weights or states,
-    there is no second copy to compare with.
-
-    Args:
-        states: those that the ranks with the same bucket have alike.
+    """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike. It reads all of
+    them once and sends 8 bytes a tensor.
 
     Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
 

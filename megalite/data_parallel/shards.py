@@ -41,7 +41,6 @@ class OptimizerShard:
 
 
 def placed_in(shard: OptimizerShard) -> list[Placed]:
-    """The parameters that a shard touches."""
     return [placed for placed, _, _ in shard.bucket.within(shard.start, shard.stop)]
 
 
@@ -135,7 +134,6 @@ class SplitMain:
         self.in_memory = False
 
     def unfold(self) -> None:
-        """Give `main` its memory and its values."""
         bits = torch.empty_like(self._low, dtype=torch.int32)
         for start, stop in self._pieces():
             torch.add(self._high(start, stop), self._low[start:stop], out=bits[start:stop])

@@ -132,7 +132,6 @@ class DataParallelStrategy(ABC):
         )
 
     def all_buckets(self) -> list[Bucket]:
-        """Buckets of all stages."""
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
 
     @property
@@ -141,7 +140,6 @@ class DataParallelStrategy(ABC):
 
     @property
     def has_replicas(self) -> bool:
-        """Some bucket is on other ranks too."""
         return any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
 
     def channel(self, bucket: Bucket) -> Channel:
@@ -202,7 +200,6 @@ class DataParallelStrategy(ABC):
         """Start summing the bucket's gradients over the ranks that hold it too."""
 
     def zero_grad(self) -> None:
-        """See `begin_step`."""
         self._finish_reductions()
         for bucket in self.all_buckets():
             bucket.stop_counting()

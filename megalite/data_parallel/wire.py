@@ -95,7 +95,6 @@ class WireCounter:
             self._sent += nbytes
 
     def take(self) -> float:
-        """The bytes since the last call."""
         with self._lock:
             sent, self._sent = self._sent, 0.0
             return sent
@@ -232,7 +231,6 @@ class Channel:
         return self.group.all_gather_async(output, part)
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
-        """A message to the rank with index `to`."""
         self._counter.add(tensor.nbytes)
         return self.group.send_async(tensor, to=to)
 

@@ -15,10 +15,9 @@ from megalite.topology.group import Work
 class GradientShards:
     """The whole of a bucket's gradient has memory only while one microbatch's come in and are reduce-scattered.
 
-    Layers add where they always do: the buffer gets its memory when a layer asks for it, and gives it back once what is
-    in it has gone to its owners. A bucket is sent when each of its parameters has reported as often as one microbatch
-    makes it. Where the program splits the backward these may be reports of several microbatches; since sums are linear,
-    that changes nothing in the end.
+    The buffer gets its memory when a layer asks for it, and gives it back once what is in it has gone to its owners. A
+    bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program splits
+    the backward these may be reports of several microbatches, which changes no sum.
 
     Args:
         overlap: a bucket may be in flight while the backward fills others. They are sent one after the other, and no
@@ -68,7 +67,6 @@ class GradientShards:
         self.collect()
 
     def collect(self) -> None:
-        """Take in all that is in flight."""
         while self._sending:
             self._finish_first()
 

@@ -33,7 +33,6 @@ class TensorSums:
         self._column = {name: column for column, name in enumerate(self.names)}
 
     def column(self, segment: Segment) -> int:
-        """The place of the segment's tensor in a row of sums."""
         return self._column[segment.name]
 
     def zeros(self, rows: int) -> torch.Tensor:
@@ -75,7 +74,6 @@ Temporaries are of this size."""
 
 
 def block_size(parameter: torch.Tensor) -> int:
-    """`BLOCKS` of its device."""
     return BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
 
 
@@ -108,7 +106,6 @@ class Block:
         return self.flat.param
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Its part of a tensor like the parameter."""
         return values[self.start : self.stop]
 
 

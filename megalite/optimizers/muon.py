@@ -38,7 +38,6 @@ class Holding(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """In the flat parameter."""
         return slice(self.at, self.at + self.size)
 
     @property
@@ -228,7 +227,6 @@ class Muon(Optimizer):
 
     Args:
         matrices: parameters of nothing but hidden matrices.
-        others: all other ones.
         group: ranks that together have all these matrices complete; of what several have, all have the same.
 
     Collectives: where matrices are split, an exchange of the momentum over `group`, and where several ranks hold parts of

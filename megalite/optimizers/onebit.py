@@ -21,7 +21,6 @@ from megalite.topology.group import Group
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps in which the learning rate rises."""
     length = Schedules(config).warmup
     return length if config.training.train_samples is None else steps_until(config, length)
 

@@ -130,7 +130,6 @@ class Schedules:
         return int(self._warmup / self._unit)
 
     def lr(self, progress: Progress) -> float:
-        """Learning rate at a position of `read_at`."""
         c, x = self._config, self._position(progress)
         if self._warmup and x <= self._warmup:
             return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * x / self._warmup

@@ -16,7 +16,7 @@ def test_what_is_not_named_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "more.local_sgd" in done.stdout
-    assert "more.powersgd" not in done.stdout and "more.server" not in done.stdout
+    assert "more.codec" not in done.stdout and "more.server" not in done.stdout
 
 
 def test_a_user_adds_one() -> None:

@@ -162,7 +162,6 @@ class BreakEven:
             self._strategy.notes.append(self._costs().line(self._warmup, name=self._name))
 
     def wait(self, reductions: Callable[[], None]) -> None:
-        """Run what waits for the step's reductions."""
         if self._done or self._steps <= SETTLING_STEPS:
             reductions()
         else:

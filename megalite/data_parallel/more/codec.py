@@ -57,7 +57,6 @@ class Codec(ABC):
         """`mean`, with several replicas."""
 
     def states(self) -> list[FlatState]:
-        """Errors, element by element; alone there are none."""
         if self.channel.size == 1:
             return []
         found = [kept(f"{self.name}_error", self.bucket, self.error)]
@@ -67,7 +66,6 @@ class Codec(ABC):
         return found
 
     def tensor_states(self) -> list[TensorState]:
-        """What is kept of whole tensors."""
         return []
 
 
@@ -196,7 +194,6 @@ class Integers:
 
     @property
     def nbytes(self) -> int:
-        """Of the bytes for all values."""
         return self.size + -(-self.size // BLOCK) * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor, row: torch.Tensor, *, more: torch.Tensor | None = None) -> None:

@@ -103,7 +103,6 @@ class MeanInFlight:
 
 
 def all_kept(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
-    """One state of several buckets."""
     return [kept(name, bucket, each) for bucket, each in values.items()]
 
 
@@ -233,7 +232,6 @@ class LocalWeights(OwnWeights):
 
     @property
     def local(self) -> int:
-        """`_local_updates` of the current step."""
         return self._local_updates(self.step)
 
     # ---- gradients

@@ -102,7 +102,6 @@ class ParameterServer(OneServer):
 
 
 def _add_pushes(chunks: Sequence[torch.Tensor], channel: Channel) -> None:
-    """Add what the workers push to the server's own part, chunk after chunk."""
     for chunk, parts, work in pipelined(_receive_parts(chunk, channel) for chunk in chunks):
         work.wait()
         add_in_order(chunk, parts)
@@ -130,11 +129,7 @@ class ShardedParameterServer(DistributedOptimizer):
 
     The sums, the range that each rank steps and the bytes are those of ZeRO-1 (`distributed-optimizer`). What differs
     is the grain: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
-    smaller pieces, at most two rounds of keys are buffered where ZeRO-1 buffers a bucket, and the order of the sum is
-    that of the ranks on every backend.
-
-    Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. For experts d is the
-    expert-dp size.
+    smaller pieces, at most two rounds of keys are buffered, and sums are in the order of ranks on every backend.
     """
 
     def role(self, group: Group, index: int) -> str:
@@ -160,7 +155,7 @@ class AsyncParameterServer(OneServer):
     """Each worker pushes gradients and pulls weights when it is ready (bounded staleness: see `Ledger`).
 
     A worker's step: pull the newest weights; forward and backward over its own part of the batch; clip by the norm of its
-    own estimate of the gradient, which is n times its part (n workers); push. The server makes of each push one optimizer
+    estimate of the gradient, which is n times its part (n workers); push. The server makes of each push one optimizer
     update with the learning rate of that step / `divisor`, so n pushes without staleness are about one synchronous step,
     with moments that decay at each push. With max_staleness 0 all pushes of a step are of the same weights and are
     applied in the order of ranks: a synchronous algorithm, the same in each run. Else the result depends on timing; what

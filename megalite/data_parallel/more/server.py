@@ -59,9 +59,7 @@ class Server:
         shards: whole buckets; their `main_param` has separate memory.
         links: of workers 1, 2, ...
         servers: of all coordinates, on gloo; the group has no other use.
-        ledger: with all clocks at 0.
         order: in which the leader serves.
-        staleness_aware: see `divisor`.
         wire_dtype: of pushes.
     """
 
@@ -130,12 +128,10 @@ class Server:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Return when all threads have ended, after all workers have left."""
         for thread in self._threads:
             thread.join()
 
     def take_report(self) -> Report:
-        """What has happened since the last call."""
         with self._changed:
             report, self._report = self._report, Report()
         return report

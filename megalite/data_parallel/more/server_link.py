@@ -57,23 +57,18 @@ class Ledger:
 
     @property
     def version(self) -> int:
-        """Of the server's weights."""
         return sum(self.clocks)
 
     def may_pull(self, worker: int) -> bool:
-        """The worker may start its next step."""
         return self.clocks[worker] <= min(self.clocks) + self.max_staleness
 
     def pulled(self, worker: int) -> None:
-        """It has the newest weights."""
         self.pulled_versions[worker] = self.version
 
     def staleness(self, worker: int) -> int:
-        """Of a push of the worker that is applied now."""
         return self.version - self.pulled_versions[worker]
 
     def pushed(self, worker: int) -> None:
-        """Its push has been applied."""
         self.clocks[worker] += 1
 
 
@@ -91,7 +86,6 @@ Order = Callable[[Sequence[Event], Ledger], Event | None]
 
 
 def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-    """First come, first served."""
     return waiting[0]
 
 
@@ -120,7 +114,6 @@ class Report:
     """Nanoseconds for which each worker's pulls waited."""
 
     def line(self) -> str:
-        """For the log."""
         pushes = self.staleness.total()
         mean = sum(self.staleness.elements()) / pushes
         ages = ", ".join(f"{age}: {count}" for age, count in sorted(self.staleness.items()))
@@ -207,7 +200,6 @@ class Link:
         self._flush()
 
     def refuse(self) -> None:
-        """The server cannot continue."""
         self._post(torch.tensor([_REFUSED]))
         self._flush()
 
