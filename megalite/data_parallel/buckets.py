@@ -73,7 +73,8 @@ class Bucket:
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
-        """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none will.
+        """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
+        will.
 
         Args:
             pending: how many are still to come of each parameter; those of one whole backward by default.

@@ -86,8 +86,8 @@ class Placement(Enum):
     REPLICATED = "replicated"
     SHARDED = "sharded"
     PRIVATE = "private"
-    """Each has different values for every element; all are saved, under a leading dimension over replicas. Another number
-    of replicas loads the mean of the old ones."""
+    """Each has different values for every element; all are saved, under a leading dimension over replicas. Another
+    number of replicas loads the mean of the old ones."""
 
 
 class StateFact(NamedTuple):

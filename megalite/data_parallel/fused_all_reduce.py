@@ -25,11 +25,10 @@ class FusedAllReduce(DataParallelStrategy):
     `fusion_threshold_mb`, that slice of the buffer is all-reduced: nothing is copied to be fused. What is left goes when
     the backward ends.
 
-    Horovod's ranks run a graph in different orders, so they negotiate, every millisecond, what is ready on all of
-    them. Here what is fused depends on nothing but the order in which gradients come, which the program fixes: the same
-    schedule, layers and tape on each rank with the same buckets, and no timer. So nothing is negotiated. Each rank
-    folds the slices that it reduces into a number that travels with the norm; where the ranks of a group have different
-    ones the step fails before any weight changes (slices of different lengths fail in the collective itself).
+    Horovod's ranks negotiate, every millisecond, what is ready on all of them. Here what is fused depends on nothing
+    but the order in which gradients come, which the program fixes. Each rank folds the slices that it reduces into a
+    number that travels with the norm; where the ranks of a group have different ones the step fails before any weight
+    changes.
 
     Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
     """

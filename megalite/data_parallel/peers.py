@@ -88,8 +88,8 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 def check_replicas(
     strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
 ) -> None:
-    """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike. It reads all of
-    them once and sends 8 bytes a tensor.
+    """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike. It reads
+    all of them once and sends 8 bytes a tensor.
 
     Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
 

@@ -57,10 +57,8 @@ def kept(name: str, bucket: Bucket, values: torch.Tensor, start: int = 0) -> Fla
 
 @dataclass(frozen=True, eq=False)
 class TensorState:
-    """Something about one tensor of the model, or about this rank's slice of it.
-
-    A checkpoint that does not have it, or for another cut of the tensor, leaves it as it is, with a line in the log.
-    """
+    """Something about one tensor of the model, or about this rank's slice of it. A checkpoint without it, or for
+    another cut of the tensor, leaves it as it is, with a line in the log."""
 
     name: str
     bucket: Bucket
@@ -237,7 +235,8 @@ class DataParallelStrategy(ABC):
             self._reducing[bucket] = self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
-        """Return with the sums of the owned ranges complete; what is in parts is made whole before it is summed over dp."""
+        """Return with the sums of the owned ranges complete; what is in parts is made whole before it is summed over
+        dp."""
         for bucket in self.all_buckets():
             if bucket.kind.in_parts:
                 self._add_parts(bucket.kind, bucket.grad)

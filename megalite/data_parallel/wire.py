@@ -17,13 +17,10 @@ Job = tuple[Callable[[], None], "Future[None]"]
 
 
 class Background:
-    """One thread that runs what it is given, in that order.
+    """One thread that runs what it is given, in that order; on CUDA there is none, as streams order the work.
 
-    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. On CUDA there is no
-    thread: streams order the work.
-
-    After something has failed nothing further is run: the peers wait for what did not happen, and to start more would
-    only wait for them in turn. Whatever was asked for fails with the same error.
+    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. After something has
+    failed nothing further is run, as the peers wait for what did not happen: all that is asked for fails with that.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -16,8 +16,8 @@ class GradientShards:
     """The whole of a bucket's gradient has memory only while one microbatch's come in and are reduce-scattered.
 
     The buffer gets its memory when a layer asks for it, and gives it back once what is in it has gone to its owners. A
-    bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program splits
-    the backward these may be reports of several microbatches, which changes no sum.
+    bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program
+    splits the backward these may be reports of several microbatches, which changes no sum.
 
     Args:
         overlap: a bucket may be in flight while the backward fills others. They are sent one after the other, and no
@@ -159,11 +159,8 @@ class DistributedOptimizer(DataParallelStrategy):
             self._sharded.send(self.buckets[stage])
 
     def finish_grad_sync(self) -> None:
-        """Return with the sums of the owned ranges complete.
-
-        What sharded gradients are in parts of is summed last: equal buckets are cut alike, so that the owned ranges lie
-        on one another.
-        """
+        """As all; sharded gradients that are in parts are added up last: equal buckets are cut alike, so that the owned
+        ranges lie on one another."""
         if self._sharded is None:
             super().finish_grad_sync()
             return

@@ -182,7 +182,8 @@ def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: 
 
 
 def _hash(index: torch.Tensor, key: tuple[int, ...], out: torch.Tensor, *, wide: bool) -> None:
-    """`out` becomes a hash of each index with two numbers of 32 bits; `wide` if some indices take more. Arithmetic wraps."""
+    """`out` becomes a hash of each index with two numbers of 32 bits; `wide` if some indices take more. Arithmetic
+    wraps."""
     out.copy_(index)
     out.mul_(_SPREAD).add_(key[0])
     if wide:

@@ -45,11 +45,8 @@ class TensorSums:
 
 
 class Pieces:
-    """Adds up numbers of pieces of tensors: many launches' work in three, in the same order in every run.
-
-    Args:
-        columns: for each piece the place of its tensor in a row of `sums`.
-    """
+    """Adds up numbers of pieces of tensors, of which `columns` says the places in a row of `sums`: many launches' work
+    in three, in the same order in every run."""
 
     def __init__(self, columns: Sequence[int], sums: TensorSums) -> None:
         seen: Counter[int] = Counter()
@@ -78,12 +75,7 @@ def block_size(parameter: torch.Tensor) -> int:
 
 
 def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float, highest: float) -> torch.Tensor:
-    """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0.
-
-    Args:
-        weights: ‖x‖² of each tensor, fp64.
-        updates: ‖u‖², likewise.
-    """
+    """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0; from ‖x‖² and ‖u‖² of each tensor, fp64."""
     known = (weights > 0.0) & (updates > 0.0)
     ratios = (weights / torch.where(known, updates, 1.0)).sqrt_().clamp_(lowest, highest)
     return torch.where(known, ratios, 1.0)

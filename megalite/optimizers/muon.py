@@ -26,8 +26,8 @@ Box = tuple[int, int, int, int]
 
 
 class Holding(NamedTuple):
-    """Elements [start, stop) of a flattened box of a matrix where a rank has them: from `at` in its flat parameter number
-    `flat`."""
+    """Elements [start, stop) of a flattened box of a matrix where a rank has them: from `at` in its flat parameter
+    number `flat`."""
 
     box: Box
     start: int
@@ -226,8 +226,7 @@ class Muon(Optimizer):
     those that hold the same matrices, and the numbers do not depend on the layout but for the rounding of gradients.
 
     Args:
-        matrices: parameters of nothing but hidden matrices.
-        group: ranks that together have all these matrices complete; of what several have, all have the same.
+        matrices: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
 
     Collectives: where matrices are split, an exchange of the momentum over `group`, and where several ranks hold parts of
     one, an exchange of the update. Each rank sends and receives about as many elements as it holds, at most.

@@ -17,8 +17,8 @@ class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
 
     Constant 1 without fp16 and constant where `loss_scale` is given; else it halves after `hysteresis` overflows (good
-    steps in between do not reset the count before a whole window) and doubles after `loss_scale_window` good steps, as in
-    Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
+    steps in between do not reset the count before a whole window) and doubles after `loss_scale_window` good steps, as
+    in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
 
     Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
     `skipped_samples` say how far they are behind the run.

@@ -22,21 +22,17 @@ class Costs:
     """Seconds and bytes of one step with whole gradients, and of lossy means in its place; the slowest rank's."""
 
     step: float
-    """From one step to the next."""
     exposed: float
-    """Of these, waiting for the reduction."""
+    """Of the step, waiting for the reduction."""
     reduction: float
     """The reduction by itself."""
     codec: float
-    """Coding and decoding."""
     latency: float
     """The collectives of lossy means when next to nothing is sent."""
     optimizer: float
     """By which the optimizer's own work is longer."""
     whole_bytes: float
-    """That a rank sends in a reduction."""
     lossy_bytes: float
-    """That it sends instead."""
     assumed: bool = False
     """No step with whole gradients was seen: what they would wait is computed."""
 
@@ -46,8 +42,8 @@ class Costs:
         return self.codec + self.latency + self.optimizer
 
     def speed(self, warmup: float) -> float:
-        """How many times as fast a run is: 1/(w + (1-w)(c + (1-c)/k + o)), with the share c of the step that does not wait,
-        the ratio of volumes k and `extra` as a share o of the step. Lossy means hide behind nothing."""
+        """How many times as fast a run is: 1/(w + (1-w)(c + (1-c)/k + o)), with the share c of the step that does not
+        wait, the ratio of volumes k and `extra` as a share o of the step. Lossy means hide behind nothing."""
         waits = self.exposed / self.step
         lossy = 1.0 - waits + waits * self.lossy_bytes / self.whole_bytes + self.extra / self.step
         return 1.0 / (warmup + (1.0 - warmup) * lossy)
@@ -110,9 +106,7 @@ class BreakEven:
     All ranks call it at the same places. It counts no bytes for the run and touches no state.
 
     Args:
-        strategy: the run's; its optimizer, where one is attached, may work otherwise with lossy means than without.
         buckets: those that lossy means are made of.
-        make: the codec of a bucket.
         warmup: share of the run with whole gradients; None: not known yet.
         name: of the lossy means, for the line.
         all_alike: steps with lossy means are like each other, and say enough where none before them was seen.
@@ -139,14 +133,10 @@ class BreakEven:
         self._waits: list[float] = []
 
     def begin(self, *, whole: bool) -> None:
-        """A step begins.
+        """A step begins, which reduces gradients if it is `whole`.
 
-        Args:
-            whole: it reduces gradients.
-
-        Collectives: once enough steps have been seen, some reductions (of `REHEARSED` numbers in all) and a maximum over
-        the world.
-        """
+        Collectives: once enough steps have been seen, some reductions (of `REHEARSED` numbers in all) and a maximum
+        over the world."""
         if self._done:
             return
         now = self._now()

@@ -43,9 +43,7 @@ class Codec(ABC):
     @torch.no_grad()
     def mean(self, values: torch.Tensor) -> None:
         """In place: this rank's `values` [bucket size], of the gradient's type, become the lossy mean, the same bits on
-        every replica. With one replica it changes nothing.
-
-        It blocks; run it with `channel.in_background` to overlap it.
+        every replica. It blocks; run it with `channel.in_background` to overlap it.
 
         Collectives: over the replicas.
         """
@@ -309,18 +307,15 @@ class PowerSGD(Codec):
         out = P·Qᵀ;  e_i = M_i - P·Q_iᵀ
 
     and the next call starts from Q. Every rank keeps what its own matrix has outside P, and the mean of that is what the
-    mean matrix has there. To keep M_i - out instead, as is usual, adds up how replicas differ for as long as they do;
-    and so would a basis of the longer side, which a matrix of full rank does not fill.
+    mean matrix has there. To keep M_i - out instead, as is usual, adds up how replicas differ for as long as they do.
 
     A tensor's last two dimensions are the matrix (of this rank's slice, where tp splits it), transposed if need be, and
-    those before a batch. Tensors with 2·r·(a+b) >= a·b, and vectors, are sent whole with the right factors, and owe nothing.
+    those before a batch. Tensors with 2·r·(a+b) >= a·b, and vectors, are sent whole with the right factors, and owe
+    nothing.
 
     Sums are made in the order of ranks and in the type of the values, whatever the wire format.
 
     Wire: 2·(n-1)/n times the bytes of r·(a+b) values a matrix, and of the tensors sent whole.
-
-    Args:
-        rank: r.
     """
 
     name = "powersgd"

@@ -38,12 +38,11 @@ class CompressedAllReduce(AllReduce):
     """All-reduce in which, after the first steps, buckets of weight matrices become lossy means (1-bit, 8-bit, top-k,
     low rank) behind the backward that fills them.
 
-    A rank's estimate of the gradient is n times its part; `codec.mean` makes of all estimates, and of what earlier steps
-    still owe, the gradient that every rank goes by. Its norm, by which it is clipped, is that of what comes out. Errors
-    are in the gradient's own unit: without the loss scale, and for as many samples however many ranks there are.
+    A rank's estimate of the gradient is n times its part; `codec.mean` makes of all estimates, and of what earlier
+    steps still owe, the gradient that every rank steps and clips by. Errors are in the gradient's unit, without the
+    loss scale.
 
-    Biases and the weights of norms, under 1 % of the bytes, travel whole. What tp ranks or the ends of a pipeline hold
-    copies of has separate buckets, which hold the same bits on each of them, so their results cannot drift apart.
+    Biases and the weights of norms, under 1 % of the bytes, travel whole.
 
     With fp16 an overflow must leave errors as they are: there, all ranks first agree that no gradient has overflowed,
     and nothing compressed overlaps the backward.
@@ -128,10 +127,10 @@ SMOOTHING = 0.9
 
 
 class MomentumExchange(AllReduce):
-    """For 1-bit optimizers. Where the optimizer reduces gradients it is `AllReduce`. In other steps each rank's estimate of
-    the mean gradient is the number of replicas times its part (parts over tp and of tied embeddings are still summed),
-    and the optimizer is given a mean by signs, one `OneBit` a bucket, for one of its states. Buckets that tp ranks hold
-    alike hold nothing else, and so equal inputs decode to equal bits on all of them.
+    """For 1-bit optimizers. Where the optimizer reduces gradients it is `AllReduce`. In other steps each rank's
+    estimate of the mean gradient is the number of replicas times its part (parts over tp and of tied embeddings are
+    still summed), and the optimizer is given a mean by signs, one `OneBit` a bucket, for one of its states. Buckets
+    that tp ranks hold alike hold nothing else, and so equal inputs decode to equal bits on all of them.
 
     Clipping: the mean gradient's norm is not known while gradients stay local. Steps with whole gradients track
     ρ = ‖ḡ‖/√(mean_i ‖g_i‖²), smoothed over about 10 of them; others take ρ·√(mean_i ‖g_i‖²) for it, the same number
@@ -209,10 +208,7 @@ class MomentumExchange(AllReduce):
         return Norms(shown=norm, clipping=norm)
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
-        """A step by whole gradients, or one by this rank's own and what the optimizer exchanges.
-
-        Collectives: in the latter an exchange and a gather over the replicas for each bucket.
-        """
+        """A step by whole gradients, or one by this rank's own and what the optimizer exchanges."""
         if self._whole:
             super().update(optimizer, update)
             if self._found is not None:
@@ -241,8 +237,8 @@ class MomentumExchange(AllReduce):
 
 
 class LocalMomentumExchange(OwnWeights, MomentumExchange):
-    """`MomentumExchange` for an optimizer that steps without an exchange too, so that replicas have different weights and
-    states.
+    """`MomentumExchange` for an optimizer that steps without an exchange too, so that replicas have different weights
+    and states.
 
     Wire: as `MomentumExchange` in steps with an exchange; nothing in the others.
     """

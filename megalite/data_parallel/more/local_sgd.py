@@ -1,4 +1,5 @@
-"""Local SGD, DiLoCo and gossip: replicas step by themselves, then exchange weights now and then, or with a few others."""
+"""Local SGD, DiLoCo and gossip: replicas step by themselves, then exchange weights now and then, or with a few
+others."""
 
 import contextlib
 import re
@@ -184,10 +185,7 @@ class DiLoCo(LocalWeights):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """As all with own weights. Inside, nothing is in flight.
-
-        Collectives: those of exchanges in flight come first.
-        """
+        """As all with own weights, once the exchanges in flight are finished."""
         for in_flight in self._in_flight.values():
             in_flight.advance()
         for bucket in list(self._in_flight):
@@ -278,9 +276,6 @@ class Gossip(LocalWeights):
 
     Wire: per step and rank the bytes of the main parameters (in the wire's format) once for each peer; memory for as much
     again while they travel, and a copy for decentlam.
-
-    Args:
-        momentum: μ of decentlam, the optimizer's.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:

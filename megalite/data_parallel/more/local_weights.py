@@ -45,10 +45,8 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
     """Send a tensor to each of some ranks and receive one from each of them; what is sent must stay as it is meanwhile.
 
-    Messages have a separate order, so collectives over the same ranks may run at the same time. Each rank takes its
-    pairs in the same order and in each pair the lower rank sends first: where a backend runs messages one by one, none
-    waits for one that is queued behind it.
-    """
+    Each rank takes its pairs in the same order and in each pair the lower rank sends first: where a backend runs
+    messages one by one, none waits for one that is queued behind it."""
     works = []
     for peer in sorted(outgoing):
         if channel.rank < peer:
@@ -129,8 +127,7 @@ class OwnWeights(DataParallelStrategy):
         """Inside, `data` is the mean of the replicas' main parameters, rounded once: the same bits on every rank. The
         log gets the distance from it. What is sent for it is not counted: it is no part of any step.
 
-        Collectives: an exchange and a gather of all parameters over the replicas, in full precision; one sum of two
-        numbers over the world.
+        Collectives: an exchange and a gather of all parameters over the replicas; a sum of two numbers over the world.
         """
         assert not self._inside_consensus, "the mean would look like a replica's own weights"
         self._inside_consensus = True

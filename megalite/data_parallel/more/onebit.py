@@ -154,13 +154,11 @@ class OneBit(Codec):
         x_i = values_i + e_i;  s_i, sgn(x_i) to the server of each chunk;  e_i = x_i - s_i·sgn(x_i)
         y = E + Σ_i s_i/n·sgn(x_i), in the order of ranks;  s, sgn(y) to all;  E = y - s·sgn(y)
 
-    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk, so that neither large
-    neighbours nor padding set a tensor's size; or, as in the paper, all of a chunk that is not padding.
+    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk (`scale` tensor), so
+    that neither large neighbours nor padding set its size; or, as in the paper, all of a chunk that is not padding
+    (bucket).
 
     Wire: 2·(n-1)/n bits a value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
-
-    Args:
-        scale: `tensor`: one size for each tensor in a chunk; `bucket`: one for the chunk.
     """
 
     name = "onebit"

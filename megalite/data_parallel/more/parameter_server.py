@@ -167,7 +167,6 @@ class AsyncParameterServer(OneServer):
 
     Args:
         scope: tp and pp: one copy of the model.
-        servers: None for one worker.
     """
 
     replicas_agree = False

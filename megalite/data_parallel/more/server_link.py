@@ -82,7 +82,8 @@ def divisor(staleness: int, *, workers: int, aware: bool) -> int:
 
 
 Order = Callable[[Sequence[Event], Ledger], Event | None]
-"""Decides what is served next: one of what could be served now, by arrival, and at least one. None: wait for another."""
+"""Decides what is served next: one of what could be served now, by arrival, and at least one. None: wait for
+another."""
 
 
 def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
@@ -144,13 +145,7 @@ class Request(NamedTuple):
 
 
 class Link:
-    """One end of a connection; messages are in host memory.
-
-    Args:
-        group: server and worker; `Group.rank` says which of them this is.
-        chunk_bytes: of a message.
-        wire_dtype: of gradients.
-    """
+    """One end of a connection, in a group of two; messages are in host memory."""
 
     def __init__(self, group: Group, *, chunk_bytes: int, wire_dtype: torch.dtype | None = None) -> None:
         self._group, self._chunk_bytes, self._wire_dtype = group, chunk_bytes, wire_dtype
