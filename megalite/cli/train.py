@@ -164,7 +164,7 @@ class _Log:
 
 def _let_the_first_be_seen(error: Exception) -> None:
     """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
-    from megalite.data_parallel.lost_peers import others_failed_first
+    from megalite.data_parallel.peers import others_failed_first
 
     if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and others_failed_first(error):
         rank = os.environ.get("RANK", "0")

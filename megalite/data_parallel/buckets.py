@@ -6,15 +6,14 @@ every rank with a copy, so the copies see bit-equal sums and cannot drift.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megalite.data_parallel.facts import BucketKind, cut_into_buckets, padded
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.group import Work
+from megalite.topology.group import DONE, Work
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Placed:
 
     @property
     def stop(self) -> int:
-        """One past its last element."""
         return self.start + self.parameter.numel()
 
 
@@ -41,7 +39,7 @@ class Bucket:
     def __init__(
         self,
         kind: BucketKind,
-        parameters: list[ShardedParameter],
+        parameters: Sequence[ShardedParameter],
         *,
         replicas: int,
         grad_dtype: torch.dtype,
@@ -53,8 +51,7 @@ class Bucket:
         for parameter in parameters:
             self.placed.append(Placed(parameter, offset))
             offset += parameter.numel()
-        size = padded(offset, replicas)
-        first = parameters[0]
+        size, first = padded(offset, replicas), parameters[0]
         self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         for placed in self.placed:
@@ -76,20 +73,18 @@ class Bucket:
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
-        """From now on count gradients; `on_full` is called once each parameter's last one has come.
+        """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
+        will.
 
         Args:
-            pending: how many are still to come of each parameter; those of one whole backward by default. If none are,
-                `on_full` is called at once.
+            pending: how many are still to come of each parameter; those of one whole backward by default.
         """
-        members = [placed.parameter for placed in self.placed]
-        self._awaited = sum(p.info.uses if pending is None else pending[p] for p in members)
+        self._awaited = sum(awaited(placed.parameter, pending) for placed in self.placed)
         self._on_full = on_full
         if self._awaited == 0:
             on_full()
 
     def stop_counting(self) -> None:
-        """Count no longer."""
         self._awaited = 0
 
     def _note(self) -> None:
@@ -97,6 +92,18 @@ class Bucket:
             self._awaited -= 1
             if self._awaited == 0:
                 self._on_full()
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[Placed, int, int]]:
+        """The parameters that elements [start, stop) touch, with the range of the bucket that both have."""
+        for placed in self.placed:
+            first, last = max(placed.start, start), min(placed.stop, stop)
+            if first < last:
+                yield placed, first, last
+
+
+def awaited(parameter: ShardedParameter, pending: Counter[torch.nn.Parameter] | None) -> int:
+    """Gradients that are still to come: what `pending` says, or those of one whole backward."""
+    return parameter.info.uses if pending is None else pending[parameter]
 
 
 def alloc_storage(flat: torch.Tensor) -> None:
@@ -110,7 +117,6 @@ def free_storage(flat: torch.Tensor) -> None:
 
 
 def has_memory(flat: torch.Tensor) -> bool:
-    """The buffer may be read and written."""
     return flat.untyped_storage().nbytes() > 0
 
 
@@ -133,7 +139,6 @@ def make_buckets(
 
     Args:
         replicas: how many ranks share a bucket of this kind.
-        allocate: see `Bucket`.
     """
     found = cut_into_buckets(dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size)
     return [
@@ -154,12 +159,14 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
     )
 
 
+def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[ShardedParameter, ...]:
+    return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter))
+
+
 class Arrivals:
-    """Each module waits for the buckets of its own parameters just before it computes.
+    """Each module waits for the buckets that it has parameters in just before it computes.
 
     Args:
-        stages: this rank's modules.
-        buckets: all of theirs.
         overlap: False: whatever is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing.
     """
 
@@ -168,22 +175,15 @@ class Arrivals:
         self._coming: dict[Bucket, Work] = {}
         if overlap:
             bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.placed}
-            for stage in stages.values():
-                for module in stage.modules():
-                    self._wait_before(module, bucket_of)
-
-    def _wait_before(self, module: torch.nn.Module, bucket_of: Mapping[Any, Bucket]) -> None:
-        own = [p for p in module.parameters(recurse=False) if isinstance(p, ShardedParameter)]
-        buckets = tuple(dict.fromkeys(bucket_of[parameter] for parameter in own))
-        if buckets:
-            module.register_forward_pre_hook(lambda *_: self._wait_for(buckets))
+            for module in (module for stage in stages.values() for module in stage.modules()):
+                own = dict.fromkeys(bucket_of[parameter] for parameter in parameters_of(module, recurse=False))
+                if own:
+                    module.register_forward_pre_hook(lambda *_, own=own: self._wait_for(own))
 
     def _wait_for(self, buckets: Iterable[Bucket]) -> None:
         if self._coming:
             for bucket in buckets:
-                work = self._coming.pop(bucket, None)
-                if work is not None:
-                    work.wait()
+                self._coming.pop(bucket, DONE).wait()
 
     def expect(self, bucket: Bucket, work: Work) -> None:
         """The bucket's parameters are there once `work` is done."""
@@ -195,7 +195,6 @@ class Arrivals:
             self.wait()
 
     def wait(self) -> None:
-        """Until everything is there."""
         for work in self._coming.values():
             work.wait()
         self._coming.clear()

@@ -6,7 +6,6 @@ A parameter here is anything with a kind and a size: a tensor in training, a sha
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
@@ -29,6 +28,11 @@ class BucketKind(NamedTuple):
     expert: bool
     orthogonal: bool = False
 
+    @property
+    def in_parts(self) -> bool:
+        """Its gradient must be summed over tp, or over both copies of a tied embedding, before it is over dp."""
+        return self.partial_over_tp or self.tied
+
 
 def cut_into_buckets(
     parameters: Iterable[P], *, kind: Callable[[P], BucketKind], size: Callable[[P], int], bucket_size: int
@@ -48,8 +52,7 @@ def cut_into_buckets(
 
 def padded(elements: int, replicas: int) -> int:
     """Elements of a bucket that so many ranks share, with its padding."""
-    align = ALIGNMENT * replicas
-    return -(-elements // align) * align
+    return -(-elements // (ALIGNMENT * replicas)) * ALIGNMENT * replicas
 
 
 def wire_width(config: RunConfig) -> int:
@@ -81,14 +84,10 @@ class Placement(Enum):
     """How the ranks with the same bucket have a state of it."""
 
     REPLICATED = "replicated"
-    """All have the same values; they share the writing."""
     SHARDED = "sharded"
-    """Each has one range; together they are the whole."""
     PRIVATE = "private"
-    """Each has different values for every element; all are saved, under a leading dimension over replicas.
-
-    Loaded by another number of replicas, each gets the mean of the old ones.
-    """
+    """Each has different values for every element; all are saved, under a leading dimension over replicas. Another
+    number of replicas loads the mean of the old ones."""
 
 
 class StateFact(NamedTuple):
@@ -100,46 +99,37 @@ class StateFact(NamedTuple):
     main parameters)."""
 
 
-STATES: Mapping[str, StateFact] = MappingProxyType(
-    {
-        "onebit_error": StateFact(Placement.PRIVATE, "zeros"),
-        "onebit_server_error": StateFact(Placement.SHARDED, "zeros"),
-        "uint8_error": StateFact(Placement.PRIVATE, "zeros"),
-        "uint8_server_error": StateFact(Placement.SHARDED, "zeros"),
-        "topk_error": StateFact(Placement.PRIVATE, "zeros"),
-        "powersgd_error": StateFact(Placement.PRIVATE, "zeros"),
-        "anchor": StateFact(Placement.REPLICATED, "parameter"),
-        "outer_momentum": StateFact(Placement.REPLICATED, "zeros"),
-        "outer_mean": StateFact(Placement.REPLICATED, "zeros"),
-        "gossip_momentum": StateFact(Placement.PRIVATE, "zeros"),
-        # The next two are main parameters, which are there anyway.
-        "replica_param": StateFact(Placement.PRIVATE, "parameter"),
-        "main_param": StateFact(Placement.REPLICATED, "required"),
-    }
-)
-"""By their names in checkpoints; values have the precision of main parameters."""
-
-_OF_COMPRESSION = {
-    "none": (),
-    "onebit": ("onebit_error", "onebit_server_error"),
-    "uint8": ("uint8_error", "uint8_server_error"),
-    "topk": ("topk_error",),
-    "powersgd": ("powersgd_error",),
+STATES: Mapping[str, StateFact] = {
+    "onebit_error": StateFact(Placement.PRIVATE, "zeros"),
+    "onebit_server_error": StateFact(Placement.SHARDED, "zeros"),
+    "uint8_error": StateFact(Placement.PRIVATE, "zeros"),
+    "uint8_server_error": StateFact(Placement.SHARDED, "zeros"),
+    "topk_error": StateFact(Placement.PRIVATE, "zeros"),
+    "powersgd_error": StateFact(Placement.PRIVATE, "zeros"),
+    "anchor": StateFact(Placement.REPLICATED, "parameter"),
+    "outer_momentum": StateFact(Placement.REPLICATED, "zeros"),
+    "outer_mean": StateFact(Placement.REPLICATED, "zeros"),
+    "gossip_momentum": StateFact(Placement.PRIVATE, "zeros"),
+    # The next two are main parameters, which are there anyway.
+    "replica_param": StateFact(Placement.PRIVATE, "parameter"),
+    "main_param": StateFact(Placement.REPLICATED, "required"),
 }
+"""By their names in checkpoints; values have the precision of main parameters."""
 
 
 def strategy_states(config: RunConfig) -> tuple[str, ...]:
     """The states that a run's strategy keeps where there are several replicas, in addition to the optimizer's."""
     d, strategy = config.data_parallel, config.parallel.dp_strategy
-    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
-        return _OF_COMPRESSION["onebit"]
+    codec = "onebit" if config.optimizer.optimizer in ONEBIT_OPTIMIZERS else d.grad_compression
+    if codec != "none":
+        return tuple(name for name in STATES if name.startswith(f"{codec}_"))
     if strategy == "local-sgd":
         return ("anchor",) if d.wire_dtype == "bf16" else ()
     if strategy == "diloco":
         return ("anchor", "outer_momentum", *(("outer_mean",) if d.sync_delay else ()))
     if strategy == "gossip":
         return ("gossip_momentum",) if d.gossip_algorithm == "decentlam" else ()
-    return _OF_COMPRESSION[d.grad_compression]
+    return ()
 
 
 def state_elements(names: Iterable[str], replicas: int) -> float:

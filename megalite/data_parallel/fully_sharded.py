@@ -1,56 +1,38 @@
 """Data parallelism that keeps a part of everything on each rank: parameters, gradients, optimizer state (ZeRO-3)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, has_memory
+from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, has_memory, parameters_of
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.shards import OptimizerShard, SplitMain
+from megalite.data_parallel.shards import OptimizerShard
 from megalite.data_parallel.strategy import FlatState
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
 
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """A module that gathers its parameters together: a transformer layer, the embedding, the head."""
-
-    module: torch.nn.Module
-    parameters: tuple[ShardedParameter, ...]
-    """Also those that an earlier unit holds too (a tied embedding)."""
-
-
-def find_units(stages: Mapping[int, torch.nn.Module]) -> list[Unit]:
-    """The children of each stage, and of containers among them their children, in the order of the forward.
+def find_units(stages: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules that gather their parameters together (a transformer layer, the embedding, the head), in the order of
+    the forward: the children of each stage, and of containers among them their children.
 
     Parameters that a stage has in addition to its children make it a unit itself; then no child may have any.
     """
-    units: list[Unit] = []
+    units: list[torch.nn.Module] = []
     for stage in stages.values():
         modules: list[torch.nn.Module] = []
         for child in stage.children():
-            if isinstance(child, torch.nn.ModuleDict | torch.nn.ModuleList):
-                modules += child.children()
-            else:
-                modules.append(child)
-        found = [Unit(module, _parameters(module)) for module in modules]
-        found = [unit for unit in found if unit.parameters]
-        if not found:
-            found = [Unit(stage, _parameters(stage))]
-        within = {parameter for unit in found for parameter in unit.parameters}
-        assert within == set(_parameters(stage)), "a stage has parameters outside its units"
+            containers = isinstance(child, torch.nn.ModuleDict | torch.nn.ModuleList)
+            modules += child.children() if containers else [child]
+        found = [module for module in modules if parameters_of(module)] or [stage]
+        within = {parameter for unit in found for parameter in parameters_of(unit)}
+        assert within == set(parameters_of(stage)), "a stage has parameters outside its units"
         units += found
     return units
-
-
-def _parameters(module: torch.nn.Module) -> tuple[ShardedParameter, ...]:
-    return tuple(parameter for parameter in module.parameters() if isinstance(parameter, ShardedParameter))
 
 
 class FullySharded(DistributedOptimizer):
@@ -79,19 +61,14 @@ class FullySharded(DistributedOptimizer):
         self._units = find_units(stages)
         self._own: dict[Bucket, torch.Tensor] = {}
         super().__init__(stages, **common)
-        self._serial = self.all_buckets()[0].data.device.type == "cpu" and (
-            self.options.by_rank or self.options.wire_dtype not in (None, self.options.grad_dtype)
-        )
-        """Reduce-scatters run in the background thread: the gathers must too, so that every rank has them in one order."""
         self._backward_of: int | None = None
         """The unit in its backward now."""
 
-    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
-        left, members = dict.fromkeys(parameters), []
+    def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
+        left, members = set(parameters), []
         for unit in self._units:
-            members.append([parameter for parameter in unit.parameters if parameter in left])
-            for parameter in members[-1]:
-                del left[parameter]
+            members.append([parameter for parameter in parameters_of(unit) if parameter in left])
+            left.difference_update(members[-1])
         return [bucket for own in reversed(members) for bucket in super(FullySharded, self)._make_buckets(own)]
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
@@ -107,30 +84,23 @@ class FullySharded(DistributedOptimizer):
         free_storage(bucket.data)
         return shard
 
-    def _split_main(self, shard: OptimizerShard) -> SplitMain:
-        return SplitMain(shard.main_param, self._weights(shard))
-
     def _weights(self, shard: OptimizerShard) -> torch.Tensor:
         own = self._own.get(shard.bucket)
-        return shard.bucket.data[shard.start : shard.stop] if own is None else own
+        return super()._weights(shard) if own is None else own
 
     # ---- gathering
 
     def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
         self._gathering: dict[Bucket, Work] = {}
         self._overlap_gather = overlap
-        bucket_of = {placed.parameter: bucket for bucket in self.all_buckets() for placed in bucket.placed}
+        bucket_of = {placed.parameter: bucket for bucket in self._own for placed in bucket.placed}
         self._needs = [
-            [
-                bucket
-                for bucket in dict.fromkeys(bucket_of[parameter] for parameter in unit.parameters)
-                if bucket in self._own
-            ]
+            list(dict.fromkeys(bucket_of[parameter] for parameter in parameters_of(unit) if parameter in bucket_of))
             for unit in self._units
         ]
         if self._own:
             for index, unit in enumerate(self._units):
-                self._watch_unit(index, unit.module)
+                self._watch_unit(index, unit)
 
     def _watch_unit(self, index: int, module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(lambda *_: self._before_forward(index))
@@ -163,28 +133,30 @@ class FullySharded(DistributedOptimizer):
         if self._overlap_gather and 0 <= ahead < len(self._units):
             wanted += self._needs[ahead]
         self._free(but=wanted)
-        for bucket in wanted:
-            self._start_gather(bucket)
-        for bucket in self._needs[now]:
-            self._finish_gather(bucket)
+        self._start_gathers(wanted)
+        self._finish_gathers(self._needs[now])
 
-    def _start_gather(self, bucket: Bucket) -> None:
-        if not has_memory(bucket.data):
-            alloc_storage(bucket.data)
-            channel, own = self.channel(bucket), self._own[bucket]
-            if self._serial:
-                work: Work = channel.in_background(lambda: channel.gather_raw(bucket.data, own))
-            else:
-                work = channel.gather_raw_async(bucket.data, own)
-            self._gathering[bucket] = work
+    def _start_gathers(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if not has_memory(bucket.data):
+                alloc_storage(bucket.data)
+                self._gathering[bucket] = self._gather(bucket)
 
-    def _finish_gather(self, bucket: Bucket) -> None:
-        self._gathering.pop(bucket, DONE).wait()
+    def _gather(self, bucket: Bucket) -> Work:
+        channel, own = self.channel(bucket), self._own[bucket]
+        if self.device.type == "cpu" and channel.sums_in_parts(bucket.grad.dtype):
+            # Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order.
+            return channel.in_background(lambda: channel.gather_raw(bucket.data, own))
+        return channel.gather_raw_async(bucket.data, own)
 
-    def _free(self, *, but: list[Bucket] | None = None) -> None:
+    def _finish_gathers(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._gathering.pop(bucket, DONE).wait()
+
+    def _free(self, *, but: Sequence[Bucket] = ()) -> None:
         for bucket in self._own:
-            if has_memory(bucket.data) and (but is None or bucket not in but):
-                self._finish_gather(bucket)
+            if has_memory(bucket.data) and bucket not in but:
+                self._finish_gathers([bucket])
                 free_storage(bucket.data)
 
     # ---- the hooks of a step
@@ -199,14 +171,12 @@ class FullySharded(DistributedOptimizer):
         super().finish_grad_sync()
 
     def publish_parameters(self) -> None:
-        self._round()
+        super(DistributedOptimizer, self).publish_parameters()
         self._free()
 
     def wait_for_parameters(self) -> None:
-        for bucket in self._own:
-            self._start_gather(bucket)
-        for bucket in self._own:
-            self._finish_gather(bucket)
+        self._start_gathers(self._own)
+        self._finish_gathers(self._own)
 
     def settle(self) -> None:
         self._free()
@@ -217,8 +187,7 @@ class FullySharded(DistributedOptimizer):
     def weights(self, shard: OptimizerShard) -> FlatState:
         if shard.bucket not in self._own:
             return super().weights(shard)
-        own = self._own[shard.bucket]
-        return FlatState("weight", shard.bucket, own, Placement.SHARDED, shard.start)
+        return FlatState("weight", shard.bucket, self._own[shard.bucket], Placement.SHARDED, shard.start)
 
     def loaded(self) -> None:
         self._free()

@@ -1,13 +1,13 @@
 """Data parallelism by all-reduce of whatever gradients are ready, fused to pieces of a good size."""
 
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.buckets import Bucket, awaited
 from megalite.data_parallel.facts import ALIGNMENT
 from megalite.data_parallel.shards import Norms
 from megalite.data_parallel.strategy import DataParallelStrategy
@@ -25,26 +25,23 @@ class FusedAllReduce(DataParallelStrategy):
     `fusion_threshold_mb`, that slice of the buffer is all-reduced: nothing is copied to be fused. What is left goes when
     the backward ends.
 
-    Horovod's ranks run a graph in different orders, so they negotiate, every millisecond, what is ready on all of
-    them. Here what is fused depends on nothing but the order in which gradients come, which the program fixes: the same
-    schedule, layers and tape on each rank with the same buckets, and no timer. So nothing is negotiated. Each rank
-    folds the slices that it reduces into a number that travels with the norm; where the ranks of a group have different
-    ones the step fails before any weight changes (slices of different lengths fail in the collective itself).
+    Horovod's ranks negotiate, every millisecond, what is ready on all of them. Here what is fused depends on nothing
+    but the order in which gradients come, which the program fixes. Each rank folds the slices that it reduces into a
+    number that travels with the norm; where the ranks of a group have different ones the step fails before any weight
+    changes.
 
     Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
-        nbytes = self.options.settings.fusion_threshold_mb * 1e6
         wire = self.options.wire_dtype or self.options.grad_dtype
+        threshold = self.options.settings.fusion_threshold_mb * 1e6 / wire.itemsize
         self._queues = {
-            bucket: ReadyQueue(
-                bucket, threshold=nbytes / wire.itemsize, align=ALIGNMENT * self.groups.replicas(bucket.kind).size
-            )
+            bucket: ReadyQueue(bucket, threshold=threshold, align=ALIGNMENT * self.groups.replicas(bucket.kind).size)
             for bucket in self.all_buckets()
         }
-        self._pieces: dict[Bucket, list[Work]] = {}
+        self._pieces: defaultdict[Bucket, list[Work]] = defaultdict(list)
         self._order: dict[bool, int] = {}
         """For experts and for the rest, which have other groups: the slices reduced in this step, as a checksum."""
         for bucket in self.all_buckets():
@@ -60,35 +57,25 @@ class FusedAllReduce(DataParallelStrategy):
             queue.clear()
         super().zero_grad()
 
-    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        if not self.options.overlap:
-            return
-        counts = None if pending is None else Counter(pending)
-        for bucket in self.buckets[stage]:
-            if not (bucket.kind.partial_over_tp or bucket.kind.tied):
-                for piece in self._queues[bucket].start_counting(counts):
-                    self._start_piece(bucket, piece)
+    def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
+        self._start_pieces(bucket, self._queues[bucket].start_counting(pending))
 
     def _note(self, bucket: Bucket, index: int) -> None:
-        for piece in self._queues[bucket].note(index):
-            self._start_piece(bucket, piece)
+        self._start_pieces(bucket, self._queues[bucket].note(index))
 
     def _reduce(self, bucket: Bucket) -> Work:
-        for piece in self._queues[bucket].rest():
-            self._start_piece(bucket, piece)
+        self._start_pieces(bucket, self._queues[bucket].rest())
         return Several(self._pieces.pop(bucket, []))
 
-    def _start_piece(self, bucket: Bucket, piece: Range) -> None:
-        start, stop = piece
-        work = self.channel(bucket).all_reduce_async(bucket.grad[start:stop])
-        self._pieces.setdefault(bucket, []).append(work)
-        name = bucket.placed[0].parameter.info.spec.name
-        expert = bucket.kind.expert
-        self._order[expert] = zlib.crc32(f"{name} {start} {stop}".encode(), self._order.get(expert, 0))
+    def _start_pieces(self, bucket: Bucket, pieces: Iterable[Range]) -> None:
+        name, expert = bucket.placed[0].parameter.info.spec.name, bucket.kind.expert
+        for start, stop in pieces:
+            self._pieces[bucket].append(self.channel(bucket).all_reduce_async(bucket.grad[start:stop]))
+            self._order[expert] = zlib.crc32(f"{name} {start} {stop}".encode(), self._order.get(expert, 0))
 
     def norm_terms(self) -> torch.Tensor:
         """And a number that sums to 0 if the ranks of each group have reduced the same slices in the same order: the
-        first rank of d adds (d-1) times its checksum, the others take theirs away."""
+        first rank of d adds (d-1) times its checksum, the others subtract theirs."""
         balance = 0
         for expert, checksum in self._order.items():
             group = self.groups.expert_dp if expert else self.groups.dp
@@ -106,14 +93,13 @@ class FusedAllReduce(DataParallelStrategy):
         if balance != 0.0:
             raise RuntimeError(
                 f"step {self.step}: gradients became ready in different orders on ranks that hold the same parameters, so "
-                "what was added up is not their gradient; use --dp-strategy all-reduce, and please report the model and "
-                "the schedule"
+                "the sum is not their gradient; use --dp-strategy all-reduce, and please report the model and the schedule"
             )
         return super().norms(terms)
 
 
 class ReadyQueue:
-    """The gradients of one bucket that are final and not yet on their way, as ranges that do not touch.
+    """The gradients of one bucket that are final and not yet in flight, as ranges that do not touch.
 
     Args:
         threshold: elements; ready neighbours that are at least as many are given out.
@@ -124,26 +110,18 @@ class ReadyQueue:
         self._threshold, self._align = max(threshold, 1.0), align
         self._size = bucket.grad.numel()
         self._parameters = [placed.parameter for placed in bucket.placed]
-        ranges = [(placed.start, placed.stop) for placed in bucket.placed]
-        # The padding comes with the last one.
-        self._ranges = [*ranges[:-1], (ranges[-1][0], self._size)]
+        self._ranges = [(placed.start, placed.stop) for placed in bucket.placed]
+        self._ranges[-1] = (self._ranges[-1][0], self._size)  # the padding comes with the last one
         self.clear()
 
     def clear(self) -> None:
-        """Count nothing, until armed."""
         self._awaited = [0] * len(self._parameters)
         self._ready: list[Range] = []
         self._given: list[Range] = []
 
     def start_counting(self, pending: Counter[torch.nn.Parameter] | None) -> list[Range]:
-        """From now on count; returns what can go at once.
-
-        Args:
-            pending: how many contributions are still to come of each parameter; those of one whole backward by default.
-        """
-        self._awaited = [
-            parameter.info.uses if pending is None else pending[parameter] for parameter in self._parameters
-        ]
+        """From now on count, as `Bucket.start_counting`; returns what can go at once."""
+        self._awaited = [awaited(parameter, pending) for parameter in self._parameters]
         final = [index for index, count in enumerate(self._awaited) if count == 0]
         return [piece for index in final for piece in self._add(index)]
 

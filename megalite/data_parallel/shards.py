@@ -31,19 +31,17 @@ class OptimizerShard:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradient of the range."""
         assert self.main_param.grad is not None
         return self.main_param.grad
-
-    @property
-    def decay(self) -> bool:
-        """Weight decay applies."""
-        return self.bucket.kind.decay
 
     @property
     def is_copy(self) -> bool:
         """The main parameters are apart from the model's."""
         return self.main_param.dtype != self.bucket.data.dtype
+
+
+def placed_in(shard: OptimizerShard) -> list[Placed]:
+    return [placed for placed, _, _ in shard.bucket.within(shard.start, shard.stop)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +95,6 @@ class Norms:
     """Of the gradient that this rank's update goes by."""
 
 
-def placed_in(shard: OptimizerShard) -> list[Placed]:
-    """The parameters that a shard touches."""
-    return [placed for placed in shard.bucket.placed if placed.start < shard.stop and placed.stop > shard.start]
-
-
 PIECE = 1 << 20
 """Elements that are worked on at a time."""
 
@@ -109,10 +102,10 @@ _HIGHEST = (1 << 15) - 1
 
 
 class SplitMain:
-    """The main parameters of a range of a bucket.
+    """The main parameters of a range of a bucket, kept between updates as the 16 bits that the model's weights lack.
 
-    Between updates `main` is one NaN that stands for all its elements; `unfold` gives it memory and puts the exact values
-    there, `fold` takes them up and frees it.
+    Then `main` is one NaN that stands for all its elements; `unfold` gives it memory and the exact values, `fold` takes
+    them up and frees it.
 
     Args:
         main: fp32, flat.
@@ -141,7 +134,6 @@ class SplitMain:
         self.in_memory = False
 
     def unfold(self) -> None:
-        """Give `main` its memory and its values."""
         bits = torch.empty_like(self._low, dtype=torch.int32)
         for start, stop in self._pieces():
             torch.add(self._high(start, stop), self._low[start:stop], out=bits[start:stop])

@@ -20,8 +20,8 @@ import torch
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
-from megalite.data_parallel.buckets import Bucket, Placed, make_buckets
-from megalite.data_parallel.facts import STATES, Placement
+from megalite.data_parallel.buckets import Bucket, Placed, make_buckets, parameters_of
+from megalite.data_parallel.facts import STATES, BucketKind, Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard, SplitMain, StrategyGroups, StrategyOptions, unfolded
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.optimizers.base import Optimizer, Update
@@ -47,7 +47,6 @@ class FlatState:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.values.numel()
 
 
@@ -58,10 +57,8 @@ def kept(name: str, bucket: Bucket, values: torch.Tensor, start: int = 0) -> Fla
 
 @dataclass(frozen=True, eq=False)
 class TensorState:
-    """Something about one tensor of the model, or about this rank's slice of it.
-
-    A checkpoint that does not have it, or for another cut of the tensor, leaves it as it is, with a line in the log.
-    """
+    """Something about one tensor of the model, or about this rank's slice of it. A checkpoint without it, or for
+    another cut of the tensor, leaves it as it is, with a line in the log."""
 
     name: str
     bucket: Bucket
@@ -86,7 +83,6 @@ class DataParallelStrategy(ABC):
     """Each of the ranks with the same bucket updates another part of it."""
     replicas_agree: bool = True
     """After each update the ranks with the same bucket have the same weights, to the bit."""
-
     allocates_gradients: bool = True
     """Gradients have memory from the start."""
 
@@ -94,12 +90,15 @@ class DataParallelStrategy(ABC):
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
     ) -> None:
         self.groups, self.options = groups, options
-        self.buckets: dict[int, list[Bucket]] = {
-            stage: self._make_buckets(own) for stage, own in _own_parameters(stages).items()
-        }
-        device = self.all_buckets()[0].data.device
+        self.buckets: dict[int, list[Bucket]] = {}
+        seen: set[ShardedParameter] = set()
+        for stage, module in stages.items():
+            # What two stages share (a tied embedding where both ends are on one rank) is the first one's.
+            own = [parameter for parameter in parameters_of(module) if parameter not in seen]
+            seen.update(own)
+            self.buckets[stage] = self._make_buckets(own)
         self.wire_counter = WireCounter()
-        self.background = Background(device)
+        self.background = Background(self.device)
         self._channels: dict[Group, Channel] = {}
         self._reducing: dict[Bucket, Work] = {}
         self.notes: list[str] = []
@@ -111,7 +110,8 @@ class DataParallelStrategy(ABC):
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
-        self._split = [self._split_main(shard) for shard in self.shards] if options.split_main else []
+        splits = self.shards if options.split_main else []
+        self._split = [SplitMain(shard.main_param, self._weights(shard)) for shard in splits]
 
     @classmethod
     def from_config(
@@ -120,7 +120,7 @@ class DataParallelStrategy(ABC):
         """The strategy of a run; `common` are `groups` and `options`."""
         return cls(stages, **common)
 
-    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
+    def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         return make_buckets(
             parameters,
             bucket_size=self.options.bucket_size,
@@ -130,21 +130,27 @@ class DataParallelStrategy(ABC):
         )
 
     def all_buckets(self) -> list[Bucket]:
-        """Buckets of all stages."""
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
+
+    @property
+    def device(self) -> torch.device:
+        return self.all_buckets()[0].data.device
+
+    @property
+    def has_replicas(self) -> bool:
+        return any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
 
     def channel(self, bucket: Bucket) -> Channel:
         """The ranks that hold the bucket too."""
         group = self.groups.replicas(bucket.kind)
         if group not in self._channels:
-            self._channels[group] = Channel(
-                group,
-                self.wire_counter,
-                self.background,
-                wire_dtype=self.options.wire_dtype,
-                by_rank=self.options.by_rank,
-            )
+            self._channels[group] = self.new_channel(group, self.wire_counter)
         return self._channels[group]
+
+    def new_channel(self, group: Group, counter: WireCounter, kind: type[Channel] = Channel) -> Channel:
+        """One with the run's number format; its bytes are the counter's."""
+        options = self.options
+        return kind(group, counter, self.background, wire_dtype=options.wire_dtype, by_rank=options.by_rank)
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         start, stop = self.owned_range(bucket)
@@ -153,9 +159,6 @@ class DataParallelStrategy(ABC):
         main_param.grad = grad
         counts = self._counts(bucket) and (self.shards_over_dp or self.groups.replicas(bucket.kind).rank == 0)
         return OptimizerShard(bucket, start, stop, main_param, counts)
-
-    def _split_main(self, shard: OptimizerShard) -> SplitMain:
-        return SplitMain(shard.main_param, self._weights(shard))
 
     def _counts(self, bucket: Bucket) -> bool:
         """Of the ranks with other parts of the network that have the bucket's tensors too, this one has them counted."""
@@ -195,13 +198,15 @@ class DataParallelStrategy(ABC):
         """Start summing the bucket's gradients over the ranks that hold it too."""
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients, also those of a step that failed half way."""
-        for work in self._reducing.values():
-            work.wait()
-        self._reducing.clear()
+        self._finish_reductions()
         for bucket in self.all_buckets():
             bucket.stop_counting()
             bucket.grad.zero_()
+
+    def _finish_reductions(self) -> None:
+        for work in self._reducing.values():
+            work.wait()
+        self._reducing.clear()
 
     def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
         """The stage's last gradients come next: start each bucket's reduction when it is full.
@@ -213,13 +218,16 @@ class DataParallelStrategy(ABC):
         if self.options.overlap:
             counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:
-                if not _waits_for_others(bucket):
-                    bucket.start_counting(lambda bucket=bucket: self._start(bucket), counts)  # type: ignore[misc]
+                if not bucket.kind.in_parts:
+                    self._start_when_full(bucket, counts)
+
+    def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
+        bucket.start_counting(lambda: self._start(bucket), pending)
 
     def start_grad_sync(self, stage: int) -> None:
         """The stage's gradients are final: start what `enable_grad_sync` has not."""
         for bucket in self.buckets[stage]:
-            if not _waits_for_others(bucket):
+            if not bucket.kind.in_parts:
                 self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
@@ -227,21 +235,20 @@ class DataParallelStrategy(ABC):
             self._reducing[bucket] = self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
-        """Return with the sums of the owned ranges complete.
+        """Return with the sums of the owned ranges complete; what is in parts is made whole before it is summed over
+        dp."""
+        for bucket in self.all_buckets():
+            if bucket.kind.in_parts:
+                self._add_parts(bucket.kind, bucket.grad)
+                self._start(bucket)
+        self._finish_reductions()
 
-        Gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those first:
-        then what goes over dp is whole.
-        """
-        late = [bucket for bucket in self.all_buckets() if _waits_for_others(bucket)]
-        for bucket in late:
-            if bucket.kind.partial_over_tp:
-                self.groups.tp.all_reduce(bucket.grad)
-            if bucket.kind.tied and self.groups.embedding is not None:
-                self.groups.embedding.all_reduce(bucket.grad)
-            self._start(bucket)
-        for work in self._reducing.values():
-            work.wait()
-        self._reducing.clear()
+    def _add_parts(self, kind: BucketKind, gradient: torch.Tensor) -> None:
+        """In place: the sum over what tp ranks, or the two copies of a tied embedding, hold parts of."""
+        if kind.partial_over_tp:
+            self.groups.tp.all_reduce(gradient)
+        if kind.tied and self.groups.embedding is not None:
+            self.groups.embedding.all_reduce(gradient)
 
     def norm_terms(self) -> torch.Tensor:
         """fp64 numbers [k] of this rank, k the same on all; `norms` gets their sums over the world."""
@@ -257,10 +264,9 @@ class DataParallelStrategy(ABC):
 
         Accumulated in fp64: torch's fp32 norm of millions of elements is off in the fifth digit on CPU.
         """
-        device = self.shards[0].main_param.device
         counted = [shard.grad for shard in self.shards if shard.counts_in_norm]
         if not counted:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         return self.options.l2norm(counted).square()
 
     # ---- optimizer states and weights
@@ -292,9 +298,6 @@ class DataParallelStrategy(ABC):
 
     def publish_parameters(self) -> None:
         """Make the stepped main parameters the model's, on every rank: here, round them to its precision."""
-        self._round()
-
-    def _round(self) -> None:
         for main_param, weights in self._rounded().items():
             if main_param not in self._written:
                 weights.copy_(main_param.data)
@@ -330,8 +333,7 @@ class DataParallelStrategy(ABC):
 
     def weights(self, shard: OptimizerShard) -> FlatState:
         """The model's weights of a shard's bucket, as this rank holds them."""
-        bucket = shard.bucket
-        return FlatState("weight", bucket, bucket.data, Placement.REPLICATED)
+        return FlatState("weight", shard.bucket, shard.bucket.data, Placement.REPLICATED)
 
     def states(self) -> list[FlatState]:
         """What the strategy itself keeps from step to step and element by element, as live views."""
@@ -369,21 +371,6 @@ class DataParallelStrategy(ABC):
         self.background.close()
 
 
-def _own_parameters(stages: Mapping[int, torch.nn.Module]) -> dict[int, list[ShardedParameter]]:
-    """By stage; what two stages share (a tied embedding where both ends are on one rank) is the first one's."""
-    seen: set[torch.nn.Parameter] = set()
-    found: dict[int, list[ShardedParameter]] = {}
-    for stage, module in stages.items():
-        own = [p for p in module.parameters() if isinstance(p, ShardedParameter) and p not in seen]
-        seen.update(own)
-        found[stage] = own
-    return found
-
-
-def _waits_for_others(bucket: Bucket) -> bool:
-    return bucket.kind.partial_over_tp or bucket.kind.tied
-
-
 class AllReduce(DataParallelStrategy):
     """Buckets are all-reduced as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
 
@@ -403,15 +390,15 @@ STRATEGIES: Registry[type[DataParallelStrategy]] = Registry(
         "distributed-optimizer": f"{_HERE}.zero:DistributedOptimizer",
         "fully-sharded": f"{_HERE}.fully_sharded:FullySharded",
         "fused-all-reduce": f"{_HERE}.fused_all_reduce:FusedAllReduce",
-        "compressed-all-reduce": f"{_HERE}.more.compressed_all_reduce:CompressedAllReduce",
+        "compressed-all-reduce": f"{_HERE}.more.compression:CompressedAllReduce",
         "parameter-server": f"{_HERE}.more.parameter_server:ParameterServer",
         "sharded-parameter-server": f"{_HERE}.more.parameter_server:ShardedParameterServer",
-        "async-parameter-server": f"{_HERE}.more.async_parameter_server:AsyncParameterServer",
-        "momentum-exchange": f"{_HERE}.more.momentum_exchange:MomentumExchange",
-        "local-momentum-exchange": f"{_HERE}.more.momentum_exchange:LocalMomentumExchange",
+        "async-parameter-server": f"{_HERE}.more.parameter_server:AsyncParameterServer",
+        "momentum-exchange": f"{_HERE}.more.compression:MomentumExchange",
+        "local-momentum-exchange": f"{_HERE}.more.compression:LocalMomentumExchange",
         "local-sgd": f"{_HERE}.more.local_sgd:LocalSGD",
         "diloco": f"{_HERE}.more.local_sgd:DiLoCo",
-        "gossip": f"{_HERE}.more.gossip:Gossip",
+        "gossip": f"{_HERE}.more.local_sgd:Gossip",
     },
 )
 """By name; a new strategy is a class with `@STRATEGIES.register`, or a line here."""

@@ -2,49 +2,45 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megalite.topology.group import DONE, Group, Work, add_in_order
 
+T = TypeVar("T")
 Job = tuple[Callable[[], None], "Future[None]"]
 
 
-@dataclass
 class Background:
-    """One thread that runs what it is given, in that order.
+    """One thread that runs what it is given, in that order; on CUDA there is none, as streams order the work.
 
-    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. On CUDA there is no
-    thread: streams order the work.
-
-    After something has failed nothing further is run: the peers wait for what did not happen, and to start more would
-    only wait for them in turn. Whatever was asked for fails with the same error.
+    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. After something has
+    failed nothing further is run, as the peers wait for what did not happen: all that is asked for fails with that.
     """
 
-    device: torch.device
-    _jobs: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue, init=False)
-    _thread: threading.Thread | None = field(default=None, init=False)
-    _last: "Future[None] | None" = field(default=None, init=False)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Future[None] | None = None
 
     def run(self, work: Callable[[], None]) -> Work:
         """Start `work`; `wait()` on what is returned raises what it raised."""
-        if self.device.type != "cpu":
+        if self._device.type != "cpu":
             work()
             return DONE
         if self._thread is None:
             # A daemon: a run that fails must be able to end while this waits for a peer that will never come.
             self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name="megalite-dp", daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
-        self._last = future
-        self._jobs.put((work, future))
-        return _Waiting(future)
+        self._last = Future()
+        self._jobs.put((work, self._last))
+        return _Waiting(self._last)
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
@@ -80,25 +76,24 @@ class _Waiting:
         return self.future.result()
 
 
-@dataclass
 class WireCounter:
     """Payload bytes that this rank has sent: what its algorithms put on the wire, without headers.
 
     A ring all-reduce of B bytes over n ranks counts 2·(n-1)/n·B on each, a gather or exchange (n-1)/n, a message B.
     """
 
-    sent: float = 0.0
-    _lock: Lock = field(default_factory=Lock, init=False, repr=False)
+    def __init__(self) -> None:
+        self._sent = 0.0
+        self._lock = threading.Lock()
 
     def add(self, nbytes: float) -> None:
-        """Take note of bytes that a collective in flight will send; from any thread."""
+        """Count bytes that a collective in flight will send; from any thread."""
         with self._lock:
-            self.sent += nbytes
+            self._sent += nbytes
 
     def take(self) -> float:
-        """The bytes since the last call."""
         with self._lock:
-            sent, self.sent = self.sent, 0.0
+            sent, self._sent = self._sent, 0.0
             return sent
 
 
@@ -110,26 +105,29 @@ class Several:
     kept: Sequence[torch.Tensor] = ()
 
     def wait(self) -> Any:
-        """Wait for each."""
         for work in self.works:
             work.wait()
         self.works, self.kept = (), ()
+
+
+def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:
+    """The items in their order, each once `ahead` are in flight with it: while one is worked on the next comes."""
+    coming: deque[T] = deque()
+    for item in started:
+        coming.append(item)
+        if len(coming) == ahead:
+            yield coming.popleft()
+    yield from coming
 
 
 PIECE_BYTES = 1 << 20
 """Of what a rank sends to another at a time in a sum that has two parts."""
 
 
-def _put(target: torch.Tensor, whole: torch.Tensor, work: Work) -> None:
-    work.wait()
-    target.copy_(whole.view_as(target))
-
-
 class Channel:
     """The ranks that share a bucket, seen through a wire format.
 
     Args:
-        group: their group.
         counter: gets the bytes.
         background: runs the local sums of collectives that have two parts.
         wire_dtype: of values that are summed or gathered; None leaves them as they are.
@@ -151,6 +149,10 @@ class Channel:
         self.wire_dtype = wire_dtype
         self._by_rank = by_rank
 
+    def sums_in_parts(self, dtype: torch.dtype) -> bool:
+        """Sums are an exchange and additions here, in the background, and not a collective of the backend."""
+        return self._by_rank or self.wire_dtype not in (None, dtype)
+
     def all_reduce_async(self, tensor: torch.Tensor) -> Work:
         """In place: the sum over ranks. Flat; its size is a multiple of the number of ranks.
 
@@ -159,36 +161,29 @@ class Channel:
         """
         if self.size == 1:
             return DONE
-        if self.wire_dtype in (None, tensor.dtype) and not self._by_rank:
-            self._counter.add(2 * (self.size - 1) / self.size * tensor.nbytes)
-            return self.group.all_reduce_async(tensor)
-        return self._background.run(lambda: self._sum_and_gather(tensor))
+        if self.sums_in_parts(tensor.dtype):
+            return self._background.run(lambda: self._sum_and_gather(tensor))
+        self._counter.add(2 * (self.size - 1) / self.size * tensor.nbytes)
+        return self.group.all_reduce_async(tensor)
 
     def _sum_and_gather(self, tensor: torch.Tensor) -> None:
         """Piece by piece: the next one is exchanged while one is summed and the one before is gathered."""
         assert tensor.numel() % self.size == 0, (tensor.numel(), self.size)
-        rows = tensor.view(self.size, -1)
-        step = PIECE_BYTES // (self.wire_dtype or tensor.dtype).itemsize
-        exchanges = deque([self._exchange(rows[:, :step])])
-        gathers: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
-        for start in range(0, rows.shape[1], step):
-            if start + step < rows.shape[1]:
-                exchanges.append(self._exchange(rows[:, start + step : start + 2 * step]))
-            received, work = exchanges.popleft()
+        pieces = tensor.view(self.size, -1).split(PIECE_BYTES // (self.wire_dtype or tensor.dtype).itemsize, dim=1)
+        for piece, whole, gathering in pipelined(self._gathers(pieces), 3):
+            gathering.wait()
+            piece.copy_(whole.view_as(piece))
+
+    def _gathers(self, pieces: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, Work]]:
+        """Each piece [ranks, n], its sum in flight to the returned tensor, and when that has come."""
+        exchanges = ((piece, *self.exchange_raw_async(self.rounded(piece).contiguous().view(-1))) for piece in pieces)
+        for piece, received, work in pipelined(exchanges):
             work.wait()
-            part = tensor.new_empty(received.numel() // self.size)
+            part = piece.new_empty(received.numel() // self.size)
             add_in_order(part, received.view(self.size, -1))
             sent = self.rounded(part)
             whole = sent.new_empty(received.numel())
-            if len(gathers) == 2:
-                _put(*gathers.popleft())
-            gathering = Several([self.gather_raw_async(whole, sent)], [sent])
-            gathers.append((rows[:, start : start + step], whole, gathering))
-        while gathers:
-            _put(*gathers.popleft())
-
-    def _exchange(self, rows: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        return self.exchange_raw_async(self.rounded(rows).contiguous().view(-1))
+            yield piece, whole, Several([self.gather_raw_async(whole, sent)], [sent])
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` becomes this rank's part of the sum of `tensor` over ranks; it may be its place inside `tensor`."""
@@ -196,13 +191,12 @@ class Channel:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
             return DONE
-        if self.wire_dtype in (None, tensor.dtype) and not self._by_rank:
-            self._counter.add((self.size - 1) / self.size * tensor.nbytes)
-            return self.group.reduce_scatter_async(output, tensor)
-        return self._background.run(lambda: self._sum_parts(output, tensor))
-
-    def _sum_parts(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        add_in_order(output, self.exchange_raw(self.rounded(tensor)).view(self.size, -1))
+        if self.sums_in_parts(tensor.dtype):
+            return self._background.run(
+                lambda: add_in_order(output, self.exchange_raw(self.rounded(tensor)).view(self.size, -1))
+            )
+        self._counter.add((self.size - 1) / self.size * tensor.nbytes)
+        return self.group.reduce_scatter_async(output, tensor)
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Values as they are sent; the tensor itself where it has that type already."""
@@ -234,7 +228,6 @@ class Channel:
         return self.group.all_gather_async(output, part)
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
-        """A message to the rank with index `to`."""
         self._counter.add(tensor.nbytes)
         return self.group.send_async(tensor, to=to)
 

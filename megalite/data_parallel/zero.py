@@ -1,8 +1,7 @@
-"""Gradients of which a rank keeps its own range alone: the second stage of ZeRO."""
+"""The distributed optimizer (ZeRO-1), and gradients of which a rank keeps its own range alone (ZeRO-2)."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -13,50 +12,32 @@ from megalite.data_parallel.wire import Channel
 from megalite.topology.group import Work
 
 
-@dataclass(eq=False)
-class _Own:
-    """What a rank keeps of a bucket's gradient."""
-
-    total: torch.Tensor
-    """The owned range, summed over ranks and the microbatches so far."""
-    channel: Channel
-    is_empty: bool = True
-    """Nothing has been added yet."""
-
-
-@dataclass(eq=False)
-class _Sending:
-    """A reduce-scatter in flight; `part` is added to the total when it has come, unless it is the total."""
-
-    bucket: Bucket
-    own: _Own
-    part: torch.Tensor
-    work: Work
-
-
 class GradientShards:
     """The whole of a bucket's gradient has memory only while one microbatch's come in and are reduce-scattered.
 
-    Layers add where they always do: the buffer gets its memory when a layer asks for it, and gives it back once what is
-    in it has gone to its owners. A bucket is sent when each of its parameters has reported as often as one microbatch
-    makes it. Where the program splits the backward these may be reports of several microbatches; since sums are linear,
-    that changes nothing in the end.
+    The buffer gets its memory when a layer asks for it, and gives it back once what is in it has gone to its owners. A
+    bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program
+    splits the backward these may be reports of several microbatches, which changes no sum.
 
     Args:
-        overlap: a bucket may be on its way while the backward fills others. They are sent one after the other, and no
+        overlap: a bucket may be in flight while the backward fills others. They are sent one after the other, and no
             more wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one.
     """
 
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
-        self._own: dict[Bucket, _Own] = {}
-        self._sending: deque[_Sending] = deque()
+        self._own: dict[Bucket, tuple[torch.Tensor, Channel]] = {}
+        """The owned range, summed over ranks and the microbatches so far."""
+        self._started: set[Bucket] = set()
+        """Buckets of which something has gone into the total."""
+        self._sending: dict[Bucket, tuple[torch.Tensor, Work]] = {}
+        """In flight, in order; what comes is added to the total, unless it is the total."""
         self._room = 0
         """Elements of all that may be in flight."""
 
     def add(self, bucket: Bucket, total: torch.Tensor, channel: Channel) -> None:
         """Take charge of a bucket: `total`, this rank's range, is where its gradients end up."""
-        self._own[bucket] = _Own(total, channel)
+        self._own[bucket] = total, channel
         self._room = max(self._room, bucket.grad.numel() * 5 // 4)
         free_storage(bucket.grad)
         for placed in bucket.placed:
@@ -69,16 +50,16 @@ class GradientShards:
     def reset(self) -> None:
         """Forget all gradients, also those of a step that failed half way."""
         self.collect()
-        for bucket, own in self._own.items():
+        self._started.clear()
+        for bucket, (total, _) in self._own.items():
             free_storage(bucket.grad)
-            own.total.zero_()
-            own.is_empty = True
+            total.zero_()
             self._await(bucket)
 
     def send(self, buckets: Iterable[Bucket]) -> None:
         """Send what has come of these since they were last sent."""
         for bucket in buckets:
-            if bucket in self._own and self._holds(bucket):
+            if bucket in self._own and has_memory(bucket.grad) and bucket not in self._sending:
                 self._send(bucket)
 
     def finish(self) -> None:
@@ -86,21 +67,14 @@ class GradientShards:
         self.collect()
 
     def collect(self) -> None:
-        """Take in all that is on its way."""
         while self._sending:
             self._finish_first()
 
     def _await(self, bucket: Bucket) -> None:
         bucket.start_counting(lambda: self._send(bucket))
 
-    def _holds(self, bucket: Bucket) -> bool:
-        return has_memory(bucket.grad) and not self._is_sending(bucket)
-
-    def _is_sending(self, bucket: Bucket) -> bool:
-        return any(sending.bucket is bucket for sending in self._sending)
-
     def _provide(self, bucket: Bucket) -> None:
-        while self._is_sending(bucket):
+        while bucket in self._sending:
             self._finish_first()
         if not has_memory(bucket.grad):
             alloc_storage(bucket.grad)
@@ -108,23 +82,23 @@ class GradientShards:
 
     def _send(self, bucket: Bucket) -> None:
         self._await(bucket)
-        room = self._room - bucket.grad.numel()
-        while self._sending and sum(sending.bucket.grad.numel() for sending in self._sending) > room:
+        while self._sending and sum(other.grad.numel() for other in (bucket, *self._sending)) > self._room:
             self._finish_first()
-        own = self._own[bucket]
-        part = own.total if own.is_empty else torch.empty_like(own.total)
-        own.is_empty = False
-        work = own.channel.reduce_scatter_async(part, bucket.grad)
-        self._sending.append(_Sending(bucket, own, part, work))
+        total, channel = self._own[bucket]
+        part = torch.empty_like(total) if bucket in self._started else total
+        self._started.add(bucket)
+        self._sending[bucket] = part, channel.reduce_scatter_async(part, bucket.grad)
         if not self._overlap:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        sending = self._sending.popleft()
-        sending.work.wait()
-        if sending.part is not sending.own.total:
-            sending.own.total.add_(sending.part)
-        free_storage(sending.bucket.grad)
+        bucket = next(iter(self._sending))
+        part, work = self._sending.pop(bucket)
+        work.wait()
+        total, _ = self._own[bucket]
+        if part is not total:
+            total.add_(part)
+        free_storage(bucket.grad)
 
 
 class DistributedOptimizer(DataParallelStrategy):
@@ -139,7 +113,6 @@ class DistributedOptimizer(DataParallelStrategy):
     """
 
     shards_over_dp = True
-
     always_shards_gradients = False
 
     def __init__(
@@ -149,8 +122,7 @@ class DistributedOptimizer(DataParallelStrategy):
         shards = self.always_shards_gradients or options.settings.shard_gradients
         self._sharded = GradientShards(overlap=options.overlap) if shards else None
         super().__init__(stages, groups=groups, options=options)
-        shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
-        self._watch(stages, overlap=options.overlap_param_gather and shared)
+        self._watch(stages, overlap=options.overlap_param_gather and self.has_replicas)
 
     def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
         self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
@@ -176,9 +148,9 @@ class DistributedOptimizer(DataParallelStrategy):
             if bucket not in self._sharded:
                 bucket.grad.zero_()
 
-    def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
+    def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
         if self._sharded is None:
-            super().enable_grad_sync(stage, pending)
+            super()._start_when_full(bucket, pending)
 
     def start_grad_sync(self, stage: int) -> None:
         if self._sharded is None:
@@ -187,22 +159,14 @@ class DistributedOptimizer(DataParallelStrategy):
             self._sharded.send(self.buckets[stage])
 
     def finish_grad_sync(self) -> None:
-        """Return with the sums of the owned ranges complete.
-
-        Sharded gradients that tp ranks or the two copies of a tied embedding hold in parts are summed over those last:
-        equal buckets are cut alike, so that the owned ranges lie on one another.
-        """
+        """As all; sharded gradients that are in parts are added up last: equal buckets are cut alike, so that the owned
+        ranges lie on one another."""
         if self._sharded is None:
             super().finish_grad_sync()
             return
         self._sharded.finish()
         for shard in self.shards:
-            kind, total = shard.bucket.kind, shard.main_param.grad
-            assert total is not None
-            if kind.partial_over_tp:
-                self.groups.tp.all_reduce(total)
-            if kind.tied and self.groups.embedding is not None:
-                self.groups.embedding.all_reduce(total)
+            self._add_parts(shard.bucket.kind, shard.grad)
 
     def _reduce(self, bucket: Bucket) -> Work:
         start, stop = self.owned_range(bucket)

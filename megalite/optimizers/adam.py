@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,7 @@ STATES = STATES_OF["adam"]
 class AdamW(Optimizer):
     """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of.
 
-    Args:
-        kernels: where the kernel comes from; it also clips, and rounds the new parameters to the model's precision.
+    Its kernel also clips, and rounds the new parameters to the model's precision.
     """
 
     applies_factor = True
@@ -47,9 +47,6 @@ class AdamW(Optimizer):
         self.updates += 1
         for flat, kernel in zip(self.parameters, self._kernels, strict=True):
             param = flat.param
-            factor = None
-            if update.factor != 1.0:
-                factor = torch.full((), update.factor, dtype=param.dtype, device=param.device)
             kernel(
                 param.data,
                 param.grad,
@@ -60,7 +57,7 @@ class AdamW(Optimizer):
                 eps=self.config.adam_eps,
                 weight_decay=update.weight_decay if flat.decay else 0.0,
                 step=self.updates,
-                factor=factor,
+                factor=None if update.factor == 1.0 else param.new_full((), update.factor),
                 copy=update.copies.get(param),
             )
 
@@ -100,16 +97,11 @@ class RoundedAdamW(AdamW):
         self.updates += 1
 
     def _step_piece(self, flat: FlatParameter, start: int, stop: int, update: Update) -> None:
-        config, grad = self.config, flat.param.grad
-        assert grad is not None
+        config, grad = self.config, flat.grad
         kept = [values[start:stop] for values in self._states[flat.param].values()]
         moments = [values.float() if values.dtype == torch.bfloat16 else values for values in kept]
         adamw(
-            [flat.param.data[start:stop]],
-            [grad[start:stop]],
-            [moments[0]],
-            [moments[1]],
-            [],
+            *([flat.param.data[start:stop]], [grad[start:stop]], [moments[0]], [moments[1]], []),
             [torch.tensor(float(self.updates), device=grad.device)],
             fused=True,
             amsgrad=False,
@@ -122,8 +114,7 @@ class RoundedAdamW(AdamW):
         )
         bits = None
         if config.stochastic_rounding:
-            bits = torch.zeros(stop - start, dtype=torch.int32, device=grad.device)
-            random_bits(flat, start, stop, seed=self._seed, step=update.step, out=bits)
+            bits = random_bits(flat, start, stop, seed=self._seed, step=update.step)
         # One half of the bits for each moment.
         for target, values, shift in zip(kept, moments, (0, 16), strict=True):
             if target.dtype == values.dtype:
@@ -145,13 +136,6 @@ _SPREAD, _FIRST, _SECOND, _CARRY = (
     # next two, found by search, each bit of the index moves each bit of the hash (github.com/skeeto/hash-prospector).
     for number in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 )
-
-
-def tensor_key(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Two numbers of 32 bits, with sign."""
-    digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
-    first, second = digest[:4], digest[4:]
-    return int.from_bytes(first, "little", signed=True), int.from_bytes(second, "little", signed=True)
 
 
 def global_indices(segment: Segment, start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -184,19 +168,22 @@ def _leave_gaps(index: torch.Tensor, first: int, *, every: int, gap: int) -> Non
     index[end:] += (row + rows) * gap
 
 
-def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: int, out: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each element of a range of a flat parameter, into `out`, int32; padding gets what was there."""
+def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: int) -> torch.Tensor:
+    """32 random bits for each element of a range of a flat parameter, int32; padding gets 0."""
+    out = torch.zeros(stop - start, dtype=torch.int32, device=flat.param.device)
     for segment in flat.segments:
         low, high = max(segment.start, start), min(segment.stop, stop)
         if low < high:
+            digest = hashlib.blake2b(f"{seed}:{step}:{segment.name}".encode(), digest_size=8).digest()
             index = global_indices(segment, low, high, out.device)
             wide = math.prod(segment.global_shape) > 1 << 32
-            _hash(index, tensor_key(seed, step, segment.name), out[low - start : high - start], wide=wide)
+            _hash(index, struct.unpack("<ii", digest), out[low - start : high - start], wide=wide)
     return out
 
 
-def _hash(index: torch.Tensor, key: tuple[int, int], out: torch.Tensor, *, wide: bool) -> None:
-    """`out` becomes a hash of each index, which is used up; `wide` if some take more than 32 bits. Arithmetic wraps."""
+def _hash(index: torch.Tensor, key: tuple[int, ...], out: torch.Tensor, *, wide: bool) -> None:
+    """`out` becomes a hash of each index with two numbers of 32 bits; `wide` if some indices take more. Arithmetic
+    wraps."""
     out.copy_(index)
     out.mul_(_SPREAD).add_(key[0])
     if wide:

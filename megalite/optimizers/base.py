@@ -28,11 +28,7 @@ class Segment:
     """Place in the flat parameter."""
     offset: int
     """First element in the flattened local slice."""
-    local_shape: tuple[int, ...]
-    """Of this rank's slice of the tensor."""
     global_shape: tuple[int, ...]
-    shard_dim: int | None
-    """Dimension that tensor parallelism splits."""
     slice: tuple[tuple[int, int], ...]
     """Per dimension [start, stop) of the local slice in the tensor."""
     counts: bool
@@ -52,6 +48,11 @@ class FlatParameter:
     orthogonal: bool = False
     """It holds nothing but hidden matrices, which Muon orthogonalises."""
 
+    @property
+    def grad(self) -> torch.Tensor:
+        assert self.param.grad is not None
+        return self.param.grad
+
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
@@ -65,6 +66,11 @@ class Update:
     """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
+
+    @property
+    def kept(self) -> float:
+        """The share of a parameter that decay leaves."""
+        return 1.0 - self.lr * self.weight_decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,7 @@ from megalite.topology.group import Group
 
 class TensorSums:
     """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`), and
-    one all-reduce makes the sums of all tensors whole, the same on every rank.
-
-    So shards of tensor parallelism, of experts and of a distributed optimizer, and the stages of a pipeline, all come to
-    the same sums but for rounding.
+    one all-reduce makes the sums of all tensors whole, the same on every rank, however tensors are split.
 
     Args:
         parameters: those with tensors to sum over; other ranks may have other ones, or none.
@@ -30,14 +27,12 @@ class TensorSums:
 
     def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
         own = sorted({segment.name for flat in parameters for segment in flat.segments})
-        gathered = group.gather_json(own, device)
-        self.names: tuple[str, ...] = tuple(sorted({name for names in gathered for name in names}))
+        self.names: list[str] = sorted(set().union(*group.gather_json(own, device)))
         """Of all tensors, in the same order on every rank."""
         self._group, self.device = group, device
         self._column = {name: column for column, name in enumerate(self.names)}
 
     def column(self, segment: Segment) -> int:
-        """The place of the segment's tensor in a row of sums."""
         return self._column[segment.name]
 
     def zeros(self, rows: int) -> torch.Tensor:
@@ -50,27 +45,23 @@ class TensorSums:
 
 
 class Pieces:
-    """Adds up numbers of pieces of tensors: many launches' work in three, in the same order in every run.
-
-    Args:
-        columns: for each piece the place of its tensor in a row of `sums`.
-    """
+    """Adds up numbers of pieces of tensors, of which `columns` says the places in a row of `sums`: many launches' work
+    in three, in the same order in every run."""
 
     def __init__(self, columns: Sequence[int], sums: TensorSums) -> None:
         seen: Counter[int] = Counter()
-        rows = []
+        places = []
         for column in columns:
-            rows.append(seen[column])
+            places.append(seen[column] * len(sums.names) + column)
             seen[column] += 1
-        self._shape = (max(seen.values(), default=0), len(sums.names))
-        place = [row * self._shape[1] + column for row, column in zip(rows, columns, strict=True)]
-        self._place = torch.tensor(place, dtype=torch.int64, device=sums.device)
+        self._sums, self._rows = sums, max(seen.values(), default=0)
+        self._places = torch.tensor(places, dtype=torch.int64, device=sums.device)
 
     def add_up(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """fp64 [tensors], the sums of the squares of the pieces' numbers: of their norms, say."""
-        table = torch.zeros(self._shape, dtype=torch.float64, device=self._place.device)
+        table = self._sums.zeros(self._rows)
         if numbers:
-            table.view(-1)[self._place] = torch.stack(list(numbers)).double().square()
+            table.view(-1)[self._places] = torch.stack(list(numbers)).double().square()
         return table.sum(dim=0)
 
 
@@ -80,17 +71,11 @@ Temporaries are of this size."""
 
 
 def block_size(parameter: torch.Tensor) -> int:
-    """`BLOCKS` of its device."""
     return BLOCKS["cpu" if parameter.device.type == "cpu" else "cuda"]
 
 
 def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float, highest: float) -> torch.Tensor:
-    """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0.
-
-    Args:
-        weights: ‖x‖² of each tensor, fp64.
-        updates: ‖u‖², likewise.
-    """
+    """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0; from ‖x‖² and ‖u‖² of each tensor, fp64."""
     known = (weights > 0.0) & (updates > 0.0)
     ratios = (weights / torch.where(known, updates, 1.0)).sqrt_().clamp_(lowest, highest)
     return torch.where(known, ratios, 1.0)
@@ -100,7 +85,7 @@ def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float,
 class Block:
     """A part of a flat parameter that lies in one tensor, or anywhere where tensors make no difference."""
 
-    param: torch.nn.Parameter
+    flat: FlatParameter
     start: int
     stop: int
     column: int | None
@@ -108,8 +93,11 @@ class Block:
     counts: bool
     """Its squares are counted on this rank."""
 
+    @property
+    def param(self) -> torch.nn.Parameter:
+        return self.flat.param
+
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Its part of a tensor like the parameter."""
         return values[self.start : self.stop]
 
 
@@ -121,11 +109,9 @@ def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums) -> list[B
         ranges: list[tuple[int, int, int | None, bool]] = [(0, flat.param.numel(), None, False)]
         if flat.decay:
             ranges = [(each.start, each.stop, sums.column(each), each.counts) for each in flat.segments]
-        found += [
-            Block(flat.param, start, min(start + size, last), column, counts)
-            for first, last, column, counts in ranges
-            for start in range(first, last, size)
-        ]
+        for first, last, column, counts in ranges:
+            starts = range(first, last, size)
+            found += [Block(flat, start, min(start + size, last), column, counts) for start in starts]
     return found
 
 
@@ -143,7 +129,6 @@ class LAMB(Optimizer):
 
     Args:
         group: all ranks that make the step.
-        kernels: where the kernel comes from: what comes before norms are summed over ranks, and what after.
 
     Collectives: one all-reduce of two fp64 numbers for each tensor a step.
     """
@@ -181,10 +166,9 @@ class LAMB(Optimizer):
         terms: dict[str, Any] = {"beta1": c.adam_beta1, "beta2": c.adam_beta2, "eps": c.adam_eps, "step": self.updates}
         norms: list[torch.Tensor] = []
         for block in self._blocks:
-            assert block.param.grad is not None
             lamb_moments, _ = self._kernels[block.param]
             norms += lamb_moments(
-                *(block.of(block.param.data), block.of(block.param.grad), *self._moments(block)),
+                *(block.of(block.param.data), block.of(block.flat.grad), *self._moments(block)),
                 **terms,
                 weight_decay=0.0 if block.column is None else update.weight_decay,
                 norms=block.column is not None and block.counts,

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,31 +25,24 @@ Box = tuple[int, int, int, int]
 """First row, one past the last, and columns likewise."""
 
 
-class Span(NamedTuple):
-    """Consecutive elements [start, stop) of a flattened box of a matrix."""
+class Holding(NamedTuple):
+    """Elements [start, stop) of a flattened box of a matrix where a rank has them: from `at` in its flat parameter
+    number `flat`."""
 
     box: Box
     start: int
     stop: int
-
-
-class Holding(NamedTuple):
-    """A span of a matrix where a rank has it: from `start` in the rank's flat parameter number `flat`."""
-
-    span: Span
     rank: int
     flat: int
-    start: int
+    at: int
 
     @property
     def place(self) -> slice:
-        """In the flat parameter."""
-        return slice(self.start, self.start + self.size)
+        return slice(self.at, self.at + self.size)
 
     @property
     def size(self) -> int:
-        """Elements."""
-        return self.span.stop - self.span.start
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Matrix:
     @property
     def boxes(self) -> list[Box]:
         """What the slices of tensor parallelism cut it into."""
-        return sorted({holding.span.box for holding in self.holdings})
+        return sorted({holding.box for holding in self.holdings})
 
     @property
     def cost(self) -> int:
@@ -77,35 +70,34 @@ Place = tuple[Matrix, Holding]
 
 @dataclass
 class Traffic:
-    """One exchange: spans of matrices that go from rank to rank, all of one wave.
+    """One exchange: parts of matrices that go from rank to rank, all of one wave.
 
-    Both ends list what passes between two ranks in the same order, that of matrices and spans.
+    Both ends list what passes between two ranks in the same order, that of matrices and holdings.
     """
 
-    sent: list[list[Place]]
+    rank: int
+    """This one."""
+    sent: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
     """By receiver."""
-    received: list[list[Place]]
+    received: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
     """By sender."""
     kept: list[Place] = field(default_factory=list)
     """What stays on this rank."""
     moves: bool = False
     """Some rank sends something."""
 
-    def add(self, place: Place, *, sender: int, receiver: int, rank: int) -> None:
-        """A span travels; `rank` is this one."""
-        if sender == receiver:
-            if rank == sender:
-                self.kept.append(place)
-            return
-        self.moves = True
-        if rank == sender:
-            self.sent[receiver].append(place)
-        if rank == receiver:
-            self.received[sender].append(place)
+    def add(self, place: Place, *, sender: int, receiver: int) -> None:
+        if sender == receiver == self.rank:
+            self.kept.append(place)
+        elif sender != receiver:
+            self.moves = True
+            if sender == self.rank:
+                self.sent[receiver].append(place)
+            if receiver == self.rank:
+                self.received[sender].append(place)
 
 
-@dataclass
-class Wave:
+class Wave(NamedTuple):
     """Matrices that are in work together."""
 
     owned: list[Matrix]
@@ -130,23 +122,24 @@ def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device
         for index, flat in enumerate(parameters)
         for each in flat.segments
     ]
-    gathered = group.gather_json(own, device)
-    found: dict[Key, list[Holding]] = {}
+    found: defaultdict[Key, list[Holding]] = defaultdict(list)
     shapes: dict[Key, tuple[int, int]] = {}
-    for rank, segments in enumerate(gathered):
-        for flat, start, offset, length, name, shape, bounds in segments:
-            for number, span in _spans(shape, bounds, offset, offset + length):
-                found.setdefault((name, number), []).append(Holding(span, rank, flat, start))
+    for rank, segments in enumerate(group.gather_json(own, device)):
+        for flat, at, offset, length, name, shape, bounds in segments:
+            for number, box, start, stop in _parts(shape, bounds, offset, offset + length):
+                found[name, number].append(Holding(box, start, stop, rank, flat, at))
                 shapes[name, number] = (shape[-2], shape[-1])
-                start += span.stop - span.start
+                at += stop - start
     matrices = [Matrix(key, *shapes[key], tuple(sorted(holdings))) for key, holdings in found.items()]
-    waves = _cut(sorted(matrices, key=lambda each: (-each.cost, each.key)))
     work = [0] * group.size
-    return [_deal(wave, group, work) for wave in waves]
+    return [_deal(wave, group, work) for wave in _cut(sorted(matrices, key=lambda each: (-each.cost, each.key)))]
 
 
-def _spans(shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int) -> Iterator[tuple[int, Span]]:
-    """(number of the matrix, span) for each that elements [start, stop) of the flattened slice `bounds` touch."""
+def _parts(
+    shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int
+) -> Iterator[tuple[int, Box, int, int]]:
+    """(number, box, first and last element in it) of each matrix that elements [start, stop) of the flattened slice
+    `bounds` touch."""
     (top, bottom), (left, right) = bounds[-2:]
     size = (bottom - top) * (right - left)
     counts = [after - before for before, after in bounds[:-2]]
@@ -155,8 +148,7 @@ def _spans(shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, st
         for dim, extent in enumerate(shape[:-2]):
             index, rest = divmod(rest, math.prod(counts[dim + 1 :]))
             number = number * extent + bounds[dim][0] + index
-        first, last = max(start - local * size, 0), min(stop - local * size, size)
-        yield number, Span((top, bottom, left, right), first, last)
+        yield number, (top, bottom, left, right), max(start - local * size, 0), min(stop - local * size, size)
 
 
 def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
@@ -178,21 +170,20 @@ def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
 
 def _deal(matrices: Sequence[Matrix], group: Group, work: list[int]) -> Wave:
     """Owners, and what travels to and from them; `work` is what each rank has to do so far."""
-    none: list[list[list[Place]]] = [[[] for _ in range(group.size)] for _ in range(4)]
-    wave = Wave([], Traffic(none[0], none[1]), Traffic(none[2], none[3]))
+    wave = Wave([], Traffic(group.rank), Traffic(group.rank))
     for matrix in matrices:
         owner = work.index(min(work))
         work[owner] += matrix.cost
         if owner == group.rank:
             wave.owned.append(matrix)
         elements = 0
-        for span, copies in itertools.groupby(matrix.holdings, key=lambda each: each.span):
+        for (_, start, stop), copies in itertools.groupby(matrix.holdings, key=lambda each: each[:3]):
             holders = {holding.rank: holding for holding in copies}
-            elements += span.stop - span.start
+            elements += stop - start
             sender = owner if owner in holders else sorted(holders)[owner % len(holders)]
-            wave.gather.add((matrix, holders[sender]), sender=sender, receiver=owner, rank=group.rank)
+            wave.gather.add((matrix, holders[sender]), sender=sender, receiver=owner)
             for receiver, holding in holders.items():
-                wave.give_back.add((matrix, holding), sender=owner, receiver=receiver, rank=group.rank)
+                wave.give_back.add((matrix, holding), sender=owner, receiver=receiver)
         assert elements == matrix.rows * matrix.columns, f"{matrix.key} is not complete on ranks {group.ranks}"
     return wave
 
@@ -235,9 +226,7 @@ class Muon(Optimizer):
     those that hold the same matrices, and the numbers do not depend on the layout but for the rounding of gradients.
 
     Args:
-        matrices: parameters of nothing but hidden matrices.
-        others: all other ones.
-        group: ranks that together have all these matrices complete; of what several have, all have the same.
+        matrices: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
 
     Collectives: where matrices are split, an exchange of the momentum over `group`, and where several ranks hold parts of
     one, an exchange of the update. Each rank sends and receives about as many elements as it holds, at most.
@@ -270,10 +259,9 @@ class Muon(Optimizer):
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "Muon steps by reduced gradients"
         for flat in self._matrices:
-            assert flat.param.grad is not None
-            self._momentum(flat.param).lerp_(flat.param.grad, 1.0 - self.config.muon_momentum)
+            self._momentum(flat.param).lerp_(flat.grad, 1.0 - self.config.muon_momentum)
             if flat.decay:
-                flat.param.data.mul_(1.0 - update.lr * update.weight_decay)
+                flat.param.data.mul_(update.kept)
         for wave in self._waves:
             self._step(wave, update.lr)
         self._adam.updates = self.updates
@@ -291,21 +279,16 @@ class Muon(Optimizer):
         }
 
         def in_box(matrix: Matrix, holding: Holding) -> torch.Tensor:
-            return boxes[matrix.key, holding.span.box][holding.span.start : holding.span.stop]
-
-        def fill(matrix: Matrix, holding: Holding, values: torch.Tensor) -> None:
-            in_box(matrix, holding).copy_(values)
+            return boxes[matrix.key, holding.box][holding.start : holding.stop]
 
         def momentum(_: Matrix, holding: Holding) -> torch.Tensor:
-            param = self._matrices[holding.flat].param
-            assert param.grad is not None
-            nesterov = self._momentum(param)[holding.place]
-            return param.grad[holding.place].lerp(nesterov, self.config.muon_momentum)
+            flat, place = self._matrices[holding.flat], holding.place
+            return flat.grad[place].lerp(self._momentum(flat.param)[place], self.config.muon_momentum)
 
         def apply(_: Matrix, holding: Holding, values: torch.Tensor) -> None:
             self._matrices[holding.flat].param.data[holding.place].sub_(values, alpha=lr)
 
-        self._exchange(wave.gather, momentum, fill)
+        self._exchange(wave.gather, momentum, lambda matrix, holding, values: in_box(matrix, holding).copy_(values))
         for matrix in wave.owned:
             self._orthogonalise(matrix, boxes)
         self._exchange(wave.give_back, in_box, apply)
@@ -330,14 +313,15 @@ class Muon(Optimizer):
             write(*place, read(*place))
         if not traffic.moves:
             return
-        sent = [read(*place) for part in traffic.sent for place in part]
+        ranks = range(self._group.size)
+        sent, coming = ([place for rank in ranks for place in way[rank]] for way in (traffic.sent, traffic.received))
         splits = [
-            [sum(holding.size for _, holding in part) for part in parts] for parts in (traffic.received, traffic.sent)
+            [sum(holding.size for _, holding in way[rank]) for rank in ranks]
+            for way in (traffic.received, traffic.sent)
         ]
         received = self._empty(sum(splits[0]))
-        self._group.all_to_all(received, torch.cat([self._empty(0), *sent]), *splits)
-        place_of = [place for part in traffic.received for place in part]
-        for place, values in zip(place_of, received.split([one.size for _, one in place_of]), strict=True):
+        self._group.all_to_all(received, torch.cat([self._empty(0), *(read(*place) for place in sent)]), *splits)
+        for place, values in zip(coming, received.split([holding.size for _, holding in coming]), strict=True):
             write(*place, values)
 
     def _empty(self, size: int) -> torch.Tensor:

@@ -21,11 +21,6 @@ from megalite.topology.group import Group
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps in which the learning rate rises.
-
-    Raises:
-        ConfigError: as `Schedules`.
-    """
     length = Schedules(config).warmup
     return length if config.training.train_samples is None else steps_until(config, length)
 
@@ -51,8 +46,8 @@ class FreezePoint:
         c = config.optimizer
         if c.freeze_step is not None and c.freeze_step < 1:
             raise ConfigError(
-                f"freeze_step is {c.freeze_step}, but {c.optimizer} needs at least one step with whole gradients for its "
-                "second moment; take 15 to 25 % of the run, or leave it out to have it found while training"
+                f"freeze_step is {c.freeze_step}, but {c.optimizer} needs whole gradients for its second moment at first; "
+                "take 15 to 25 % of the run, or leave it out to have it found while training"
             )
         self.step = c.freeze_step
         """F, once it is known."""
@@ -123,42 +118,24 @@ class FreezePoint:
         """
         if "frozen_updates" not in counters:
             return
-        step, updates, last = (counters["freeze_step"], counters["frozen_updates"], counters["second_moment_norm"])
-        if step is not None and self._given is not None and int(step) != self._given:
+        step, last = counters["freeze_step"], counters["second_moment_norm"]
+        if step is not None and self._given not in (None, step):
             raise ConfigError(
                 f"freeze_step is {self._given}, but the checkpoint's warm-up ended after step {step} already; give "
                 f"--freeze-step {step}, or leave it out"
             )
-        if step is not None:
-            self.step = int(step)
-        self.updates = None if updates is None else int(updates)
-        # Checkpoints of before moments were bounded have none.
-        bounded = counters.get("bounded_updates")
-        self.bounded = None if bounded is None else int(bounded)
-        self._last = None if last is None else (int(last[0]), float(last[1]))
+        self.step = self.step if step is None else step
+        self.updates = counters["frozen_updates"]
+        self.bounded = counters.get("bounded_updates")  # checkpoints of before moments were bounded have none
+        self._last = None if last is None else (last[0], last[1])
 
 
 NOISE_SHARE = 0.01
 """Of a mean square (of a tensor's second moment, of ε): what is below is not stepped by its own size."""
 
 
-def second_moment_norm(parameters: Sequence[FlatParameter], optimizer: Optimizer, correction: float) -> torch.Tensor:
-    """This rank's part of ‖v/correction‖₁, fp64."""
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].param.device)
-    for flat in parameters:
-        if flat.segments and flat.segments[0].counts:
-            total += optimizer.state(flat.param)["exp_avg_sq"].sum(dtype=torch.float64)
-    return total / correction
-
-
 def bound_moments(
-    optimizer: Optimizer,
-    sums: TensorSums,
-    freeze: FreezePoint,
-    config: OptimizerConfig,
-    *,
-    updates: int,
-    by_bucket: bool,
+    optimizer: Optimizer, sums: TensorSums, freeze: FreezePoint, *, updates: int, by_bucket: bool
 ) -> None:
     """In place, once for each second moment v that signs are divided by: make it one that bounds their steps.
 
@@ -189,7 +166,7 @@ def bound_moments(
                 table[1, sums.column(each)] += each.stop - each.start
     sums.all_reduce(table)
     totals, counts = table.tolist()
-    quiet = NOISE_SHARE * config.adam_eps**2 * (1.0 - config.adam_beta2**updates)
+    quiet = NOISE_SHARE * optimizer.config.adam_eps**2 * (1.0 - optimizer.config.adam_beta2**updates)
     for flat, moment in zip(optimizer.parameters, moments, strict=True):
         columns = [sums.column(each) for each in flat.segments]
         for each, column in zip(flat.segments, columns, strict=True):
@@ -219,8 +196,6 @@ class OneBitOptimizer(Optimizer):
     Args:
         freeze: when that is.
         group: all ranks that make the step.
-        kernels: where the warm-up's kernel comes from.
-        states: as `Optimizer`.
     """
 
     def __init__(
@@ -249,11 +224,19 @@ class OneBitOptimizer(Optimizer):
         return type(self)(parameters, self.config, freeze, group=group, kernels=self._kernels)
 
     def _bound(self, updates: int) -> None:
-        bound_moments(self, self._sums, self.freeze, self.config, updates=updates, by_bucket=self._by_bucket)
+        bound_moments(self, self._sums, self.freeze, updates=updates, by_bucket=self._by_bucket)
 
     def _observe(self, step: int, correction: float) -> None:
         """Look whether the warm-up ends with this step; 1 - β₂ᵏ is the `correction` of v̂."""
-        note = self.freeze.observe(step, lambda: second_moment_norm(self.parameters, self, correction))
+
+        def norm() -> torch.Tensor:
+            total = torch.zeros((), dtype=torch.float64, device=self._sums.device)
+            for flat in self.parameters:
+                if flat.segments and flat.segments[0].counts:
+                    total += self.state(flat.param)["exp_avg_sq"].sum(dtype=torch.float64)
+            return total / correction
+
+        note = self.freeze.observe(step, norm)
         if note:
             self.notes.append(note)
 
@@ -281,10 +264,6 @@ class FrozenMoments(OneBitOptimizer):
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """The base's step, or a frozen one.
-
-        Collectives: those of the base or of `exchange`, and what `_frozen_step` says; those of `FreezePoint.observe`.
-        """
         if self.reduces_gradients(update.step):
             self._base.updates = self.updates
             self._base.step(update)
@@ -342,14 +321,12 @@ class OneBitAdam(FrozenMoments):
     def _frozen_step(self, update: Update, exchange: Exchange) -> None:
         direction = self._direction
         for flat in self.parameters:
-            param, moments = flat.param, self.state(flat.param)
-            exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
-            assert param.grad is not None
-            exp_avg.lerp_(param.grad, 1.0 - self.config.adam_beta1)
+            exp_avg, exp_avg_sq = self.state(flat.param).values()
+            exp_avg.lerp_(flat.grad, 1.0 - self.config.adam_beta1)
             exchange(flat, exp_avg)
-            for part in ranges(param):
-                values, momentum, moment = param.data[part], exp_avg[part], exp_avg_sq[part]
+            for part in ranges(flat.param):
+                values, momentum, moment = flat.param.data[part], exp_avg[part], exp_avg_sq[part]
                 silence(momentum, moment)
                 if flat.decay:
-                    values.mul_(1.0 - update.lr * update.weight_decay)
+                    values.mul_(update.kept)
                 direction.add_to(values, momentum, moment, factor=-update.lr)

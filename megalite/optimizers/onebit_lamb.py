@@ -107,23 +107,23 @@ class OneBitLAMB(FrozenMoments):
             below, mean = self._take_mean(block, direction.eps)
             if block.column is None:
                 continue
-            largest.append(self._growth(block, below))
+            # Of (√v + eps)/(√v' + ε).
+            fresh = block.of(self._fresh[block.param])
+            largest.append(below.div_(fresh.sqrt().add_(self.config.adam_eps)).amax())
             if block.counts:
                 norms.append(norm(mean))
                 values = block.of(block.param.data)
                 norms.append(norm(torch.add(mean, values, alpha=update.weight_decay / direction.scale)))
         factors = self._factors(largest, norms)
         for block in self._blocks:
-            assert block.param.grad is not None
             rate, values = update.lr, block.of(block.param.data)
             if block.column is not None:
                 rate *= factors[block.column]
                 values.mul_(1.0 - rate * update.weight_decay)
-            values.add_(block.of(block.param.grad), alpha=-rate * direction.scale)
+            values.add_(block.of(block.flat.grad), alpha=-rate * direction.scale)
 
     def _exchange_momentum(self, flat: FlatParameter, exchange: Exchange) -> None:
-        momentum, grad = self.state(flat.param)["exp_avg"], flat.param.grad
-        assert grad is not None
+        momentum, grad = self.state(flat.param)["exp_avg"], flat.grad
         torch.lerp(momentum, grad, 1.0 - self.config.adam_beta1, out=grad)
         if self.config.onebit_scale == "tensor":
             exchange(flat, grad)
@@ -140,11 +140,8 @@ class OneBitLAMB(FrozenMoments):
 
         All is done to a block while it is in the cache.
         """
-        c, states = self.config, self._lamb.state(block.param)
-        assert block.param.grad is not None
-        mean, momentum, moment = (
-            block.of(each) for each in (block.param.grad, states["exp_avg"], states["exp_avg_sq"])
-        )
+        c = self.config
+        mean, momentum, moment = map(block.of, (block.flat.grad, *self._lamb.state(block.param).values()))
         known = moment.sign()
         mean.mul_(known)  # see `silence`
         estimate = torch.sub(mean, momentum, alpha=c.adam_beta1)
@@ -155,15 +152,11 @@ class OneBitLAMB(FrozenMoments):
         mean.div_(below)
         return below.mul_(known), mean
 
-    def _growth(self, block: Block, below: torch.Tensor) -> torch.Tensor:
-        """The largest (√v + eps)/(√v' + ε) of a block, []. `below` is used up."""
-        return below.div_(block.of(self._fresh[block.param]).sqrt().add_(self.config.adam_eps)).amax()
-
     def _factors(self, largest: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[float]:
         """c̄r of all tensors; 1 for those of which nothing is known.
 
         Args:
-            largest: of all blocks that are in a tensor, as `_growth`.
+            largest: (√v + eps)/(√v' + ε) of all blocks that are in a tensor.
             norms: of those that are counted, of the two parts of ρ.
         """
         growth = self._sums.zeros(1)[0]

@@ -16,14 +16,12 @@ from megalite.config.training import TrainingConfig
 class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
 
-    Constant 1 without fp16 and constant where `loss_scale` is given; else it halves after `hysteresis` steps in a row
-    (of those that overflow; good ones in between do not reset the count before a whole window) and doubles after
-    `loss_scale_window` good ones, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same
-    scale without asking.
+    Constant 1 without fp16 and constant where `loss_scale` is given; else it halves after `hysteresis` overflows (good
+    steps in between do not reset the count before a whole window) and doubles after `loss_scale_window` good steps, as
+    in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
 
-    Learning rate and weight decay wait for a step that overflowed, as in Megatron-LM, and for one that was skipped for a
-    loss or gradient that is not finite in whatever precision: `skipped_steps` and `skipped_samples` say how far they are
-    behind the run.
+    Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
+    `skipped_samples` say how far they are behind the run.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -39,11 +37,11 @@ class LossScaler:
         self.skipped_steps = self.skipped_samples = 0
 
     def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:
-        """Take note of one step, over so many samples, and whether it was skipped.
+        """One step, over so many samples, has been made.
 
         Args:
-            overflow: of gradients, for which the scale may be too large.
-            fault: skipped for something that no scale would change, such as a loss that is not finite.
+            overflow: it was skipped, as gradients overflowed: the scale may be too large.
+            fault: it was skipped for something that no scale would change, such as a loss that is not finite.
         """
         if overflow or fault:
             self.skipped_steps += 1
@@ -71,10 +69,7 @@ class LossScaler:
         return skipped | {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Load a saved state; a scale that this run fixes stays fixed.
-
-        After a run without a dynamic scale (fp32, say) there is nothing to load: the initial scale stands.
-        """
+        """Load a saved state; a scale that this run fixes stays fixed, and that of a run without one is the initial."""
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self.skipped_samples = int(state.get("skipped_samples", 0))
         if self.dynamic and "scale" in state:
@@ -135,7 +130,6 @@ class Schedules:
         return int(self._warmup / self._unit)
 
     def lr(self, progress: Progress) -> float:
-        """Learning rate at a position of `read_at`."""
         c, x = self._config, self._position(progress)
         if self._warmup and x <= self._warmup:
             return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * x / self._warmup

@@ -19,16 +19,11 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
         super().__init__(parameters, config, state_names(config))
-        self._sgd = torch.optim.SGD(
-            [flat.param for flat in parameters],
-            lr=config.lr,
-            momentum=config.sgd_momentum,
-            nesterov=config.sgd_nesterov,
-            fused=True,
-        )
-        if config.sgd_momentum:
-            for param, states in self._states.items():
-                self._sgd.state[param] = states
+        params = [flat.param for flat in parameters]
+        momentum, nesterov = config.sgd_momentum, config.sgd_nesterov
+        self._sgd = torch.optim.SGD(params, lr=config.lr, momentum=momentum, nesterov=nesterov, fused=True)
+        if momentum:
+            self._sgd.state.update(self._states.items())
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
@@ -38,9 +33,8 @@ class SGD(Optimizer):
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "SGD steps by reduced gradients"
         self._sgd.param_groups[0]["lr"] = update.lr
-        if update.weight_decay != 0.0:
-            for flat in self.parameters:
-                if flat.decay:
-                    flat.param.data.mul_(1.0 - update.lr * update.weight_decay)
+        for flat in self.parameters:
+            if flat.decay and update.weight_decay != 0.0:
+                flat.param.data.mul_(update.kept)
         self._sgd.step()
         self.updates += 1

@@ -58,10 +58,6 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """A step of the warm-up or a local one, with an exchange if it is time.
-
-        Collectives: those of `exchange`, of `bound_moments` and of `FreezePoint.observe`.
-        """
         frozen = self.freeze.frozen(update.step, self.updates)
         self.updates += 1
         if exchange is None:
@@ -92,16 +88,15 @@ class ZeroOneAdam(OneBitOptimizer):
             direction.add_to(flat.param.data[part], momentum[part], moment[part], factor=factor)
 
     def _warmup_step(self, flat: FlatParameter, update: Update, exchange: Exchange | None) -> None:
-        c, param, states = self.config, flat.param, self._states[flat.param]
-        assert param.grad is not None
+        c, grad, states = self.config, flat.grad, self._states[flat.param]
         exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
         if exchange is None:
-            exp_avg_sq.mul_(c.adam_beta2).addcmul_(param.grad, param.grad, value=1.0 - c.adam_beta2)
+            exp_avg_sq.mul_(c.adam_beta2).addcmul_(grad, grad, value=1.0 - c.adam_beta2)
         else:
-            exchange(flat, param.grad)
-        silence(exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1), exp_avg_sq)
+            exchange(flat, grad)
+        silence(exp_avg.lerp_(grad, 1.0 - c.adam_beta1), exp_avg_sq)
         if flat.decay:
-            param.data.mul_(1.0 - update.lr * update.weight_decay)
+            flat.param.data.mul_(update.kept)
         self._step_along(flat, exp_avg, -update.lr / self._momentum_correction)
 
     def _local_step(self, update: Update, exchange: Exchange) -> None:
@@ -113,24 +108,24 @@ class ZeroOneAdam(OneBitOptimizer):
         assert self.freeze.step is not None
         local = update.step - self.freeze.step
         due = exchanges(local, scaler=c.local_step_scaler, clipper=c.local_step_clipper)
-        kept, rate = 1.0 - update.lr * update.weight_decay, update.lr / self._momentum_correction
-        self._decay *= kept
+        rate = update.lr / self._momentum_correction
+        self._decay *= update.kept
         self._rate += rate
+        # Where nothing has moved (the learning rate is 0) there is no mean step either.
+        due = due and self._rate > 0.0
         for flat in self.parameters:
             param, states = flat.param, self._states[flat.param]
             exp_avg, own = states["exp_avg"], states["local_update"]
-            assert param.grad is not None
-            silence(exp_avg.lerp_(param.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
+            silence(exp_avg.lerp_(flat.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
             if flat.decay:
-                own.mul_(kept)
+                own.mul_(update.kept)
             own.add_(exp_avg, alpha=rate)
             torch.mul(states["synced_param"], self._decay if flat.decay else 1.0, out=param.data)
-            # Where nothing has moved (the learning rate is 0) there is no mean step either.
-            if due and self._rate > 0.0:
+            if due:
                 self._exchange_steps(flat, exchange)
             else:
                 self._step_along(flat, own, -1.0)
-        if due and self._rate > 0.0:
+        if due:
             self._decay, self._rate = 1.0, 0.0
 
     def _exchange_steps(self, flat: FlatParameter, exchange: Exchange) -> None:

@@ -95,9 +95,7 @@ def flat_parameter(shard: OptimizerShard) -> FlatParameter:
                 start=start - shard.start,
                 stop=stop - shard.start,
                 offset=start - placed.start,
-                local_shape=info.spec.shape,
                 global_shape=info.spec.global_shape,
-                shard_dim=info.shard_dim,
                 slice=info.spec.slice,
                 counts=shard.counts_in_norm,
             )

@@ -10,7 +10,7 @@ from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.replica_check import check_replicas
+from megalite.data_parallel.peers import check_replicas
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.topology.layout import ShardSpec, Slice

@@ -13,7 +13,7 @@ from megalite.config.exit_codes import DONE
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig
 from megalite.config.validate import check_rules, validate
-from megalite.data_parallel.lost_peers import raise_if_peer_lost
+from megalite.data_parallel.peers import raise_if_peer_lost
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.tokenizers.base import Tokenizer

@@ -15,8 +15,8 @@ def test_what_is_not_named_is_not_imported() -> None:
         "print([n for n in sys.modules if n.startswith('megalite.data_parallel.more.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "more.gossip" in done.stdout
-    assert "more.powersgd" not in done.stdout and "more.server" not in done.stdout
+    assert "more.local_sgd" in done.stdout
+    assert "more.codec" not in done.stdout and "more.server" not in done.stdout
 
 
 def test_a_user_adds_one() -> None:

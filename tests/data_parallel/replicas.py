@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.more import local_sgd
-from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial
+from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial, padded
 from tests.support.ranks import RankContext
 
 Weights = dict[str, torch.Tensor]
@@ -16,17 +16,15 @@ Weights = dict[str, torch.Tensor]
 LR = 0.05
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 BF16_WIRE = {"wire_dtype": "bf16"}
-
-
-def flat(values: torch.Tensor) -> torch.Tensor:
-    """Padded, as in buckets: torch's kernels round the last few elements of a tensor in another way."""
-    padding = -values.numel() % 64
-    return torch.nn.functional.pad(values.reshape(-1), (0, padding))
+DILOCO = {"dp_strategy": "diloco", "sync_interval": 4}
+STREAMING = {"sync_fragments": 2, "sync_delay": 1, "sync_mix": 0.25}
+GOSSIP = {"dp_strategy": "gossip"}
+DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 
 
 def start() -> Weights:
     """The weights before the first step, flat."""
-    return {name: flat(values) for name, values in initial().items()}
+    return {name: padded(values) for name, values in initial().items()}
 
 
 class Replica:
@@ -50,12 +48,12 @@ class Replica:
 
     def own_gradient(self, name: str, step: int) -> torch.Tensor:
         """As if the other ranks' samples were like this one's."""
-        return flat(gradient(name, step, self.rank)) * self.ranks
+        return padded(gradient(name, step, self.rank)) * self.ranks
 
     def step(self, step: int, *, together: bool = False, wire: torch.dtype | None = None) -> None:
         """One of the optimizer; `together`: by the sum of all ranks' gradients as they come over the wire."""
         for name, weight in self.weights.items():
-            parts = [sent(flat(gradient(name, step, rank)), wire).float() for rank in range(self.ranks)]
+            parts = [sent(padded(gradient(name, step, rank)), wire).float() for rank in range(self.ranks)]
             whole = sent(torch.stack(parts).sum(dim=0), wire).float()
             weight.grad = whole if together else self.own_gradient(name, step)
             if self._decays and name not in NO_DECAY:

@@ -12,7 +12,7 @@ class Scripted:
     def __init__(self, events: Iterable[Event]) -> None:
         self._left = deque(events)
 
-    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
+    def __call__(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
         """The next of the list, if it is there."""
         if not self._left:
             return waiting[0]

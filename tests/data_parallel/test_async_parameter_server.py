@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.more.async_parameter_server import AsyncParameterServer
-from megalite.data_parallel.more.server_link import ByArrival, Event, Kind, Ledger
+from megalite.data_parallel.more.parameter_server import AsyncParameterServer
+from megalite.data_parallel.more.server_link import Event, Kind, Ledger
 from megalite.optimizers.base import Update
 from megalite.topology.topology import Topology
 from tests.data_parallel.scripted import Scripted
@@ -22,13 +22,13 @@ LR, DECAY = 0.05, 0.1
 BF16 = torch.bfloat16
 
 
-class Recorded(ByArrival):
+class Recorded:
     """By arrival, and noted."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event:
+    def __call__(self, waiting: Sequence[Event], ledger: Ledger) -> Event:
         self.events.append(waiting[0])
         return waiting[0]
 

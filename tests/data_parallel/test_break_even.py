@@ -1,5 +1,6 @@
 """What a run says of whether lossy means pay, and when."""
 
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -23,12 +24,11 @@ SLOW_LINK = Costs(
 
 
 def test_the_prediction_is_that_of_its_parts() -> None:
-    assert SLOW_LINK.compute == pytest.approx(0.2)
-    assert SLOW_LINK.volume_ratio == pytest.approx(25.0)
     assert SLOW_LINK.speed(1.0) == pytest.approx(1.0)
     assert SLOW_LINK.speed(0.0) == pytest.approx(1.0 / (0.2 + 0.8 / 25 + 0.03))
     assert SLOW_LINK.speed(0.25) == pytest.approx(1.0 / (0.25 + 0.75 * 0.262))
     line = SLOW_LINK.line(0.25)
+    assert "compute c 0.200" in line and "k 25.0" in line
     assert "about 2.24 times as fast" in line and "warm-up w 0.25)" in line and "slower" not in line
     assert "w 0.15 assumed" in SLOW_LINK.line(None)
 
@@ -55,50 +55,42 @@ def test_at_the_break_even_rate_neither_is_faster() -> None:
     assert f"less than {rate * 8e-6:.0f} Mbit/s" in SLOW_LINK.line(0.2)
 
 
-def said(context: RankContext, freeze: int) -> tuple[dict[int, list[str]], list[float]]:
-    """The log's lines by step, and the bytes of each step."""
-    settings = {"optimizer": "onebit-adam", "freeze_step": freeze, "train_iters": 20, "lr_warmup_iters": 1}
-    run = ToyRun(context.topology(dp=2), settings)
-    before = torch.get_rng_state()
+Said = tuple[dict[int, list[str]], list[float], torch.Tensor]
+
+
+def said(context: RankContext, settings: dict[str, Any], silent: bool = False) -> Said:
+    """The log's lines by step, the bytes of each step, and weights at the end; `silent`: with nothing measured."""
     lines, sent = {}, []
-    for step in range(1, 11):
-        run.step()
-        if run.strategy.notes:
-            lines[step] = list(run.strategy.notes)
-            run.strategy.notes.clear()
-        sent.append(run.strategy.wire())
-    run.strategy.close()
-    assert torch.equal(torch.get_rng_state(), before)
-    return lines, sent
+    with mock.patch.object(BreakEven, "begin", lambda self, *, whole: None) if silent else contextlib.nullcontext():
+        run = ToyRun(context.topology(dp=2), {"train_iters": 20, "lr_warmup_iters": 1, **settings})
+        before = torch.get_rng_state()
+        for step in range(1, 12):
+            run.step()
+            if run.strategy.notes:
+                lines[step] = list(run.strategy.notes)
+                run.strategy.notes.clear()
+            sent.append(run.strategy.wire())
+        run.strategy.close()
+        assert torch.equal(torch.get_rng_state(), before)
+    return lines, sent, run.weights()["table"]
+
+
+ONEBIT = {"optimizer": "onebit-adam"}
 
 
 @pytest.mark.parametrize(("freeze", "at"), [(20, 8), (4, 5), (2, None)])
 def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(freeze: int, at: int | None) -> None:
     """After 2 steps that settle and 5 that are measured, or what there is of them before the freeze."""
-    runs = run_ranks(2, said, freeze)
-    lines, sent = runs[0]
+    runs = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze})
+    lines, sent, _ = runs[0]
     assert runs[1][0] == lines
     assert list(lines) == ([] if at is None else [at])
+    signs = run_ranks(2, said, {**ONEBIT, "freeze_step": 2})[0][1][-1]
     for found in lines.values():
         assert len(found) == 1 and found[0].startswith("break-even: ")
         assert f"warm-up w {freeze / 20:.2f}" in found[0]
-        assert f"k {sent[0] / run_ranks(2, said, 2)[0][1][-1]:.1f}" in found[0]
+        assert f"k {sent[0] / signs:.1f}" in found[0]
     assert len(set(sent)) == (1 if freeze == 20 else 2)
-
-
-def compressed(context: RankContext, name: str, warmup: int) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
-    """The log's lines by step, the bytes of each step, and weights at the end."""
-    settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
-    run = ToyRun(context.topology(dp=2), settings)
-    lines, sent = {}, []
-    for step in range(1, 12):
-        run.step()
-        if run.strategy.notes:
-            lines[step] = list(run.strategy.notes)
-            run.strategy.notes.clear()
-        sent.append(run.strategy.wire())
-    run.strategy.close()
-    return lines, sent, run.weights()["table"]
 
 
 @pytest.mark.parametrize(
@@ -107,20 +99,15 @@ def compressed(context: RankContext, name: str, warmup: int) -> tuple[dict[int, 
 )
 def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -> None:
     """When its warm-up ends, or after as many steps without one; neither bytes nor numbers of the run show it."""
-    runs = run_ranks(2, compressed, name, warmup)
+    settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
+    runs = run_ranks(2, said, settings)
     lines, sent, table = runs[0]
     assert runs[1][0] == lines and list(lines) == [at] and len(lines[at]) == 1
     assert lines[at][0].startswith("break-even: ") and "optimizer 0.0 ms" in lines[at][0]
     assert ("no step had whole gradients" in lines[at][0]) == (warmup < 5)
     assert len(set(sent[:warmup])) == min(1, warmup) and len(set(sent[warmup:])) == 1
-    silent = run_ranks(2, unsaid, name, warmup)
+    silent = run_ranks(2, said, settings, True)
     assert silent[0][0] == {} and torch.equal(silent[0][2], table)
-
-
-def unsaid(context: RankContext, name: str, warmup: int) -> tuple[dict[int, list[str]], list[float], torch.Tensor]:
-    """As `compressed`, with nothing measured."""
-    with mock.patch.object(BreakEven, "begin", lambda self, *, whole: None):
-        return compressed(context, name, warmup)
 
 
 def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:

@@ -1,17 +1,16 @@
-"""Training with lossy gradients: like one process that plays all ranks, in every layout, after a resume, past an overflow."""
+"""Training with lossy gradients: like one process that plays all ranks, in every layout, past an overflow.
+
+Resumes are in test_local_weights.py.
+"""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.more.compressed_all_reduce import CompressedAllReduce
+from megalite.data_parallel.more.compression import CompressedAllReduce
 from megalite.optimizers.schedules import Progress
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
 from tests.data_parallel.toy import SHAPES, ToyRun, assert_same, gradient, initial, padded
 from tests.support.ranks import RankContext, run_ranks
@@ -217,75 +216,3 @@ def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], nam
         assert losses[0] - losses[-1] > SHARE[name] * (plain[0] - plain[-1]), name
         assert all(found["losses"] == losses and found["states"] for found in ranks)
         assemble([found["weights"] for found in ranks])
-
-
-def resumed(context: RankContext, name: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Everything after step 6: of one run, and of runs that go on from its checkpoints after steps 2, 3 and 5."""
-    torch.set_num_threads(1)
-    settings = {**TINY, **compressed(name), "dp": 2, "compression_warmup_steps": 2}
-    runner = Runner(build(context, tiny_config(2, **settings)))
-    for step in range(1, 7):
-        runner.step()
-        if step in (2, 3, 5):
-            save(runner.replica, Path(folder, str(step)), runner.progress, tokenizer=None)
-    runners = [runner]
-    for step in (2, 3, 5):
-        replica = build(context, tiny_config(2, **settings))
-        progress = load(replica, Path(folder, str(step)), tokenizer=None, log=lambda line: None)
-        assert progress == Progress(step, 8 * step)
-        runners.append(Runner(replica, progress))
-        for _ in range(step, 6):
-            runners[-1].step()
-    found = []
-    for runner in runners:
-        strategy = runner.replica.strategy
-        weights = {f"{index}": shard.bucket.data for index, shard in enumerate(strategy.shards)}
-        found.append({**weights, **states_of(strategy)})
-        strategy.close()
-    return found
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
-    """From the end of the warm-up, where errors are 0, and from later, where they are not."""
-    for first, *others in run_ranks(2, resumed, name, str(tmp_path)):
-        assert any("error" in key and values.any() for key, values in first.items())
-        for other in others:
-            for key, values in first.items():
-                assert torch.equal(values, other[key]), key
-
-
-def errors_by_tensor(runner: Runner) -> dict[str, torch.Tensor]:
-    """This rank's private errors."""
-    return {
-        placed.parameter.info.spec.name: state.values[placed.start : placed.stop].clone()
-        for state in runner.replica.strategy.states()
-        if state.placement is Placement.PRIVATE
-        for placed in state.bucket.placed
-    }
-
-
-def errors(context: RankContext, ranks: int, name: str, folder: str) -> dict[str, torch.Tensor]:
-    """Saved by four ranks after two steps, or loaded by fewer."""
-    torch.set_num_threads(1)
-    settings = {**TINY, **compressed(name), "micro_batch_size": 1, "dp": ranks}
-    runner = Runner(build(context, tiny_config(ranks, **settings)))
-    if ranks == 4:
-        runner.step(), runner.step()
-        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
-    else:
-        load(runner.replica, Path(folder), tokenizer=None, log=lambda line: None)
-    found = errors_by_tensor(runner)
-    runner.replica.strategy.close()
-    return found
-
-
-@pytest.mark.parametrize("name", ["uint8", "powersgd"])
-def test_fewer_ranks_take_up_the_mean_of_the_errors(name: str, tmp_path: Path) -> None:
-    """So what is owed in all stays what it was."""
-    four = run_ranks(4, errors, 4, name, str(tmp_path))
-    for found in run_ranks(2, errors, 2, name, str(tmp_path)):
-        assert found.keys() == four[0].keys()
-        for tensor, values in found.items():
-            mean = torch.stack([rank[tensor].double() for rank in four]).mean(dim=0)
-            assert values.any() and torch.equal(values, mean.float()), tensor

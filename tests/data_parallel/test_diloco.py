@@ -6,12 +6,22 @@ import pytest
 import torch
 
 from megalite.data_parallel.more.local_sgd import fragment_of
-from tests.data_parallel.replicas import BF16_WIRE, Replica, assert_same, mean, play, run_toy, sent, start, toy_fragment
-from tests.data_parallel.toy import SHAPES, trajectory
+from tests.data_parallel.replicas import (
+    BF16_WIRE,
+    DILOCO,
+    STREAMING,
+    Replica,
+    assert_same,
+    mean,
+    play,
+    run_toy,
+    sent,
+    start,
+    toy_fragment,
+)
+from tests.data_parallel.toy import SHAPES
 from tests.support.ranks import run_ranks
 
-DILOCO = {"dp_strategy": "diloco", "sync_interval": 4}
-STREAMING = {"sync_fragments": 2, "sync_delay": 1, "sync_mix": 0.25}
 STEPS = 10
 
 
@@ -107,11 +117,6 @@ def test_a_whole_exchange_is_named_so() -> None:
     found = run_ranks(3, run_toy, 3, DILOCO | {"sync_warmup_steps": 1}, 6)
     assert found[0]["phases"] == ["gradients", "local", "local", "local", "exchange", "local"]
     assert found[0]["bytes"][4] == pytest.approx(2 * 2 / 3 * 4 * found[0]["elements"])
-
-
-def test_one_rank_is_the_optimizer() -> None:
-    (alone,) = run_ranks(1, run_toy, 1, DILOCO | STREAMING | BF16_WIRE, STEPS)
-    assert_same([alone], run_ranks(1, trajectory, 1, {}, STEPS))
 
 
 def test_layers_go_round_the_fragments() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megalite.data_parallel.facts import ALIGNMENT
-from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import AllReduce, DataParallelStrategy
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
+from tests.data_parallel.toy import bare
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, assert_same_numbers, trajectory, whole
 
@@ -44,9 +44,8 @@ class Stage(torch.nn.Module):
 
 
 def strategy_of(kind: type[DataParallelStrategy], dp: Group, expert_dp: Group) -> DataParallelStrategy:
-    groups = StrategyGroups(dp=dp, tp=group("tp", 2, 1), embedding=None, expert_dp=expert_dp)
-    options = StrategyOptions(bucket_size=10**6, grad_dtype=torch.float32, overlap=True, overlap_param_gather=False)
-    return kind({0: Stage(group("ep", 2, 0))}, groups=groups, options=options)
+    groups = {"dp": dp, "tp": group("tp", 2, 1), "expert_dp": expert_dp}
+    return bare(kind, {0: Stage(group("ep", 2, 0))}, groups=groups, bucket_size=10**6, overlap_param_gather=False)
 
 
 def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.data_parallel.buckets import parameters_of
 from megalite.data_parallel.fully_sharded import FullySharded, find_units
 from tests.data_parallel.toy import adam, assert_same, trajectory
 from tests.data_parallel.units import MICROBATCHES, UNITS, Result, UnitRun, oracle, unit_steps
@@ -176,5 +177,5 @@ def test_units_are_children_and_what_containers_hold() -> None:
             self.last = torch.nn.Sequential(run.layers[3], run.layers[4])
 
     units = find_units({0: Stage()})
-    names = [[parameter.info.spec.name for parameter in unit.parameters] for unit in units]
+    names = [[parameter.info.spec.name for parameter in parameters_of(unit)] for unit in units]
     assert names == [["0.weight"], ["1.weight"], ["2.weight"], ["3.weight", "4.weight"]]

@@ -10,10 +10,9 @@ from megalite.config.parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket, make_buckets
 from megalite.data_parallel.facts import ALIGNMENT
 from megalite.data_parallel.fused_all_reduce import FusedAllReduce, ReadyQueue
-from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import DONE, Group
-from tests.data_parallel.toy import SHAPES, ToyRun
+from tests.data_parallel.toy import SHAPES, ToyRun, bare
 from tests.support.ranks import RankContext, run_ranks
 
 FACTORY = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
@@ -99,18 +98,8 @@ class Stage(torch.nn.Module):
 
 def test_slices_start_inside_the_backward() -> None:
     stage = Stage()
-    strategy = FusedAllReduce(
-        {0: stage},
-        groups=StrategyGroups(
-            dp=Group.solo("dp"), tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")
-        ),
-        options=StrategyOptions(
-            bucket_size=10**9,
-            grad_dtype=torch.float32,
-            overlap=True,
-            settings=DataParallelConfig(fusion_threshold_mb=1200 * 4 / 1e6),
-        ),
-    )
+    settings = DataParallelConfig(fusion_threshold_mb=1200 * 4 / 1e6)
+    strategy = bare(FusedAllReduce, {0: stage}, bucket_size=10**9, settings=settings)
     (bucket,) = strategy.all_buckets()
     started: list[tuple[int, int]] = []
 

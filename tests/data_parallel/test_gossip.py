@@ -6,27 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.more.gossip import peers_of
+from megalite.data_parallel.more.local_sgd import peers_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
+    DECENTLAM,
+    GOSSIP,
     LR,
     SGD,
     Replica,
     Weights,
     assert_same,
-    flat,
     mean,
     play,
     run_toy,
     sent,
     start,
 )
-from tests.data_parallel.toy import SHAPES, trajectory
+from tests.data_parallel.toy import SHAPES, padded
 from tests.support.ranks import run_ranks
 
-GOSSIP = {"dp_strategy": "gossip"}
 PEER = {"gossip_graph": "one-peer"}
-DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 WARM = {"sync_warmup_steps": 1}
 STEPS = 4
 
@@ -129,7 +128,7 @@ def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
             weights[name] = [a - LR * m for a, m in zip(x, momenta[name], strict=True)]
             for rank in range(ranks):
                 torch.testing.assert_close(
-                    flat(found[rank]["weights"][step - 1][name]).double(), weights[name][rank], rtol=1e-5, atol=1e-5
+                    padded(found[rank]["weights"][step - 1][name]).double(), weights[name][rank], rtol=1e-5, atol=1e-5
                 )
 
 
@@ -166,12 +165,6 @@ def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
     for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
         assert rank["bytes"] == [bytes_each * rank["elements"]] * 2
         assert rank["phases"] == ["mix", "mix"]
-
-
-@pytest.mark.parametrize("more", [{}, DECENTLAM, BF16_WIRE])
-def test_one_rank_is_the_optimizer(more: dict[str, Any]) -> None:
-    (alone,) = run_ranks(1, run_toy, 1, GOSSIP | more, STEPS)
-    assert_same([alone], run_ranks(1, trajectory, 1, SGD if "sgd_momentum" in more else {}, STEPS))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8, 12, 16])

@@ -7,8 +7,12 @@ import torch
 
 from tests.data_parallel.replicas import (
     BF16_WIRE,
+    DECENTLAM,
+    DILOCO,
+    GOSSIP,
     LR,
     SGD,
+    STREAMING,
     Replica,
     Weights,
     assert_same,
@@ -85,10 +89,20 @@ def test_what_it_sends_and_when() -> None:
     assert run_ranks(4, run_toy, 4, LOCAL | BF16_WIRE, 2)[0]["bytes"] == [0.0, whole / 2]
 
 
-def test_one_rank_is_the_optimizer() -> None:
-    (alone,) = run_ranks(1, run_toy, 1, LOCAL | WARM | MOMENTS | BF16_WIRE, STEPS)
-    base = run_ranks(1, trajectory, 1, {}, STEPS)
-    assert_same([alone], base)
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    [
+        (LOCAL | WARM | MOMENTS | BF16_WIRE, {}),
+        (DILOCO | STREAMING | BF16_WIRE, {}),
+        (GOSSIP, {}),
+        (GOSSIP | BF16_WIRE, {}),
+        (GOSSIP | DECENTLAM, SGD),
+    ],
+    ids=str,
+)
+def test_one_rank_is_the_optimizer(settings: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    (alone,) = run_ranks(1, run_toy, 1, settings, STEPS)
+    assert_same([alone], run_ranks(1, trajectory, 1, optimizer, STEPS))
     assert sum(alone["bytes"]) == 0.0
 
 

@@ -31,6 +31,7 @@ STREAMING: Settings = {
 RING: Settings = {"dp_strategy": "gossip"}
 DECENTLAM: Settings = {**RING, "gossip_algorithm": "decentlam", **SGD}
 BF16: Settings = {"precision": "bf16", "wire_dtype": "bf16"}
+LOSSY: Settings = {"precision": "fp32", "compression_warmup_steps": 2}
 FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}
 """The first steps overflow."""
 
@@ -139,6 +140,7 @@ def fingerprint(replica: Replica) -> dict[str, str]:
         for number, state in enumerate(strategy.states())
         if state.name != "outer_mean"  # says something at its time alone, and then the next steps show it
     }
+    tensors |= {f"{number} {state.name}": state.values for number, state in enumerate(strategy.tensor_states())}
     found = {key: hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for key, each in tensors.items()}
     counters = {"updates": replica.optimizer.updates, "strategy": strategy.counters(), "scale": replica.scaler.state()}
     return found | {"counters": str(counters)}
@@ -185,8 +187,15 @@ def interrupted(context: RankContext, settings: Settings, folder: str, steps: in
         {**STREAMING, "precision": "fp32", "sync_interval": 2, "sync_fragments": 1, "sync_warmup_steps": 0},
         {**RING, "gossip_graph": "one-peer", **BF16},
         {**DECENTLAM, "precision": "fp32"},
+        {**LOSSY, "grad_compression": "onebit"},
+        {**LOSSY, "grad_compression": "uint8"},
+        {**LOSSY, "grad_compression": "topk", "topk_density": 0.1},
+        {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2},
     ],
-    ids=["local-sgd", "diloco-bf16", "diloco-fp16", "diloco-often", "d-psgd", "decentlam"],
+    ids=[
+        *("local-sgd", "diloco-bf16", "diloco-fp16", "diloco-often", "d-psgd", "decentlam"),
+        *("onebit", "uint8", "topk", "powersgd"),
+    ],
 )
 def test_resuming_at_any_step_is_bit_exact(settings: Settings, tmp_path: Path) -> None:
     for faults in run_ranks(2, interrupted, settings, str(tmp_path), 6):

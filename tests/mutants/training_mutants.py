@@ -130,8 +130,8 @@ GRADIENTS = (
     Mutant(
         "tied embedding not summed",
         "megalite/data_parallel/strategy.py",
-        "                self.groups.embedding.all_reduce(bucket.grad)\n",
-        "                pass\n",
+        "            self.groups.embedding.all_reduce(gradient)\n",
+        "            pass\n",
         f"{TRAJECTORY}[pp2-1f1b-fp32]",
         "first and last stage keep their own gradients of the word embedding",
     ),
@@ -320,8 +320,8 @@ SHARDS_AND_PRECISION = (
     Mutant(
         "ZeRO-2 keeps the last microbatch",
         "megalite/data_parallel/zero.py",
-        "    is_empty: bool = True\n",
-        "    is_empty = property(lambda self: True, lambda self, value: None)\n",
+        "        self._started.add(bucket)\n",
+        "",
         f"{TRAJECTORY}[dp2-zero2-llama-fp32]",
         "a microbatch's part replaces those of the ones before",
     ),

@@ -1,6 +1,6 @@
 """Flat parameters out of named tensors, each held whole on this rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParamete
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         whole = tuple((0, size) for size in shape)
-        segments.append(Segment(name, start, start + tensor.numel(), 0, shape, shape, None, whole, counts=True))
+        segments.append(Segment(name, start, start + tensor.numel(), 0, shape, whole, counts=True))
         start += tensor.numel()
     padding = torch.zeros(PADDING, dtype=next(iter(tensors.values())).dtype)
     param = torch.nn.Parameter(torch.cat([*(tensor.flatten() for tensor in tensors.values()), padding]))
@@ -28,10 +28,18 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParamete
     return FlatParameter(param, decay, tuple(segments))
 
 
+def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> list[FlatParameter]:
+    """One of those that decay, one of the others."""
+    return [
+        flat_of({name: value for name, value in tensors.items() if (name in decayed) is decay}, decay=decay)
+        for decay in (True, False)
+    ]
+
+
 def tensors_of(flat: FlatParameter, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Views by name of the parameter, or of `values` like it."""
     values = flat.param.data if values is None else values
-    return {each.name: values[each.start : each.stop].view(each.local_shape) for each in flat.segments}
+    return {each.name: values[each.start : each.stop].view(each.global_shape) for each in flat.segments}
 
 
 def set_gradients(flats: Sequence[FlatParameter], gradients: Mapping[str, torch.Tensor]) -> None:

@@ -1,67 +1,80 @@
-"""AdamW over flat shards is torch's AdamW over the parameters, with decay on some of them."""
+"""AdamW and SGD over flat shards are torch's over the parameters, with decoupled decay on some of them."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import FlatParameter, Update
+from megalite.optimizers.base import Optimizer, Update
+from megalite.optimizers.sgd import SGD
+from tests.optimizers.flats import drawn, flats_of, set_gradients, update, weights
 
-CONFIG = OptimizerConfig(lr=1e-2, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4)
-SIZES = (5, 7, 3)
-
-
-def flat(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(sum(SIZES), dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def shards() -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(flat(0)), torch.nn.Parameter(flat(1))]
-    for shard in made:
-        shard.grad = torch.zeros_like(shard)
-    return made
+SHAPES = {"matrix": (7, 5), "one": (1,), "norm": (5,), "bias": (3,)}
+DECAYED = ("matrix", "one")
+ADAM: dict[str, Any] = {"lr": 1e-2, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-4}
 
 
-def adam_of(decayed: torch.nn.Parameter, undecayed: torch.nn.Parameter) -> AdamW:
-    return AdamW([FlatParameter(decayed, True, ()), FlatParameter(undecayed, False, ())], CONFIG)
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    return {name: drawn(seed + i, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
 
 
-def advance(adam: AdamW, decayed: torch.nn.Parameter, undecayed: torch.nn.Parameter, steps: range) -> None:
-    for step in steps:
-        for offset, shard in ((0, decayed), (50, undecayed)):
-            assert shard.grad is not None
-            shard.grad.copy_(flat(100 + offset + step))
-        adam.step(Update(step=1, lr=CONFIG.lr * (1 + step), weight_decay=0.1 + 0.01 * step))
+def made(**settings: Any) -> Optimizer:
+    kind = SGD if settings.get("optimizer") == "sgd" else AdamW
+    return kind(flats_of(tensors(0), DECAYED), OptimizerConfig(**settings))
 
 
-def test_updates_are_those_of_torch_parameter_by_parameter() -> None:
-    decayed, undecayed = shards()
-    adam = adam_of(decayed, undecayed)
-    advance(adam, decayed, undecayed, range(4))
-
-    small = [[torch.nn.Parameter(part.clone()) for part in flat(seed).split(SIZES)] for seed in (0, 1)]
-    theirs = torch.optim.AdamW(
-        [{"params": small[0]}, {"params": small[1]}], lr=0.0, betas=(0.8, 0.95), eps=1e-4, foreach=False
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ADAM,
+        *(
+            {"optimizer": "sgd", "sgd_momentum": m, "sgd_nesterov": n}
+            for m, n in ((0.0, False), (0.9, False), (0.9, True))
+        ),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_torch_tensor_by_tensor(settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    ours = made(**settings)
+    small = {name: torch.nn.Parameter(value) for name, value in tensors(0).items()}
+    theirs: torch.optim.Optimizer = torch.optim.AdamW(
+        small.values(), weight_decay=0.0, betas=(0.8, 0.95), eps=1e-4, foreach=False
     )
-    for step in range(4):
-        for offset, parameters in ((0, small[0]), (50, small[1])):
-            for parameter, grad in zip(parameters, flat(100 + offset + step).split(SIZES), strict=True):
-                parameter.grad = grad.clone()
-        for group, decay in zip(theirs.param_groups, (0.1 + 0.01 * step, 0.0), strict=True):
-            group["lr"], group["weight_decay"] = CONFIG.lr * (1 + step), decay
+    if "optimizer" in settings:
+        momentum, nesterov = settings["sgd_momentum"], settings["sgd_nesterov"]
+        theirs = torch.optim.SGD(small.values(), lr=1.0, momentum=momentum, nesterov=nesterov, foreach=False)
+    for step in range(1, 5):
+        set_gradients(ours.parameters, tensors(100 * step))
+        ours.step(update(step))
+        for name, parameter in small.items():
+            parameter.grad = tensors(100 * step)[name]
+            if name in DECAYED:
+                parameter.data.mul_(1 - update(step).lr * update(step).weight_decay)
+        theirs.param_groups[0]["lr"] = update(step).lr
         theirs.step()
-    for shard, parameters in ((decayed, small[0]), (undecayed, small[1])):
-        torch.testing.assert_close(shard.data, torch.cat([p.data for p in parameters]), rtol=1e-12, atol=1e-12)
-    assert adam.updates == 4
+    for name, values in weights(ours).items():
+        torch.testing.assert_close(values, small[name].data, rtol=1e-12, atol=1e-12)
+    assert ours.updates == 4
 
 
-def test_first_update_by_hand() -> None:
+def test_adams_first_update_by_hand() -> None:
     """From zero moments Adam moves by lr·g/(|g| + eps), after decaying the weight by lr·wd."""
-    decayed, undecayed = shards()
-    adam = adam_of(decayed, undecayed)
-    for shard in (decayed, undecayed):
-        assert shard.grad is not None
-        shard.grad.fill_(-2.0)
+    adam = made(**ADAM)
+    set_gradients(adam.parameters, {name: torch.full(shape, -2.0) for name, shape in SHAPES.items()})
     adam.step(Update(step=1, lr=0.5, weight_decay=0.1))
-    move = 0.5 * 2.0 / (2.0 + 1e-4)
-    torch.testing.assert_close(decayed.data, flat(0) * (1 - 0.05) + move, rtol=1e-12, atol=0)
-    torch.testing.assert_close(undecayed.data, flat(1) + move, rtol=1e-12, atol=0)
+    for name, values in weights(adam).items():
+        kept = 0.95 if name in DECAYED else 1.0
+        torch.testing.assert_close(values, tensors(0)[name] * kept + 0.5 * 2.0 / (2.0 + 1e-4), rtol=1e-12, atol=0)
+
+
+def test_sgds_weights_decay_by_the_rate_alone_whatever_the_momentum() -> None:
+    sgd = made(optimizer="sgd", sgd_momentum=0.9)
+    for step in (1, 2):
+        sgd.step(update(step))  # no gradient at all
+    share = (1 - update(1).lr * update(1).weight_decay) * (1 - update(2).lr * update(2).weight_decay)
+    for name, value in weights(sgd).items():
+        wanted = tensors(0)[name] * (share if name in DECAYED else 1.0)
+        torch.testing.assert_close(value, wanted, rtol=1e-15, atol=0.0)

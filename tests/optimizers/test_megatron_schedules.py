@@ -190,13 +190,3 @@ def test_the_first_step_of_a_run_has_the_rate_that_the_warm_up_starts_from() -> 
         rates[offset] = [runner.step().lr for _ in range(4)]
     assert rates["megatron"][0] == 0.0
     assert rates["megatron"][1:] == rates["step-end"][:-1]
-
-
-def test_inverse_square_root_ends_at_the_lowest_rate() -> None:
-    settings = {"lr_decay_style": "inverse-square-root", "lr_decay_iters": 40, "min_lr": 1e-5}
-    config = next(configs("step-end"))
-    schedules = Schedules(
-        validate(replace(config, **{**settings, "weight_decay_incr_style": "constant", "lr": 1e-3}), 1)
-    )
-    assert schedules.lr(Progress(40, 480)) > 1e-5
-    assert schedules.lr(Progress(41, 492)) == 1e-5

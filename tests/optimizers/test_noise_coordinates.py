@@ -96,7 +96,7 @@ def test_what_a_bounded_moment_is() -> None:
     sums = TensorSums([flat], group=Group.solo("world"), device=torch.device("cpu"))
 
     def bound() -> dict[str, torch.Tensor]:
-        bound_moments(optimizer, sums, freeze, config.optimizer, updates=updates, by_bucket=False)
+        bound_moments(optimizer, sums, freeze, updates=updates, by_bucket=False)
         return {name: values / correction for name, values in tensors_of(flat, state).items()}
 
     found = bound()

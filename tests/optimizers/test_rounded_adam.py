@@ -27,7 +27,7 @@ def advance(optimizer: Optimizer, parameter: torch.nn.Parameter, steps: range) -
 
 
 def flat(size: int) -> FlatParameter:
-    whole = Segment("w", 0, size, 0, (size,), (size,), None, ((0, size),), True)
+    whole = Segment("w", 0, size, 0, (size,), ((0, size),), True)
     return FlatParameter(torch.nn.Parameter(gradient(1000, size)), True, (whole,))
 
 

@@ -10,7 +10,7 @@ from tests.support.layers import Module, imports, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
-        *("megalite.training.trainer", "megalite.training.non_finite", "megalite.data_parallel.lost_peers"),
+        *("megalite.training.trainer", "megalite.training.non_finite", "megalite.data_parallel.peers"),
         "megalite.planner.elastic",
         "torch.distributed.elastic.multiprocessing.errors",
     },

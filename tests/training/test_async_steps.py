@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.more.async_parameter_server import AsyncParameterServer
+from megalite.data_parallel.more.parameter_server import AsyncParameterServer
 from megalite.data_parallel.more.server_link import Event, Kind
 from megalite.optimizers.schedules import Progress
 from megalite.training.resume import load

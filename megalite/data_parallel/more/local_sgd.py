@@ -1,18 +1,23 @@
-"""Local SGD and DiLoCo: replicas step by themselves for some steps, then exchange the mean of their weights."""
+"""Local SGD, DiLoCo and gossip: replicas step by themselves, then exchange weights now and then, or with a few
+others."""
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.local_weights import LocalWeights, MeanUnderWay, all_kept, rank_mean
+from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, all_kept, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
-from megalite.data_parallel.strategy import FlatState
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.group import Work
+from megalite.topology.topology import Topology
 
 
 class LocalSGD(LocalWeights):
@@ -31,9 +36,7 @@ class LocalSGD(LocalWeights):
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
-        self._anchors: dict[Bucket, torch.Tensor] = {}
-        if self.options.wire_dtype is not None and not self.alone:
-            self._anchors = self._copies()
+        self._anchors = {} if self.options.wire_dtype is None or self.alone else self._copies()
 
     def _local_phase(self, local: int) -> str:
         return "weights" if local % self.settings.sync_interval == 0 else "local"
@@ -41,16 +44,13 @@ class LocalSGD(LocalWeights):
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         optimizer.step(update)
         if self.local == 0:
-            self._set_anchors()
-        if self.local > 0 and self.local % self.settings.sync_interval == 0 and not self.alone:
+            for bucket, anchor in self._anchors.items():
+                anchor.copy_(self._mains()[bucket])
+        if self.local > 0 and self._local_phase(self.local) == "weights" and not self.alone:
             self._average(optimizer)
 
-    def _set_anchors(self) -> None:
-        for shard in self.shards:
-            if shard.bucket in self._anchors:
-                self._anchors[shard.bucket].copy_(shard.main_param.data)
-
     def _average(self, optimizer: Optimizer) -> None:
+        wire = self.options.wire_dtype
         for shard in self.shards:
             channel, main = self.channel(shard.bucket), shard.main_param.data
             anchor = self._anchors.get(shard.bucket)
@@ -58,12 +58,12 @@ class LocalSGD(LocalWeights):
                 rank_mean(channel, main, wire_dtype=None)
             else:
                 difference = main - anchor
-                rank_mean(channel, difference, wire_dtype=self.options.wire_dtype)
+                rank_mean(channel, difference, wire_dtype=wire)
                 anchor += difference
                 main.copy_(anchor)
             if self.settings.average_optimizer_state:
                 for values in optimizer.state(shard.main_param).values():
-                    rank_mean(channel, values, wire_dtype=self.options.wire_dtype)
+                    rank_mean(channel, values, wire_dtype=wire)
 
     def states(self) -> list[FlatState]:
         return super().states() + all_kept("anchor", self._anchors)
@@ -109,11 +109,11 @@ class DiLoCo(LocalWeights):
         delayed = self._anchors if self._delay else {}
         self._arrived = {bucket: torch.zeros_like(anchor) for bucket, anchor in delayed.items()}
         """Means that wait for their time; what they hold at others says nothing."""
-        self._under_way: dict[Bucket, MeanUnderWay] = {}
+        self._in_flight: dict[Bucket, MeanInFlight] = {}
         self._due: dict[int, int] = {}
         """Fragment -> the local update in which its mean is used."""
 
-    def _make_buckets(self, parameters: list[ShardedParameter]) -> list[Bucket]:
+    def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         found: list[Bucket] = []
         for fragment in range(self._count):
             own = [p for p in parameters if fragment_of(p.info.spec.name, self._count) == fragment]
@@ -121,8 +121,6 @@ class DiLoCo(LocalWeights):
             self._fragments |= dict.fromkeys(buckets, fragment)
             found += buckets
         return found
-
-    # ---- what it does when
 
     def _sent_in(self, local: int) -> list[int]:
         interval = self.settings.sync_interval
@@ -133,9 +131,7 @@ class DiLoCo(LocalWeights):
         names = {"exchange": self._sent_in(local)}
         if self._delay:
             names = {"send": self._sent_in(local), "use": self._sent_in(local - self._delay)}
-        words = [
-            name if self._count == 1 else f"{name} {fragment}" for name, which in names.items() for fragment in which
-        ]
+        words = [name if self._count == 1 else f"{name} {which}" for name, found in names.items() for which in found]
         return ", ".join(words) or "local"
 
     # ---- weights
@@ -145,32 +141,29 @@ class DiLoCo(LocalWeights):
         if self.alone:
             return
         if self.local == 0:
-            for shard in self.shards:
-                self._anchors[shard.bucket].copy_(shard.main_param.data)
-        for under_way in self._under_way.values():
-            under_way.advance()
+            for bucket, main in self._mains().items():
+                self._anchors[bucket].copy_(main)
+        for in_flight in self._in_flight.values():
+            in_flight.advance()
         for fragment in self._sent_in(self.local):
-            self._send(fragment)
+            self._due[fragment] = self.local + self._delay
+            if self._delay:
+                self._send(fragment)
         for fragment in [f for f, due in self._due.items() if due <= self.local]:
             del self._due[fragment]
             self._use(fragment)
 
-    def _send(self, fragment: int) -> None:
-        self._due[fragment] = self.local + self._delay
-        if self._delay:
-            for bucket, main in self._mains(fragment):
-                difference = self._anchors[bucket] - main
-                self._under_way[bucket] = MeanUnderWay(
-                    self.channel(bucket), difference, wire_dtype=self.options.wire_dtype
-                )
+    def _mains_of(self, fragment: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        return ((bucket, main) for bucket, main in self._mains().items() if self._fragments[bucket] == fragment)
 
-    def _mains(self, fragment: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        for shard in self.shards:
-            if self._fragments[shard.bucket] == fragment:
-                yield shard.bucket, shard.main_param.data
+    def _send(self, fragment: int) -> None:
+        for bucket, main in self._mains_of(fragment):
+            difference = self._anchors[bucket] - main
+            self._in_flight[bucket] = MeanInFlight(self.channel(bucket), difference, wire_dtype=self.options.wire_dtype)
 
     def _use(self, fragment: int) -> None:
-        for bucket, main in self._mains(fragment):
+        beta, mix = self.settings.outer_momentum, self.settings.sync_mix
+        for bucket, main in self._mains_of(fragment):
             anchor, momentum = self._anchors[bucket], self._momenta[bucket]
             if self._delay:
                 self._finish(bucket)
@@ -178,7 +171,6 @@ class DiLoCo(LocalWeights):
             else:
                 mean = anchor - main
                 rank_mean(self.channel(bucket), mean, wire_dtype=self.options.wire_dtype)
-            beta, mix = self.settings.outer_momentum, self.settings.sync_mix
             momentum.mul_(beta).add_(mean)
             anchor.add_(mean.add(momentum, alpha=beta), alpha=-self.settings.outer_lr)
             if mix == 0.0:
@@ -187,39 +179,32 @@ class DiLoCo(LocalWeights):
                 main.mul_(mix).add_(anchor, alpha=1.0 - mix)
 
     def _finish(self, bucket: Bucket) -> None:
-        under_way = self._under_way.pop(bucket, None)
-        if under_way is not None:
-            self._arrived[bucket].copy_(under_way.result())
+        in_flight = self._in_flight.pop(bucket, None)
+        if in_flight is not None:
+            self._arrived[bucket].copy_(in_flight.result())
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """As all with own weights. Inside, nothing is in flight.
-
-        Collectives: those of exchanges in flight come first.
-        """
-        for under_way in self._under_way.values():
-            under_way.advance()
-        for bucket in list(self._under_way):
+        """As all with own weights, once the exchanges in flight are finished."""
+        for in_flight in self._in_flight.values():
+            in_flight.advance()
+        for bucket in list(self._in_flight):
             self._finish(bucket)
         with super().consensus():
             yield
 
     def close(self) -> None:
-        for under_way in self._under_way.values():
+        for in_flight in self._in_flight.values():
             # A peer may be gone, which is known by then.
             with contextlib.suppress(RuntimeError):
-                under_way.wait_for_posted()
+                in_flight.wait_for_posted()
         super().close()
 
     # ---- what is saved
 
     def states(self) -> list[FlatState]:
-        return [
-            *super().states(),
-            *all_kept("anchor", self._anchors),
-            *all_kept("outer_momentum", self._momenta),
-            *all_kept("outer_mean", self._arrived),
-        ]
+        own = {"anchor": self._anchors, "outer_momentum": self._momenta, "outer_mean": self._arrived}
+        return super().states() + [state for name, values in own.items() for state in all_kept(name, values)]
 
     def counters(self) -> dict[str, Any]:
         due = {"due": sorted(self._due.items()), "sync_fragments": self._count} if self._due else {}
@@ -232,3 +217,127 @@ class DiLoCo(LocalWeights):
         self._due = {}
         if self._delay and not self.alone and counters.get("sync_fragments") == self._count:
             self._due = {int(fragment): int(due) for fragment, due in counters["due"]}
+
+
+def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
+    """The ranks that `rank` averages with in a turn (from 0), ascending; the graph is symmetric.
+
+    `ring`: both neighbours. `one-peer`: for a power of two the rank that differs in one bit, another bit each turn
+    (after log2(size) turns of averaging alone all have the mean); for other even numbers a rank of the other half, all
+    of them in turn. An odd number has no such pairs.
+    """
+    if graph == "ring":
+        return tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
+    if size & (size - 1) == 0:
+        return (rank ^ (1 << turn % (size.bit_length() - 1)),) if size > 1 else ()
+    assert size % 2 == 0, "one-peer gossip needs pairs"
+    half = size // 2
+    return ((turn + rank) % half + half if rank < half else (rank - half - turn) % half,)
+
+
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """Values in flight between a rank and its peers."""
+
+    own: torch.Tensor
+    """As they are sent."""
+    received: dict[int, torch.Tensor]
+    works: list[Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def pull(self, dtype: torch.dtype) -> torch.Tensor:
+        """w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1): to v_i it makes the average.
+
+        Of values as they were sent, on both sides: the pulls of all ranks sum to 0, so rounding moves no mean.
+        """
+        self.wait()
+        own, total = self.own.to(dtype), torch.zeros_like(self.own, dtype=dtype)
+        for _, values in sorted(self.received.items()):
+            total += values.to(dtype) - own
+        return total.mul_(1.0 / (len(self.received) + 1))
+
+
+class Gossip(LocalWeights):
+    """Weights W_ij = 1/3 on a ring, 1/2 between two; g_i is taken at x_i, and
+
+    - d-psgd (arXiv 1705.09056): x_i = step from Σ_j W_ij x_j by g_i, whatever optimizer takes the step. The weights of
+      before the step travel, while forward and backward run.
+    - decentlam (arXiv 2104.11981): m_i = μ·m_i + (x_i - Σ_j W_ij (x_j - γ·g_j))/γ, x_i = x_i - γ·m_i at the rate γ.
+      Averaging then does not disturb the momentum, which in d-psgd magnifies what replicas differ by. m has two parts: of
+      gradients, which is the SGD optimizer's own momentum, and of averaging, which is kept times γ: u_i = μ·u_i - (what
+      averaging adds to x_i - γ·g_i), x_i = x_i - u_i. So a rate that changes divides nothing, and may become 0. The half
+      steps travel after the backward. On a ring alone: with peers that change, u grows without bound from 6 replicas on.
+
+    A bf16 wire rounds what travels, not what is kept: x_i moves by W·(bf16(x_j) - bf16(x_i)). The mean over replicas is
+    moved by nothing but the gradients; single replicas stay about one bf16 step apart.
+
+    Wire: per step and rank the bytes of the main parameters (in the wire's format) once for each peer; memory for as much
+    again while they travel, and a copy for decentlam.
+    """
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:
+        super().__init__(stages, **common)
+        corrects = self.settings.gossip_algorithm == "decentlam" and not self.alone
+        self._momentum = momentum
+        self._lags = {bucket: torch.zeros_like(main) for bucket, main in self._mains().items()} if corrects else {}
+        """decentlam: u of each bucket."""
+        self._meetings: dict[Bucket, _Meeting] = {}
+
+    @classmethod
+    def from_config(
+        cls, stages: Mapping[int, torch.nn.Module], config: RunConfig, topology: Topology, **common: Any
+    ) -> DataParallelStrategy:
+        return cls(stages, momentum=config.optimizer.sgd_momentum, **common)
+
+    def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
+        self._part()
+        super().begin_step(step, loss_scale=loss_scale)
+        if self.local > 0 and not self._lags and not self.alone:
+            for bucket, main in self._mains().items():
+                self._meet(bucket, main)  # it stands still until the update: no copy
+
+    def _part(self) -> None:
+        for meeting in self._meetings.values():
+            meeting.wait()
+        self._meetings.clear()
+
+    def _local_phase(self, local: int) -> str:
+        return "mix"
+
+    def _meet(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Send `values`, which must stay as they are, to this turn's peers."""
+        channel, wire = self.channel(bucket), self.options.wire_dtype
+        sent = values if wire is None else values.to(wire)
+        peers = peers_of(self.settings.gossip_graph, channel.rank, channel.size, self.local - 1)
+        received = {peer: torch.empty_like(sent) for peer in peers}
+        works = swap(channel, dict.fromkeys(peers, sent), received)
+        self._meetings[bucket] = _Meeting(sent, received, works)
+
+    def _step(self, optimizer: Optimizer, update: Update) -> None:
+        lags = self._lags if self.local > 0 else {}
+        for shard in self.shards:
+            if lags:
+                self._meet(shard.bucket, torch.add(shard.main_param.data, shard.grad, alpha=-update.lr))
+        for bucket, meeting in self._meetings.items():
+            main = self._mains()[bucket]
+            pull = meeting.pull(main.dtype)
+            if lags:
+                lags[bucket].mul_(self._momentum).sub_(pull)
+            else:
+                main += pull
+        self._meetings.clear()
+        optimizer.step(update)
+        for bucket, lag in lags.items():
+            self._mains()[bucket].sub_(lag)
+
+    def states(self) -> list[FlatState]:
+        return super().states() + all_kept("gossip_momentum", self._lags)
+
+    def close(self) -> None:
+        # A peer may be gone, which is known by then.
+        with contextlib.suppress(RuntimeError):
+            self._part()
+        super().close()

@@ -1,4 +1,4 @@
-"""Means over ranks, added up in the order of ranks, and messages between single ranks: the parts of a mean in flight."""
+"""Replicas with different weights, the mean of which is the model; and means and messages between them."""
 
 import contextlib
 import dataclasses
@@ -45,10 +45,8 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
     """Send a tensor to each of some ranks and receive one from each of them; what is sent must stay as it is meanwhile.
 
-    Messages have a separate order, so collectives over the same ranks may run at the same time. Each rank takes its
-    pairs in the same order and in each pair the lower rank sends first: where a backend runs messages one by one, none
-    waits for one that is queued behind it.
-    """
+    Each rank takes its pairs in the same order and in each pair the lower rank sends first: where a backend runs
+    messages one by one, none waits for one that is queued behind it."""
     works = []
     for peer in sorted(outgoing):
         if channel.rank < peer:
@@ -59,7 +57,7 @@ def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mappi
     return works
 
 
-class MeanUnderWay:
+class MeanInFlight:
     """`rank_mean`, to the bit, while the ranks compute and use their group for other things.
 
     No thread: its messages are posted when it is made, its gather by the first call of `advance` after, which all ranks
@@ -75,38 +73,34 @@ class MeanUnderWay:
         self._sent = (tensor if wire_dtype is None else tensor.to(wire_dtype)).view(channel.size, -1)
         self._received = torch.empty_like(self._sent)
         self._received[channel.rank] = self._sent[channel.rank]
-        others = [peer for peer in range(channel.size) if peer != channel.rank]
-        self._posted = swap(
-            channel, {peer: self._sent[peer] for peer in others}, {peer: self._received[peer] for peer in others}
-        )
-        self._whole: torch.Tensor | None = None
-        self._part = tensor
+        outgoing, incoming = dict(enumerate(self._sent)), dict(enumerate(self._received))
+        del outgoing[channel.rank]
+        self._posted = swap(channel, outgoing, incoming)
+        self._gathers = False
 
     def advance(self) -> None:
         """Start the gather, once the parts are here."""
-        if self._whole is None:
+        if not self._gathers:
             self.wait_for_posted()
-            self._part = _mean(self._received)
+            self._received = _mean(self._received)
             # The buffer that was sent is free now.
-            self._whole = self._sent.view(-1)
-            self._posted = [self._channel.gather_raw_async(self._whole, self._part)]
+            self._posted = [self._channel.gather_raw_async(self._sent.view(-1), self._received)]
+            self._gathers = True
 
     def wait_for_posted(self) -> None:
         """Return when nothing is in flight; starts nothing."""
-        works, self._posted = self._posted, [DONE]
-        for work in works:
+        for work in self._posted:
             work.wait()
+        self._posted = []
 
     def result(self) -> torch.Tensor:
         """The mean, in the number format of the wire."""
         self.advance()
         self.wait_for_posted()
-        assert self._whole is not None
-        return self._whole
+        return self._sent.view(-1)
 
 
 def all_kept(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
-    """One state of several buckets."""
     return [kept(name, bucket, each) for bucket, each in values.items()]
 
 
@@ -133,8 +127,7 @@ class OwnWeights(DataParallelStrategy):
         """Inside, `data` is the mean of the replicas' main parameters, rounded once: the same bits on every rank. The
         log gets the distance from it. What is sent for it is not counted: it is no part of any step.
 
-        Collectives: an exchange and a gather of all parameters over the replicas, in full precision; one sum of two
-        numbers over the world.
+        Collectives: an exchange and a gather of all parameters over the replicas; a sum of two numbers over the world.
         """
         assert not self._inside_consensus, "the mean would look like a replica's own weights"
         self._inside_consensus = True
@@ -153,7 +146,7 @@ class OwnWeights(DataParallelStrategy):
 
     def _put_mean(self, shard: OptimizerShard) -> None:
         bucket = shard.bucket
-        uncounted = Channel(self.groups.replicas(bucket.kind), WireCounter(), self.background)
+        uncounted = self.new_channel(self.groups.replicas(bucket.kind), WireCounter())
         if shard.is_copy:
             mean = self._means[bucket] = shard.main_param.data.clone()
             rank_mean(uncounted, mean, wire_dtype=None)
@@ -166,7 +159,7 @@ class OwnWeights(DataParallelStrategy):
         """||x_i - mean|| of all replicas' weights, root mean square over replicas, as a share of ||mean||."""
         if self.alone or self._noted == self.step:
             return
-        sums = torch.zeros(2, dtype=torch.float64, device=self.shards[0].main_param.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for shard in self.shards:
             if self._counts(shard.bucket):
                 own = self._own.get(shard.bucket, shard.main_param.data)
@@ -185,11 +178,8 @@ class OwnWeights(DataParallelStrategy):
         return Placement.PRIVATE
 
     def states(self) -> list[FlatState]:
-        found = [
-            kept("replica_param", shard.bucket, self._own.get(shard.bucket, shard.main_param.data))
-            for shard in self.shards
-        ]
-        return super().states() + found + all_kept("main_param", self._means)
+        own = {shard.bucket: self._own.get(shard.bucket, shard.main_param.data) for shard in self.shards}
+        return super().states() + all_kept("replica_param", own) + all_kept("main_param", self._means)
 
     def loaded(self) -> None:
         self.publish_parameters()
@@ -219,8 +209,6 @@ class LocalWeights(OwnWeights):
         # Every replica's gradient counts, in a separate norm.
         return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._counts(bucket))
 
-    # ---- what it does when
-
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         super().begin_step(step, loss_scale=loss_scale)
         if self._updates is None:  # a new run, or one that another strategy began
@@ -241,7 +229,6 @@ class LocalWeights(OwnWeights):
 
     @property
     def local(self) -> int:
-        """`_local_updates` of the current step."""
         return self._local_updates(self.step)
 
     # ---- gradients
@@ -281,8 +268,11 @@ class LocalWeights(OwnWeights):
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         """Step the optimizer and exchange what is due."""
 
+    def _mains(self) -> dict[Bucket, torch.Tensor]:
+        return {shard.bucket: shard.main_param.data for shard in self.shards}
+
     def _copies(self) -> dict[Bucket, torch.Tensor]:
-        return {shard.bucket: shard.main_param.data.clone() for shard in self.shards}
+        return {bucket: main.clone() for bucket, main in self._mains().items()}
 
     # ---- what is saved
 

@@ -1,7 +1,7 @@
 """Signs as bits: 8 values in a byte, the first in its highest bit; a set bit is a value that is not negative."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,39 +11,30 @@ from megalite.data_parallel.more.codec import Codec
 from megalite.data_parallel.wire import Channel
 
 
-@dataclass
 class Signs:
     """Packs signs into bytes and back, at most `size` (a multiple of 8) at a time.
 
-    On the CPU with numpy: its comparison, packing and table look-up are several times as fast as torch's; the rest of
-    what is done to the values is torch's on every device.
+    On the CPU with numpy: its comparison, packing and table look-up are several times as fast as torch's.
 
     Args:
         dtype: of the values.
     """
 
-    size: int
-    dtype: torch.dtype
-    device: torch.device
-    _table: torch.Tensor = field(init=False)
-    """[256, 8]: the signs ±1 that a byte stands for."""
-    _flags: torch.Tensor = field(init=False)
-    _weights: torch.Tensor = field(init=False)
-    _places: np.ndarray = field(init=False)
-    """Bytes as numpy looks them up: without a conversion in every call."""
-
-    def __post_init__(self) -> None:
-        assert self.size % 8 == 0
-        self._weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=self.device)
-        every_byte = torch.arange(256, dtype=torch.uint8, device=self.device).view(-1, 1)
-        self._table = ((every_byte & self._weights) > 0).to(self.dtype) * 2 - 1
-        self._flags = torch.empty(self.size, dtype=torch.bool, device=self.device)
-        self._places = np.empty(self.size // 8 if self.device.type == "cpu" else 0, dtype=np.intp)
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        assert size % 8 == 0
+        self._on_cpu = device.type == "cpu"
+        self._weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=device)
+        every_byte = torch.arange(256, dtype=torch.uint8, device=device).view(-1, 1)
+        self._table = ((every_byte & self._weights) > 0).to(dtype) * 2 - 1
+        """[256, 8]: the signs ±1 that a byte stands for."""
+        self._flags = torch.empty(size, dtype=torch.bool, device=device)
+        # Bytes as numpy looks them up: without a conversion in every call.
+        self._places = np.empty(size // 8 if self._on_cpu else 0, dtype=np.intp)
 
     def pack(self, values: torch.Tensor, packed: torch.Tensor) -> None:
         """`packed` [n/8], uint8, becomes the signs of `values` [n]; both zeros count as positive, NaN as negative."""
         flags = self._flags[: values.numel()]
-        if self.device.type == "cpu":
+        if self._on_cpu:
             np.greater_equal(values.numpy(), 0, out=flags.numpy())
             packed.numpy()[:] = np.packbits(flags.numpy())
             return
@@ -52,7 +43,7 @@ class Signs:
 
     def unpack(self, packed: torch.Tensor, signs: torch.Tensor) -> None:
         """`signs` [n], of `dtype`, becomes ±1 after the bits of `packed` [n/8]."""
-        if self.device.type == "cpu":
+        if self._on_cpu:
             # Rows as single items: numpy copies those of 32 bytes without a call for each.
             row = np.dtype((np.void, 8 * signs.element_size()))
             table, target = self._table.numpy().view(row).reshape(-1), signs.numpy().view(row)
@@ -69,21 +60,17 @@ WINDOWS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring values of a chunk, of one piece or of several that follow each other.
-
-    Args:
-        start: a multiple of 8, from the start of the chunk.
-        used: one past the last value that is not padding.
-        stop: a multiple of 8.
-        first: the piece that the first value belongs to.
-        lengths: how many values each piece has here, int64 [pieces].
-    """
+    """Neighbouring values of a chunk, of one piece or of several that follow each other."""
 
     start: int
+    """From the start of the chunk; like `stop` a multiple of 8."""
     used: int
+    """One past the last value that is not padding."""
     stop: int
     first: int
+    """The piece that the first value belongs to."""
     lengths: torch.Tensor
+    """How many values each piece has here, int64 [pieces]."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Its part of a tensor like the chunk, without padding."""
@@ -124,50 +111,39 @@ class Chunk:
 
     @classmethod
     def of(cls, ends: list[int], first: int, last: int, device: torch.device) -> "Chunk":
-        """Of the pieces [0, ends[0]), [ends[0], ends[1]), ... what lies in [first, last)."""
-        pieces = _cut(ends, first, last)
+        """Of the pieces [0, ends[0]), [ends[0], ends[1]), ... what lies in [first, last), counted from `first`."""
+        cut = [(max(a, first) - first, min(b, last) - first) for a, b in itertools.pairwise([0, *ends])]
+        pieces = [(a, b) for a, b in cut if a < b]
         width = WINDOWS["cpu" if device.type == "cpu" else "cuda"]
         windows, parts = [], [0] * len(pieces)
         for start, stop in _spans(pieces, last - first, width):
-            inside = [(index, max(a, start), min(b, stop)) for index, (a, b) in enumerate(pieces)]
-            inside = [each for each in inside if each[1] < each[2]]
+            inside = [(index, min(b, stop) - max(a, start)) for index, (a, b) in enumerate(pieces)]
+            inside = [(index, length) for index, length in inside if length > 0]
             if not inside:
                 break  # all that follows is padding
-            for index, _, _ in inside:
+            for index, _ in inside:
                 parts[index] += 1
-            lengths = torch.tensor([b - a for _, a, b in inside], device=device)
-            windows.append(Window(start, inside[-1][2], stop, inside[0][0], lengths))
+            lengths = torch.tensor([length for _, length in inside], device=device)
+            used = min(stop, pieces[inside[-1][0]][1])
+            windows.append(Window(start, used, stop, inside[0][0], lengths))
         sizes = torch.tensor([b - a for a, b in pieces], dtype=torch.float64, device=device)
         return cls(windows, torch.tensor(parts, dtype=torch.int64, device=device), sizes)
 
     def sizes(self, squares: torch.Tensor) -> torch.Tensor:
         """The root mean square of each piece, fp64 [pieces], from what the windows have found, one after the other."""
-        sums = squares if len(squares) == len(self.parts) else self._add_up(squares)
-        return (sums / self.lengths).sqrt_()
-
-    def _add_up(self, squares: torch.Tensor) -> torch.Tensor:
-        return torch.segment_reduce(squares, "sum", lengths=self.parts, unsafe=True)
+        if len(squares) != len(self.parts):
+            squares = torch.segment_reduce(squares, "sum", lengths=self.parts, unsafe=True)
+        return (squares / self.lengths).sqrt_()
 
 
 def _spans(pieces: list[tuple[int, int]], size: int, width: int) -> list[tuple[int, int]]:
     """[0, size) in steps of at most `width` and at the borders of large pieces, where they are between two bytes."""
-    borders = {0, size}
-    for a, b in pieces:
-        if b - a >= LARGE:
-            borders |= {border for border in (a, b) if border % 8 == 0}
-    cuts = sorted(borders)
+    borders = {border for piece in pieces if piece[1] - piece[0] >= LARGE for border in piece if border % 8 == 0}
     return [
         (start, min(start + width, last))
-        for first, last in itertools.pairwise(cuts)
+        for first, last in itertools.pairwise(sorted({0, size} | borders))
         for start in range(first, last, width)
     ]
-
-
-def _cut(ends: list[int], first: int, last: int) -> list[tuple[int, int]]:
-    """What of [0, ends[0]), [ends[0], ends[1]), ... lies in [first, last), counted from `first`."""
-    starts = [0, *ends[:-1]]
-    cut = [(max(start, first), min(stop, last)) for start, stop in zip(starts, ends, strict=True)]
-    return [(start - first, stop - first) for start, stop in cut if start < stop]
 
 
 class OneBit(Codec):
@@ -178,13 +154,11 @@ class OneBit(Codec):
         x_i = values_i + e_i;  s_i, sgn(x_i) to the server of each chunk;  e_i = x_i - s_i·sgn(x_i)
         y = E + Σ_i s_i/n·sgn(x_i), in the order of ranks;  s, sgn(y) to all;  E = y - s·sgn(y)
 
-    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk, so that neither large
-    neighbours nor padding set a tensor's size; or, as in the paper, all of a chunk that is not padding.
+    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk (`scale` tensor), so
+    that neither large neighbours nor padding set its size; or, as in the paper, all of a chunk that is not padding
+    (bucket).
 
     Wire: 2·(n-1)/n bits a value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
-
-    Args:
-        scale: `tensor`: one size for each tensor in a chunk; `bucket`: one for the chunk.
     """
 
     name = "onebit"
@@ -206,7 +180,7 @@ class OneBit(Codec):
         self._unpacked = torch.empty(widest, dtype=like.dtype, device=like.device)
         # Bytes that no rank reads (of padding, and sizes that a chunk does not have) are sent all the same.
         self._sent = torch.zeros(n, self._row, dtype=torch.uint8, device=like.device)
-        self.wire_bytes = 2 * (self.channel.size - 1) * self._row
+        self.wire_bytes = 2 * (n - 1) * self._row
 
     def _mean(self, values: torch.Tensor) -> None:
         n, rank, chunk = self.channel.size, self.channel.rank, self._chunk

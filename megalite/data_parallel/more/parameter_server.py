@@ -1,84 +1,82 @@
-"""Data parallelism by a parameter server: one rank of each group adds gradients, steps, and hands out parameters."""
+"""Data parallelism by parameter servers: ranks add gradients, step, and hand out parameters."""
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Arrivals, Bucket, first_needed_first
-from megalite.data_parallel.facts import message_elements
-from megalite.data_parallel.shards import OptimizerShard
-from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.data_parallel.wire import Channel, Several
+from megalite.data_parallel.facts import Placement, message_elements
+from megalite.data_parallel.more.server import LEADER, Server
+from megalite.data_parallel.more.server_link import Kind, Ledger, Link, Order, Request, by_arrival, by_rank
+from megalite.data_parallel.shards import Norms, OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
+from megalite.data_parallel.wire import Channel, Several, pipelined
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import DONE, Group, Work, add_in_order
+from megalite.topology.topology import ServerGroups, Topology, server_groups
 
 SERVER = 0
 """Index of the server in its group."""
 
-AHEAD = 2
-"""Chunks of a bucket that are in flight at a time: while one is added the next comes."""
 
-
-class ParameterServer(DataParallelStrategy):
-    """Workers push gradients to a server and pull parameters from it, in chunks (as in Li et al., OSDI 2014).
-
-    The first rank of each group with the same buckets is worker and server at once: it alone has main parameters and
-    optimizer states. A bucket is pushed as soon as the last backward has filled it; the server adds chunk after chunk,
-    in the order of ranks, its own part rounded like those that travel. Once the norm is known it steps all it has and
-    sends the parameters, first-needed first; workers continue into the next forward and wait for each module's own.
-
-    Wire, of B bytes of gradients and P of parameters: a worker sends B, the server (d-1)·P, and receives (d-1)·B; its
-    link is what all wait for. d is the expert-dp size for experts, which have other servers.
-    """
+class OneServer(DataParallelStrategy):
+    """The first rank of each group with the same buckets is worker and server at once: it alone has main parameters and
+    optimizer states."""
 
     shards_over_dp = True
-
-    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
-        super().__init__(stages, **common)
-        self._sending: list[Work] = []
-        """What the server has in flight to its workers."""
-        shared = any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
-        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=self.options.overlap_param_gather and shared)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         size = bucket.data.numel()
         return (0 if self._serves(bucket) else size), size
 
-    def role(self, group: Group, index: int) -> str:
-        return "the parameter server" if index == SERVER else "a worker"
-
     def _serves(self, bucket: Bucket) -> bool:
         return self.groups.replicas(bucket.kind).rank == SERVER
 
+    def role(self, group: Group, index: int) -> str:
+        return "the parameter server" if index == SERVER else "a worker"
+
+    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
+        whole = values.contiguous()
+        if not self._serves(shard.bucket):
+            whole = values.new_empty(shard.bucket.data.numel())
+        self.groups.replicas(shard.bucket.kind).broadcast(whole, source=SERVER)
+        return whole
+
+
+class ParameterServer(OneServer):
+    """Workers push gradients to a server and pull parameters from it, in chunks (as in Li et al., OSDI 2014).
+
+    A bucket is pushed as soon as the last backward has filled it; the server adds chunk after chunk, in the order of
+    ranks, its own part rounded like those that travel. Once the norm is known it steps all it has and sends the
+    parameters, first-needed first; workers continue into the next forward and wait for each module's own.
+
+    Wire, of B bytes of gradients and P of parameters: a worker sends B, the server (d-1)·P, and receives (d-1)·B; its
+    link is what all wait for. d is the expert-dp size for experts, which have other servers.
+    """
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
+        super().__init__(stages, **common)
+        self._sending: list[Work] = []
+        """What the server has in flight to its workers."""
+        overlap = self.options.overlap_param_gather and self.has_replicas
+        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
+
     def _reduce(self, bucket: Bucket) -> Work:
-        channel = self.channel(bucket)
+        channel, chunks = self.channel(bucket), self._chunks(bucket.grad, self.options.wire_dtype)
         if channel.size == 1:
             return DONE
         if self._serves(bucket):
-            return channel.in_background(lambda: self._take_pushes(bucket.grad, channel))
-        sent = [channel.rounded(chunk) for chunk in self._gradient_chunks(bucket.grad, channel)]
+            return channel.in_background(lambda: _add_pushes(chunks, channel))
+        sent = [channel.rounded(chunk) for chunk in chunks]
         return Several([channel.send_async(chunk, to=SERVER) for chunk in sent], sent)
 
-    def _gradient_chunks(self, grad: torch.Tensor, channel: Channel) -> Iterator[torch.Tensor]:
-        return self._chunks(grad, channel.wire_dtype or grad.dtype)
-
-    def _chunks(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def _chunks(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
         """A flat tensor in messages of `server_chunk_mb`, if its elements are sent as `dtype`."""
-        size = message_elements(self.options.settings.server_chunk_mb, dtype.itemsize)
-        return iter(tensor.split(size))
-
-    def _take_pushes(self, grad: torch.Tensor, channel: Channel) -> None:
-        """Add what the workers push to the server's own part, chunk after chunk."""
-        coming: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
-        for chunk in self._gradient_chunks(grad, channel):
-            coming.append(_receive_parts(chunk, channel))
-            if len(coming) == AHEAD:
-                _add(*coming.popleft())
-        while coming:
-            _add(*coming.popleft())
+        return tensor.split(message_elements(self.options.settings.server_chunk_mb, (dtype or tensor.dtype).itemsize))
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
         # The parameters of the step before may still be on their way from where the optimizer writes now.
@@ -88,8 +86,7 @@ class ParameterServer(DataParallelStrategy):
     def publish_parameters(self) -> None:
         super().publish_parameters()
         for bucket in first_needed_first(self.buckets):
-            channel = self.channel(bucket)
-            parts = list(self._chunks(bucket.data, bucket.data.dtype))
+            channel, parts = self.channel(bucket), self._chunks(bucket.data, None)
             if self._serves(bucket):
                 workers = range(1, channel.size)
                 self._sending += [channel.send_async(part, to=worker) for part in parts for worker in workers]
@@ -100,16 +97,14 @@ class ParameterServer(DataParallelStrategy):
 
     def wait_for_parameters(self) -> None:
         self._arrivals.wait()
-        for work in self._sending:
-            work.wait()
-        self._sending.clear()
+        Several(self._sending).wait()
+        self._sending = []
 
-    def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        whole = values.contiguous()
-        if not self._serves(shard.bucket):
-            whole = values.new_empty(shard.bucket.data.numel())
-        self.groups.replicas(shard.bucket.kind).broadcast(whole, source=SERVER)
-        return whole
+
+def _add_pushes(chunks: Sequence[torch.Tensor], channel: Channel) -> None:
+    for chunk, parts, work in pipelined(_receive_parts(chunk, channel) for chunk in chunks):
+        work.wait()
+        add_in_order(chunk, parts)
 
 
 def _receive_parts(chunk: torch.Tensor, channel: Channel) -> tuple[torch.Tensor, torch.Tensor, Work]:
@@ -118,11 +113,6 @@ def _receive_parts(chunk: torch.Tensor, channel: Channel) -> tuple[torch.Tensor,
     works = [channel.receive_async(parts[rank], source=rank) for rank in range(1, channel.size)]
     parts[SERVER].copy_(chunk)
     return chunk, parts, Several(works)
-
-
-def _add(chunk: torch.Tensor, parts: torch.Tensor, work: Work) -> None:
-    work.wait()
-    add_in_order(chunk, parts)
 
 
 class ShardedParameterServer(DistributedOptimizer):
@@ -139,16 +129,8 @@ class ShardedParameterServer(DistributedOptimizer):
 
     The sums, the range that each rank steps and the bytes are those of ZeRO-1 (`distributed-optimizer`). What differs
     is the grain: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
-    smaller pieces, at most two rounds of keys are buffered where ZeRO-1 buffers a bucket, and the order of the sum is
-    that of the ranks on every backend.
-
-    Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. For experts d is the
-    expert-dp size.
+    smaller pieces, at most two rounds of keys are buffered, and sums are in the order of ranks on every backend.
     """
-
-    def _key_elements(self) -> int:
-        width = (self.options.wire_dtype or self.options.grad_dtype).itemsize
-        return message_elements(self.options.settings.server_chunk_mb, width)
 
     def role(self, group: Group, index: int) -> str:
         return f"parameter server {index}"
@@ -157,22 +139,191 @@ class ShardedParameterServer(DistributedOptimizer):
         channel = self.channel(bucket)
         if channel.size == 1:
             return DONE
-        return channel.in_background(lambda: self._push(bucket.grad, channel))
+        return channel.in_background(lambda: self._push(bucket.grad.view(channel.size, -1), channel))
 
-    def _push(self, grad: torch.Tensor, channel: Channel) -> None:
-        """Exchange keys round after round, and add up those of this server."""
-        served = grad.view(channel.size, -1)
-        own = served[channel.rank].split(self._key_elements())
-        coming: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
-        for key, keys in zip(own, served.split(self._key_elements(), dim=1), strict=True):
-            parts, work = channel.exchange_raw_async(channel.rounded(keys).contiguous())
-            coming.append((key, parts, work))
-            if len(coming) == AHEAD:
-                _add_parts(*coming.popleft())
-        while coming:
-            _add_parts(*coming.popleft())
+    def _push(self, served: torch.Tensor, channel: Channel) -> None:
+        """Exchange keys of `served` [servers, n] round after round, and add up those of this server."""
+        width = (self.options.wire_dtype or self.options.grad_dtype).itemsize
+        rounds = served.split(message_elements(self.options.settings.server_chunk_mb, width), dim=1)
+        started = ((keys, *channel.exchange_raw_async(channel.rounded(keys).contiguous())) for keys in rounds)
+        for keys, parts, work in pipelined(started):
+            work.wait()
+            add_in_order(keys[channel.rank], parts.view(channel.size, -1))
 
 
-def _add_parts(key: torch.Tensor, parts: torch.Tensor, work: Work) -> None:
-    work.wait()
-    add_in_order(key, parts.view(-1, key.numel()))
+class AsyncParameterServer(OneServer):
+    """Each worker pushes gradients and pulls weights when it is ready (bounded staleness: see `Ledger`).
+
+    A worker's step: pull the newest weights; forward and backward over its own part of the batch; clip by the norm of its
+    estimate of the gradient, which is n times its part (n workers); push. The server makes of each push one optimizer
+    update with the learning rate of that step / `divisor`, so n pushes without staleness are about one synchronous step,
+    with moments that decay at each push. With max_staleness 0 all pushes of a step are of the same weights and are
+    applied in the order of ranks: a synchronous algorithm, the same in each run. Else the result depends on timing; what
+    is evaluated and saved is what all workers have agreed on in a meeting, when the pushes of all steps have been applied.
+
+    The decisions of a step (clipping, a loss that is NaN) are those of one copy of the model: see `scope`.
+    Wire: a worker sends the gradient, the server the weights in the model's type, for each worker but the server's own.
+    Server memory: see `Server`; workers have no main parameters and no optimizer state.
+
+    Args:
+        scope: tp and pp: one copy of the model.
+    """
+
+    replicas_agree = False
+
+    def __init__(
+        self, stages: Mapping[int, torch.nn.Module], *, scope: Group, servers: ServerGroups | None, **common: Any
+    ) -> None:
+        super().__init__(stages, **common)
+        self._scope, self._groups_of_servers = scope, servers
+        self._workers = self.groups.dp.size
+        self._server: Server | None = None
+        self._link: Link | None = None
+        self._optimizer: Optimizer | None = None
+        self.order: Order = by_rank if self.options.settings.max_staleness == 0 else by_arrival
+        """In which pushes and pulls are served; another one must be set before the first step."""
+        if self._workers > 1:
+            self.notes.append(
+                "async-parameter-server: losses and norms of steps are of the samples of data-parallel rank 0; those of "
+                "evaluations are of all, with the weights that all workers then have"
+            )
+
+    @classmethod
+    def from_config(
+        cls, stages: Mapping[int, torch.nn.Module], config: RunConfig, topology: Topology, **common: Any
+    ) -> DataParallelStrategy:
+        servers = None
+        if topology.dp.size > 1:
+            servers = server_groups(topology, timeout_minutes=config.parallel.distributed_timeout_minutes)
+        return cls(stages, scope=topology.model, servers=servers, **common)
+
+    def owned_range(self, bucket: Bucket) -> tuple[int, int]:
+        return 0, bucket.data.numel() if self._serves(bucket) else 0
+
+    def _make_shard(self, bucket: Bucket) -> OptimizerShard:
+        shard = super()._make_shard(bucket)
+        if self.groups.dp.size > 1 and not shard.is_copy:
+            # The server steps it while this rank's worker computes with the weights that it has pulled.
+            shard.main_param.data = shard.main_param.data.clone()
+        return shard
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def scope(self) -> Group:
+        return self._scope
+
+    def phase(self, step: int) -> str:
+        return "push and pull"
+
+    # ---- a worker's step
+
+    def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
+        self.step = step
+        if self._workers > 1:
+            # First: a gradient may still be on its way.
+            self._ask(Request(Kind.PULL, step))
+        super().begin_step(step, loss_scale=loss_scale)
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        return DONE
+
+    def norm_terms(self) -> torch.Tensor:
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for bucket in self.all_buckets():
+            if self._counts(bucket):
+                total += self.options.l2norm([bucket.grad]).square()
+        return total
+
+    def norms(self, sums: Sequence[float]) -> Norms:
+        part = super().norms(sums)
+        return Norms(shown=self._workers * part.shown, clipping=self._workers * part.clipping)
+
+    def update(self, optimizer: Optimizer, update: Update) -> None:
+        if self._workers == 1:
+            super().update(optimizer, update)
+            return
+        gradients = [bucket.grad for bucket in self.all_buckets()]
+        for gradient in gradients:
+            gradient.mul_(update.factor * self._workers)
+        end = self._connected()
+        if end is self._link:
+            wire = self.options.wire_dtype
+            self.wire_counter.add(sum(g.numel() * (wire or g.dtype).itemsize for g in gradients))
+        end.push(Request(Kind.PUSH, update.step, update.lr, update.weight_decay), gradients)
+
+    # ---- the server
+
+    def _connected(self) -> Link | Server:
+        """This rank's end of the exchange, made once weights have been loaded."""
+        groups, settings, wire = self._groups_of_servers, self.options.settings, self.options.wire_dtype
+        if self._link is None and self._server is None:
+            assert groups is not None and self._optimizer is not None
+            chunk = int(settings.server_chunk_mb * 1e6)
+            links = [Link(pair, chunk_bytes=chunk, wire_dtype=wire) for pair in groups.pairs]
+            if self.groups.dp.rank > 0:
+                self._link = links[0]
+            else:
+                assert groups.servers is not None
+                self._server = Server(
+                    self.shards,
+                    self._optimizer,
+                    links=links,
+                    servers=groups.servers,
+                    ledger=Ledger(self._workers, settings.max_staleness),
+                    order=self.order,
+                    staleness_aware=settings.staleness_aware_lr,
+                    wire_dtype=wire,
+                )
+        end = self._link or self._server
+        assert end is not None
+        return end
+
+    def _ask(self, request: Request) -> None:
+        self._connected().ask(request, [bucket.data for bucket in self.all_buckets()])
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        if self._workers == 1:
+            yield
+            return
+        self._ask(Request(Kind.MEET))
+        self._note()
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.resume()
+
+    def finish(self) -> None:
+        if self._workers > 1:
+            self._ask(Request(Kind.LEAVE))
+            self._note()
+            if self._server is not None:
+                self._server.join()
+            self._server = self._link = None
+
+    def _note(self) -> None:
+        """On the rank that decides, say how stale the pushes since the last report were."""
+        if self._server is not None:
+            report = self._server.take_report()
+            if self._server.servers.rank == LEADER and report.staleness:
+                self.notes.append(report.line())
+
+    # ---- what is saved and counted
+
+    def states(self) -> list[FlatState]:
+        copies = [shard for shard in self.shards if shard.is_copy]
+        return [
+            FlatState("main_param", each.bucket, each.main_param.data, Placement.SHARDED, each.start, "parameter")
+            for each in copies
+        ]
+
+    def loaded(self) -> None:
+        for shard in self.shards:
+            if not shard.is_copy:
+                shard.main_param.data.copy_(shard.bucket.data[shard.start : shard.stop])
+
+    def wire(self) -> float:
+        return super().wire() + (0 if self._server is None else self._server.take_sent())

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -21,10 +20,10 @@ from megalite.data_parallel.more.server_link import (
     Event,
     Kind,
     Ledger,
+    Link,
     Order,
     Report,
     Request,
-    ServerEnd,
     divisor,
 )
 from megalite.data_parallel.shards import OptimizerShard
@@ -38,20 +37,16 @@ _FAILED = 0
 """In place of a `Kind`: the leader cannot continue."""
 
 
-class _Answer(NamedTuple):
-    version: int
-    weights: list[torch.Tensor] | None
-
-
 @dataclass
 class _Worker:
     inbox: list[torch.Tensor]
     """Its push, for each shard; there is never a second one before the first is applied."""
-    link: ServerEnd | None
+    link: Link | None
     """None: it is the worker of this process."""
-    asked: deque[tuple[Request, float]] = field(default_factory=deque)
-    """With the time when each came."""
-    answer: _Answer | None = None
+    asked: deque[tuple[Request, int]] = field(default_factory=deque)
+    """With the time when each came, in nanoseconds."""
+    answer: Sequence[torch.Tensor] | None = None
+    """The newest weights; empty if it has them."""
 
 
 class Server:
@@ -64,9 +59,7 @@ class Server:
         shards: whole buckets; their `main_param` has separate memory.
         links: of workers 1, 2, ...
         servers: of all coordinates, on gloo; the group has no other use.
-        ledger: with all clocks at 0.
         order: in which the leader serves.
-        staleness_aware: see `divisor`.
         wire_dtype: of pushes.
     """
 
@@ -75,7 +68,7 @@ class Server:
         shards: Sequence[OptimizerShard],
         optimizer: Optimizer,
         *,
-        links: Sequence[ServerEnd],
+        links: Sequence[Link],
         servers: Group,
         ledger: Ledger,
         order: Order,
@@ -83,15 +76,13 @@ class Server:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._shards, self._optimizer = shards, optimizer
-        self._servers, self._ledger, self._order = servers, ledger, order
+        self.servers, self._ledger, self._order = servers, ledger, order
         self._aware = staleness_aware
         self._device = shards[0].main_param.device
-
-        def inbox(device: torch.device) -> list[torch.Tensor]:
-            return [torch.zeros_like(shard.main_param.data, dtype=wire_dtype, device=device) for shard in shards]
-
-        self._workers = [_Worker(inbox(self._device), None)]
-        self._workers += [_Worker(inbox(torch.device("cpu")), link) for link in links]
+        self._workers = [
+            _Worker([torch.zeros_like(s.main_param.data, dtype=wire_dtype, device=device) for s in shards], link)
+            for device, link in [(self._device, None), *((torch.device("cpu"), link) for link in links)]
+        ]
         self._changed = threading.Condition()
         """Guards all that follows, the ledger and what is asked and answered."""
         self._failure: Exception | None = None
@@ -103,8 +94,8 @@ class Server:
         # Daemons: where the run ends by an error they may be waiting for a rank that is gone.
         self._threads = [threading.Thread(target=self._serve, name="megalite-server", daemon=True)]
         self._threads += [
-            threading.Thread(target=self._listen, args=(worker,), name=f"megalite-worker-{worker}", daemon=True)
-            for worker in range(1, len(self._workers))
+            threading.Thread(target=self._listen, args=(index, link), name=f"megalite-worker-{index}", daemon=True)
+            for index, link in enumerate(links, start=1)
         ]
         for thread in self._threads:
             thread.start()
@@ -119,8 +110,8 @@ class Server:
             self._raise_failure()
             self._enter(0, request)
 
-    def ask(self, request: Request) -> None:
-        """Return when the model's parameters are what was asked for.
+    def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
+        """Return when the model's parameters, `weights`, are what was asked for.
 
         Raises:
             RuntimeError: the connection to a worker or to another server broke, or the server failed.
@@ -137,12 +128,10 @@ class Server:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Return when all threads have ended, after all workers have left."""
         for thread in self._threads:
             thread.join()
 
     def take_report(self) -> Report:
-        """What has happened since the last call."""
         with self._changed:
             report, self._report = self._report, Report()
         return report
@@ -155,23 +144,19 @@ class Server:
 
     # ---- threads
 
-    def _listen(self, index: int) -> None:
-        worker = self._workers[index]
-        link = worker.link
-        assert link is not None
+    def _listen(self, index: int, link: Link) -> None:
         try:
-            while True:
-                request = link.receive(worker.inbox)
+            kind = None
+            while kind is not Kind.LEAVE:
+                request = link.receive(self._workers[index].inbox)
+                kind = request.kind
                 with self._changed:
                     self._enter(index, request)
-                    if request.kind is Kind.PUSH:
-                        continue
-                    answer = self._answer_of(index)
-                if answer is None:
+                    answer = None if kind is Kind.PUSH else self._answer_of(index)
+                if answer is not None:
+                    link.answer(answer)
+                elif kind is not Kind.PUSH:
                     return link.refuse()
-                link.answer(answer.version, answer.weights)
-                if request.kind is Kind.LEAVE:
-                    return None
         except Exception as error:
             self._fail(error)
 
@@ -180,25 +165,24 @@ class Server:
             torch.cuda.set_device(self._device)
         try:
             with torch.no_grad():
-                while True:
-                    event = self._decide() if self._servers.rank == LEADER else self._follow()
-                    if event.kind is Kind.PUSH:
+                kind = None
+                while kind is not Kind.LEAVE:
+                    event = self._decide() if self.servers.rank == LEADER else self._follow()
+                    kind = event.kind
+                    if kind is Kind.PUSH:
                         self._apply(event.worker)
                     else:
                         self._answer(event)
-                    if event.kind is Kind.LEAVE:
-                        return
         except Exception as error:
             self._fail(error)
-            if self._servers.rank == LEADER:
+            if self.servers.rank == LEADER:
                 # Where that fails too the others know, or are gone.
                 with contextlib.suppress(RuntimeError):
                     self._broadcast(_FAILED, 0)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            if self._failure is None:
-                self._failure = error
+            self._failure = self._failure or error
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
@@ -208,10 +192,10 @@ class Server:
     # ---- requests; under the lock
 
     def _enter(self, worker: int, request: Request) -> None:
-        self._workers[worker].asked.append((request, time.monotonic()))
+        self._workers[worker].asked.append((request, time.monotonic_ns()))
         self._changed.notify_all()
 
-    def _answer_of(self, worker: int) -> _Answer | None:
+    def _answer_of(self, worker: int) -> Sequence[torch.Tensor] | None:
         state = self._workers[worker]
         self._changed.wait_for(lambda: state.answer is not None or self._failure is not None)
         answer, state.answer = state.answer, None
@@ -221,7 +205,7 @@ class Server:
         with self._changed:
             while (event := self._chosen()) is None:
                 self._changed.wait()
-        self._broadcast(event.kind, event.worker)
+        self._broadcast(*event)
         return event
 
     def _chosen(self) -> Event | None:
@@ -238,15 +222,15 @@ class Server:
             for index, (request, _) in sorted(first.items(), key=lambda item: item[1][1])
             if request.kind is Kind.PUSH or (request.kind is Kind.PULL and self._ledger.may_pull(index))
         ]
-        return self._order.choose(waiting, self._ledger) if waiting else None
+        return self._order(waiting, self._ledger) if waiting else None
 
     def _broadcast(self, kind: int, worker: int) -> None:
-        self._servers.broadcast(torch.tensor([kind, worker]), source=LEADER)
+        self.servers.broadcast(torch.tensor([kind, worker]), source=LEADER)
 
     def _follow(self) -> Event:
         """The leader's next event, as soon as what it serves is here too."""
         decided = torch.zeros(2, dtype=torch.int64)
-        self._servers.broadcast(decided, source=LEADER)
+        self.servers.broadcast(decided, source=LEADER)
         kind, worker = decided.tolist()
         if kind == _FAILED:
             raise RuntimeError(f"{CLOSED}: the first parameter server of the model has lost a rank, or failed")
@@ -283,22 +267,22 @@ class Server:
 
     def _answer(self, event: Event) -> None:
         """The newest weights, to each concerned worker that does not have them."""
-        version = self._ledger.version
+        ledger = self._ledger
         weights = {
             index: self._weights(self._workers[index])
             for index in self._concerned(event)
-            if event.kind is not Kind.LEAVE and self._ledger.pulled_versions[index] < version
+            if event.kind is not Kind.LEAVE and ledger.pulled_versions[index] < ledger.version
         }
         with self._changed:
             for index in self._concerned(event):
-                worker, newest = self._workers[index], weights.get(index)
+                worker = self._workers[index]
                 _, arrived = worker.asked.popleft()
-                worker.answer = _Answer(version, newest)
-                self._ledger.pulled(index)
+                worker.answer = weights.get(index, [])
+                ledger.pulled(index)
                 if event.kind is Kind.PULL:
-                    self._report.waited[index] += time.monotonic() - arrived
+                    self._report.waited[index] += time.monotonic_ns() - arrived
                 if worker.link is not None:
-                    self._sent += sum(part.nbytes for part in newest or ())
+                    self._sent += sum(part.nbytes for part in worker.answer)
             self._paused = event.kind is Kind.MEET
             self._changed.notify_all()
 

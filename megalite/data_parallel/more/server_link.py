@@ -1,14 +1,15 @@
 """Stale-synchronous parallelism: which worker may continue, how stale a gradient's weights are, and the messages between a
 worker and its server. The rules know no tensors, threads or ranks: they serve a simulation of the server too."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
+from megalite.data_parallel.wire import Several
 from megalite.topology.group import Group, Work
 
 
@@ -29,8 +30,7 @@ JOINT = (Kind.MEET, Kind.LEAVE)
 """All workers ask for these, and get their answers together."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that the server does: an entry in the order that all servers of a model follow."""
 
     kind: Kind
@@ -57,23 +57,18 @@ class Ledger:
 
     @property
     def version(self) -> int:
-        """Of the server's weights."""
         return sum(self.clocks)
 
     def may_pull(self, worker: int) -> bool:
-        """The worker may start its next step."""
         return self.clocks[worker] <= min(self.clocks) + self.max_staleness
 
     def pulled(self, worker: int) -> None:
-        """It has the newest weights."""
         self.pulled_versions[worker] = self.version
 
     def staleness(self, worker: int) -> int:
-        """Of a push of the worker that is applied now."""
         return self.version - self.pulled_versions[worker]
 
     def pushed(self, worker: int) -> None:
-        """Its push has been applied."""
         self.clocks[worker] += 1
 
 
@@ -86,36 +81,28 @@ def divisor(staleness: int, *, workers: int, aware: bool) -> int:
     return max(workers, 1 + staleness) if aware else workers
 
 
-class Order(Protocol):
-    """Decides what is served next."""
-
-    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-        """One of `waiting`: what could be served now, by arrival, and at least one. None: wait for another."""
+Order = Callable[[Sequence[Event], Ledger], Event | None]
+"""Decides what is served next: one of what could be served now, by arrival, and at least one. None: wait for
+another."""
 
 
-class ByArrival:
-    """First come, first served."""
-
-    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-        return waiting[0]
+def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
+    return waiting[0]
 
 
-class ByRank:
+def by_rank(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
     """Pushes of one clock once they are all there, in the order of ranks.
 
     With max_staleness 0, where workers wait for each other anyway, all of them have then pulled the same version for each
     step, and the run is the same each time.
     """
-
-    def choose(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-        pushes = [event for event in waiting if event.kind is Kind.PUSH]
-        if len(pushes) < len(waiting):
-            return next(event for event in waiting if event.kind is not Kind.PUSH)
-        least = min(ledger.clocks)
-        if max(ledger.clocks) == least and len(pushes) < ledger.workers:
-            return None
-        following = ledger.clocks.index(least)
-        return next((event for event in pushes if event.worker == following), None)
+    pushes = [event for event in waiting if event.kind is Kind.PUSH]
+    if len(pushes) < len(waiting):
+        return next(event for event in waiting if event.kind is not Kind.PUSH)
+    least = min(ledger.clocks)
+    if max(ledger.clocks) == least and len(pushes) < ledger.workers:
+        return None
+    return next((event for event in pushes if event.worker == ledger.clocks.index(least)), None)
 
 
 @dataclass
@@ -124,15 +111,14 @@ class Report:
 
     staleness: Counter[int] = field(default_factory=Counter)
     """Pushes by their staleness."""
-    waited: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which each worker's pulls waited."""
+    waited: Counter[int] = field(default_factory=Counter)
+    """Nanoseconds for which each worker's pulls waited."""
 
     def line(self) -> str:
-        """For the log."""
         pushes = self.staleness.total()
-        mean = sum(age * count for age, count in self.staleness.items()) / pushes
+        mean = sum(self.staleness.elements()) / pushes
         ages = ", ".join(f"{age}: {count}" for age, count in sorted(self.staleness.items()))
-        waits = ", ".join(f"{worker}: {seconds:.1f} s" for worker, seconds in sorted(self.waited.items()))
+        waits = ", ".join(f"{worker}: {1e-9 * each:.1f} s" for worker, each in sorted(self.waited.items()))
         return (
             f"async-parameter-server: {pushes} updates, staleness {mean:.2f} on average ({ages}); "
             f"workers waited for weights {waits}"
@@ -145,12 +131,11 @@ SERVER, WORKER = 0, 1
 CLOSED = "Connection closed by peer"
 """The words of a broken connection's error, by which its handler knows it."""
 
-_REFUSED = -1
-"""In place of a version: the server cannot continue."""
+_REFUSED, _UNCHANGED, _NEWER = -1, 0, 1
+"""Answers: the server cannot continue; the worker has the newest weights; they follow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """What a worker asks, without the gradient."""
 
     kind: Kind
@@ -159,56 +144,21 @@ class Request:
     weight_decay: float = 0.0
 
 
-class _Link:
-    """One end.
+class Link:
+    """One end of a connection, in a group of two; messages are in host memory."""
 
-    Args:
-        group: server and worker; `Group.rank` says which of them this is.
-        chunk_bytes: of a message.
-    """
-
-    def __init__(self, group: Group, *, chunk_bytes: int) -> None:
-        self._group, self._chunk_bytes = group, chunk_bytes
+    def __init__(self, group: Group, *, chunk_bytes: int, wire_dtype: torch.dtype | None = None) -> None:
+        self._group, self._chunk_bytes, self._wire_dtype = group, chunk_bytes, wire_dtype
         self._peer = WORKER if group.rank == SERVER else SERVER
-        self._under_way: list[tuple[Work, torch.Tensor]] = []
+        self._works: list[Work] = []
+        self._sent: list[torch.Tensor] = []
 
-    def _post(self, tensor: torch.Tensor) -> None:
-        self._under_way.append((self._group.send_async(tensor, to=self._peer), tensor))
+    # ---- the worker's end
 
-    def _send(self, values: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
-        for whole in values:
-            for part in self._chunks(whole, dtype or whole.dtype):
-                self._post(part.to(device="cpu", dtype=dtype or whole.dtype))
-
-    def _flush(self) -> None:
-        """Return when all has been sent: what was sent may be written to again."""
-        for work, _ in self._under_way:
-            work.wait()
-        self._under_way.clear()
-
-    def _receive(self, values: Sequence[torch.Tensor]) -> None:
-        parts = [part for whole in values for part in self._chunks(whole, whole.dtype)]
-        arriving = []
-        for part in parts:
-            target = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
-            arriving.append((self._group.receive_async(target, source=self._peer), target))
-        for part, (work, target) in zip(parts, arriving, strict=True):
-            work.wait()
-            if target is not part:
-                part.copy_(target)
-
-    def _chunks(self, whole: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        size = max(1, self._chunk_bytes // dtype.itemsize)
-        return (whole[start : start + size] for start in range(0, whole.numel(), size))
-
-
-class WorkerEnd(_Link):
-    """A worker's end."""
-
-    def push(self, request: Request, gradients: Sequence[torch.Tensor], wire_dtype: torch.dtype | None) -> None:
+    def push(self, request: Request, gradients: Sequence[torch.Tensor]) -> None:
         """Start to send; the gradients must not change before `ask` returns."""
-        self._ask(request)
-        self._send(gradients, wire_dtype)
+        self._post(torch.tensor(request, dtype=torch.float64))
+        self._send(gradients, self._wire_dtype)
 
     def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
         """Send a request and wait for its answer; `weights` are then the newest.
@@ -217,41 +167,62 @@ class WorkerEnd(_Link):
             RuntimeError: the connection to the server broke, or the server's to another rank.
         """
         self._flush()
-        self._ask(request)
+        self._post(torch.tensor(request, dtype=torch.float64))
         self._flush()
-        answer = torch.zeros(2, dtype=torch.int64)
-        self._group.receive_async(answer, source=SERVER).wait()
-        version, more = answer.tolist()
-        if version == _REFUSED:
+        answer = torch.zeros(1, dtype=torch.int64)
+        self._group.receive_async(answer, source=self._peer).wait()
+        if answer == _REFUSED:
             raise RuntimeError(f"{CLOSED}: the parameter server has lost a rank, or failed")
-        if more:
+        if answer == _NEWER:
             self._receive(weights)
 
-    def _ask(self, request: Request) -> None:
-        numbers = (request.kind, request.step, request.lr, request.weight_decay)
-        self._post(torch.tensor(numbers, dtype=torch.float64))
-
-
-class ServerEnd(_Link):
-    """The server's end, of one worker."""
+    # ---- the server's
 
     def receive(self, gradients: Sequence[torch.Tensor]) -> Request:
         """The next request; of a push, `gradients` get the gradient."""
         header = torch.zeros(4, dtype=torch.float64)
-        self._group.receive_async(header, source=WORKER).wait()
+        self._group.receive_async(header, source=self._peer).wait()
         kind, step, lr, weight_decay = header.tolist()
-        request = Request(kind=Kind(int(kind)), step=int(step), lr=lr, weight_decay=weight_decay)
+        request = Request(Kind(int(kind)), int(step), lr, weight_decay)
         if request.kind is Kind.PUSH:
             self._receive(gradients)
         return request
 
-    def answer(self, version: int, weights: Sequence[torch.Tensor] | None) -> None:
-        """With weights, or without if the worker has them."""
-        self._post(torch.tensor([version, int(weights is not None)]))
-        self._send(weights or (), None)
+    def answer(self, weights: Sequence[torch.Tensor]) -> None:
+        """With weights, or with none if the worker has them."""
+        self._post(torch.tensor([_NEWER if weights else _UNCHANGED]))
+        self._send(weights, None)
         self._flush()
 
     def refuse(self) -> None:
-        """The server cannot continue."""
-        self._post(torch.tensor([_REFUSED, 0]))
+        self._post(torch.tensor([_REFUSED]))
         self._flush()
+
+    # ---- both
+
+    def _post(self, tensor: torch.Tensor) -> None:
+        self._works.append(self._group.send_async(tensor, to=self._peer))
+        self._sent.append(tensor)
+
+    def _send(self, values: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+        for whole in values:
+            for part in self._chunks(whole, dtype or whole.dtype):
+                self._post(part.to(device="cpu", dtype=dtype or whole.dtype))
+
+    def _flush(self) -> None:
+        """Return when all has been sent: what was sent may be written to again."""
+        Several(self._works, self._sent).wait()
+        self._works, self._sent = [], []
+
+    def _receive(self, values: Sequence[torch.Tensor]) -> None:
+        arriving = []
+        for part in (part for whole in values for part in self._chunks(whole, whole.dtype)):
+            target = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
+            arriving.append((part, target, self._group.receive_async(target, source=self._peer)))
+        for part, target, work in arriving:
+            work.wait()
+            if target is not part:
+                part.copy_(target)
+
+    def _chunks(self, whole: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        return whole.split(max(1, self._chunk_bytes // dtype.itemsize))

@@ -9,7 +9,7 @@ from megalite.config.parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import BucketKind, Placement
 from megalite.data_parallel.more.codec import Codec
-from megalite.data_parallel.more.compressed_all_reduce import build_codec
+from megalite.data_parallel.more.compression import build_codec
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
@@ -61,7 +61,8 @@ class Found:
     shared: torch.Tensor | None = None
     """Its range of the server's error, where there is one."""
     sent: list[float] = field(default_factory=list)
-    formula: float = 0.0
+    said: float = 0.0
+    """What the codec says that it sends."""
 
 
 def forget(codec: Codec) -> None:
@@ -79,7 +80,7 @@ def means(
     bucket, counter = odd_bucket(ranks), WireCounter()
     channel = Channel(group, counter, Background(torch.device("cpu")))
     codec = build_codec(name, bucket, channel, SETTINGS)
-    found = Found(bucket.grad.numel())
+    found = Found(bucket.grad.numel(), said=codec.wire_bytes)
     for step in range(1, steps + 1):
         mine = values(step, group.rank, found.size)
         codec.mean(mine)
