@@ -93,11 +93,7 @@ def blocks(shape: Sequence[int], limit: int = BLOCK) -> Iterator[Slice]:
 
 
 def statistics(checkpoint: Checkpoint, key: str) -> Statistics:
-    """Statistics of one tensor, in float64; mean and std are merged block by block (Chan, Golub, LeVeque 1979).
-
-    Raises:
-        CheckpointError: a file is not what the manifest says.
-    """
+    """Statistics of one tensor, in float64; mean and std are merged block by block (Chan, Golub, LeVeque 1979)."""
     entry = checkpoint.entry(key)
     nan = inf = count = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -127,9 +123,6 @@ def compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str], *, trust
         keys: of the tensors to compare; each is in one of them at least.
         trust_hashes: tensors that lie alike in files of equal sha256 are the same and are not read; only for
             checkpoints that have been verified.
-
-    Raises:
-        CheckpointError: a file is not what its manifest says.
     """
     declared, found = {}, {}
     compared = 0

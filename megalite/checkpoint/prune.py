@@ -50,10 +50,6 @@ def prune(
     removed is reported to `log` and stays: nothing is lost by it.
 
     Collectives: if `retention` removes anything, a few `gather_json` and broadcasts over `world`.
-
-    Raises:
-        CheckpointError: the newest does not verify, or the folder cannot be listed; the same on every rank. Nothing has
-            been removed.
     """
     if retention.keep_latest is None:
         return

@@ -18,24 +18,8 @@ MAX_HEADER = 100 << 20
 FORMAT_PT: Mapping[str, str] = MappingProxyType({"format": "pt"})
 """The metadata that torch's files carry."""
 
-_ITEM_SIZES = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
+_NAMES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"}
+_ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +83,9 @@ def read_header(descriptor: int, length: int) -> Header:
         OSError: the file cannot be read.
     """
     header, start = _read_json(descriptor, length)
-    metadata = _parse_metadata(header.pop("__metadata__", {}))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise HeaderFault("its __metadata__ is not text by text")
     ordered = _parse_records(header, length - start)
     return Header(
         records={record.key: record for _, record in ordered},
@@ -131,12 +117,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise HeaderFault("its header has a key twice")
     return result
-
-
-def _parse_metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise HeaderFault("its __metadata__ is not text by text")
-    return value
 
 
 def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]]:

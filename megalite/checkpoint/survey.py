@@ -70,9 +70,6 @@ class Surveyed:
 def survey(path: Path, step: int | None = None) -> list[Surveyed]:
     """What is at `path`, a folder of checkpoints or one of them, newest first; manifests and file lengths are checked.
 
-    Args:
-        step: only this one.
-
     Raises:
         CheckpointMissing: there is nothing of the kind.
         CheckpointError: a file, a folder one level off, a save under way, or there is no such step.
@@ -151,10 +148,6 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
 def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) -> Surveyed:
     """Hash every file, several at a time (hashlib works without the interpreter's lock), and compare its header with
     what the manifest says of its tensors.
-
-    Args:
-        surveyed: what `survey` found; one that is damaged or gone already is returned as it is.
-        progress: called after each file, in this thread.
     """
     manifest = surveyed.manifest
     if manifest is None or not surveyed.sound:

@@ -250,17 +250,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / "step-0000002").iterdir())) == 3
 
 
-def test_a_link_in_place_of_a_step_is_not_followed(tmp_path: Path) -> None:
-    """Replacing a step that is a link to a folder elsewhere removes the link alone."""
-    save_as(tmp_path / "other", SOLO, step=2, seed=1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step-0000002").symlink_to(tmp_path / "other" / "step-0000002")
-    save_as(tmp_path / "run", SOLO, step=2, seed=2)
-    assert_holds(find(tmp_path / "other"), seed=1)
-    assert_holds(find(tmp_path / "run"), seed=2)
-    assert names(tmp_path / "run") == ["latest", "step-0000002"]
-
-
 def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
     save_as(tmp_path, SOLO, step=1, seed=1)
     save_as(tmp_path, SOLO, step=2, seed=2)

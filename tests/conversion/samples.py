@@ -13,7 +13,7 @@ from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.conversion.weights import parameter_shapes
+from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.tokenizers.build import build_tokenizer
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
@@ -42,7 +42,7 @@ def model_of(settings: dict[str, Any]) -> ModelConfig:
     return validate(replace(RunConfig(), **settings), 1).model
 
 
-class MadeUp:
+class MadeUp(Weights):
     """Weights that exist nowhere: each tensor is drawn from its name. Counts how often each is read."""
 
     format = "megalite"

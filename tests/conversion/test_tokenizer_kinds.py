@@ -20,7 +20,7 @@ from megalite.conversion.tokenizer_files import (
 from megalite.conversion.weights import ConversionError
 from megalite.preprocess.train_tokenizer import train_sentencepiece
 from megalite.tokenizers.build import build_tokenizer
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.tokenizers.texts import write_megatron_list, write_tiktoken
 
 pytest.importorskip("tiktoken")
@@ -48,7 +48,7 @@ def continued(*words: str | Path) -> int:
 def checkpoint(folder: Path, files: list[Path], **hints: Any) -> Path:
     weights = MadeUp(folder.parent, {**GPT, "vocab_size": 1300}, tokenizer_files=files)
     weights.tokenizer_hints = DataConfig(**hints)
-    return write_native(weights, folder, dtype=None, max_file_bytes=10**9, advance=ignore)
+    return write_native(weights, folder)
 
 
 def of_lines(folder: Path) -> Path:

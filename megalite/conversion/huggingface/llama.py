@@ -4,11 +4,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import MAX_LAYERS, ModelFile, read_rope, write_rope
-from megalite.conversion.weights import Piece, View
+from megalite.conversion.weights import Piece, View, first_rows
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -50,11 +48,7 @@ class LlamaLike:
     experts: bool = False
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
-        """The network of a config.json, and the longest sequence that it was made for.
-
-        Raises:
-            ConversionError: it has a feature that our network has not.
-        """
+        """The network of a config.json, and the longest sequence that it was made for."""
         heads = file.integer("num_attention_heads")
         positions = file.integer("max_position_embeddings", self.max_positions)
         settings: dict[str, Any] = {
@@ -126,26 +120,24 @@ class LlamaLike:
         if attention != mlp:
             both = f" and mlp_bias {str(mlp).lower()}" if self.linear_biases else ""
             raise file.fault(
-                f"attention_bias is {str(attention).lower()}{both}; biases can be expressed in all linear layers or in "
-                "none of them"
+                f"attention_bias is {str(attention).lower()}{both}; all linear layers or none must have biases"
             )
         return attention
 
     def _read_window(self, file: ModelFile) -> int | None:
         if self.window == "none":
             return None
-        if self.window != "switched":
-            assert self.window is None or isinstance(self.window, int)
-            window = file.optional_integer("sliding_window", self.window)
-        else:
+        if self.window == "switched":
             window = self._read_switched_window(file)
+        else:
+            assert not isinstance(self.window, str)
+            window = file.optional_integer("sliding_window", self.window)
         kinds = file.values.get("layer_types")
         if kinds is not None:
             wanted = "full_attention" if window is None else "sliding_attention"
             if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
                 raise file.fault(
-                    f"layer_types does not say {wanted} for every layer, as the other keys do; layers of different "
-                    "kinds cannot be expressed"
+                    f"layer_types does not say {wanted} for every layer; layers of different kinds cannot be expressed"
                 )
         return window
 
@@ -162,8 +154,8 @@ class LlamaLike:
             return None
         if first > 0:
             raise file.fault(
-                f"max_window_layers is {first} of {layers} layers: those below see all tokens, the others a window of "
-                f"{window}; a window can only be expressed for all layers (0) or none ({layers})"
+                f"max_window_layers is {first} of {layers} layers: a window of {window} can only be "
+                f"expressed for all layers (0) or none ({layers})"
             )
         return window
 
@@ -177,11 +169,7 @@ def llama_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterato
     """
     assert model.vocab_size is not None
     h = model.hidden_size
-    rows = (model.vocab_size, h)
-
-    def vocabulary(ours: torch.Tensor) -> torch.Tensor:
-        return ours[: model.vocab_size]
-
+    rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
     word, head = "model.embed_tokens.weight", "lm_head.weight"
     if model.tie_embeddings and present is not None and word not in present and head in present:
         word = head  # of the two names of one tensor the writer kept this one

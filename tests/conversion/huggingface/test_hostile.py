@@ -305,9 +305,7 @@ def test_tokenizer_files_that_are_refused(name: str, content: str, message: str,
     (folder / name).write_text(content)
     weights = HuggingFaceWeights(folder)
     with pytest.raises(ConversionError, match=message):
-        write_huggingface(
-            weights, tmp_path / "to", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
-        )
+        write_huggingface(weights, tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 

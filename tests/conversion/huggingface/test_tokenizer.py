@@ -271,9 +271,7 @@ def test_the_same_text_is_generated(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     weights = InMemory(tmp_path / "ours", model, 64, tensors)
     weights.tokenizer_files = [trained / "ours.model"]
-    folder = write_huggingface(
-        weights, tmp_path / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
-    )
+    folder = write_huggingface(weights, tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
     assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
