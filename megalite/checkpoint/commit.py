@@ -120,7 +120,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
 
     Args:
-        log: told of what goes wrong once the checkpoint is there: then the save has not failed.
+        log: gets what goes wrong once the checkpoint is there: then the save has not failed.
     """
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()

@@ -65,7 +65,7 @@ class Comparison:
     declared: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
     """Key -> both entries, where dtype or global shape differ."""
     differing: dict[str, Difference] = field(default_factory=dict)
-    """Key -> how its elements differ, the largest difference first. Not of those whose shapes differ."""
+    """Key -> how its elements differ, the largest difference first. Not of those of different shapes."""
     compared: int = 0
     """Tensors of the same shape in both."""
 

@@ -49,7 +49,7 @@ class Candidate:
 def candidates(folder: Path, step: int | None = None) -> list[Candidate]:
     """What in `folder` is named like a checkpoint (of `step`, if given), newest first.
 
-    `step-N.replaced` comes after `step-N`: a crash while step N is saved anew can leave it as the only one.
+    `step-N.replaced` comes after `step-N`: a crash while step N is saved again can leave it as the only one.
 
     Raises:
         CheckpointMissing: there is nothing of the kind; the message says what there is.

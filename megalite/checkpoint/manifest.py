@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which tensors it has, which slice of each lies in which file, every file's sha256.
 
 No torch here: inspecting, planning and converting need it without. The text is canonical JSON that carries its own
-sha256, so an edited or damaged manifest is told from a sound one as surely as a damaged file is.
+sha256, so an edited or damaged manifest is found as surely as a damaged file is.
 """
 
 import contextlib
@@ -200,7 +200,7 @@ class _Fault(Exception):
 
 def _unseal(text: str) -> dict[str, Any]:
     try:
-        body = json.loads(text, object_pairs_hook=_no_duplicates)
+        body = json.loads(text, object_pairs_hook=unique_keys)
         if not isinstance(body, dict):
             raise _Fault("not a JSON object")
         body.pop("sha256", None)
@@ -212,11 +212,12 @@ def _unseal(text: str) -> dict[str, Any]:
     return body
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(..., object_pairs_hook=unique_keys)`, which keeps the last of several values of one key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _Fault(f"the key {twice[:80]!r} appears twice")
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
     return result
 
 
@@ -292,7 +293,7 @@ def _parse_part(key: str, value: Any) -> Part:
 
 
 def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> None:
-    """Declared sizes must fit the files that are said to hold them: nobody allocates for a shape that cannot be."""
+    """Declared sizes must fit the files that are said to hold them: nothing is allocated for a shape that cannot be."""
     needed: Counter[str] = Counter()
     for key, entry in tensors.items():
         for part in entry.parts:

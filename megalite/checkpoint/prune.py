@@ -22,7 +22,7 @@ class Retention:
 
     Args:
         keep_latest: that many of the newest; None: all.
-        keep_every: and for ever those whose step is a multiple of this.
+        keep_every: and forever those of steps that are multiples of this.
     """
 
     keep_latest: int | None = None

@@ -73,8 +73,8 @@ class SafetensorsWriter:
 
     Args:
         metadata: text by text, kept in the header.
-        digest: hash what is written, on a thread of its own beside the writing.
-        progress: called after each chunk: a large file takes long, and whoever watches must see that it grows.
+        digest: hash what is written, on a separate thread.
+        progress: called after each chunk: a large file takes long, and a watchdog must see that it grows.
     """
 
     def __init__(

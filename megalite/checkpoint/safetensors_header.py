@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megalite.checkpoint.manifest import unique_keys
+
 MAX_HEADER = 100 << 20
 """Bytes; the limit of the format's own library."""
 
@@ -104,19 +106,12 @@ def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
         raise HeaderFault(f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}")
     text = os.pread(descriptor, size, 8)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise HeaderFault(f"its header is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(header, dict):
         raise HeaderFault("its header is not a JSON object")
     return header, 8 + size
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise HeaderFault("its header has a key twice")
-    return result
 
 
 def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]]:

@@ -160,8 +160,8 @@ def save_checkpoint(
     """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
 
     The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
-    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed. If any rank
-    fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
+    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
+    If any rank fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
 
     Args:
         folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
@@ -171,7 +171,7 @@ def save_checkpoint(
             its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
             the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
         counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
-        world: a group of its own if this runs on a thread: no other may use it meanwhile.
+        world: a separate group if this runs on a thread: no other may use it meanwhile.
         make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
             that they are on.
         log: called on rank 0 with what goes wrong once the checkpoint is there.
@@ -193,29 +193,32 @@ def save_checkpoint(
         code={**code_version(), "kernels": dict(kernels)},
         tokenizer=tokenizer,
     )
-    if failure is None and world.rank == 0:
-        try:
-            Manifest.from_json(preamble.to_json())
-            if not make_folder and not folder.is_dir():
-                raise CheckpointError("the folder is not there any more; it was when the run started")
-            prepare_staging(folder, step)
-            free = free_bytes(folder)
-            if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except Exception as error:
-            failure = error
-    _agree_or_abandon(failure, staging, needed, world, device)
 
+    def begin() -> None:
+        Manifest.from_json(preamble.to_json())
+        if not make_folder and not folder.is_dir():
+            raise CheckpointError("the folder is not there any more; it was when the run started")
+        prepare_staging(folder, step)
+        free = free_bytes(folder)
+        if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if failure is None and world.rank == 0:
+        failure = _failure_of(begin)
+    _agree_or_abandon(failure, staging, needed, world, device)
     failure = _write_shards(staging, world, plan, tensors)
     _agree_or_abandon(failure, staging, needed, world, device)
-    failure = None
-    if world.rank == 0:
-        try:
-            publish(staging, preamble, world.size, log)
-        except Exception as error:
-            failure = error
+    failure = _failure_of(lambda: publish(staging, preamble, world.size, log)) if world.rank == 0 else None
     _agree_or_abandon(failure, staging, needed, world, device)
     return folder / step_name(step)
+
+
+def _failure_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
 
 
 def planned_bytes(plan: Sequence[SavedTensor]) -> int:
@@ -314,7 +317,7 @@ def _agree_or_abandon(
 
 
 def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> CheckpointError:
-    """The error for the user; disk space is told while the failed files still take theirs."""
+    """The error for the user; disk space is reported while the failed files still take theirs."""
     what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename and error.filename != str(folder) else ""

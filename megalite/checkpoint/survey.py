@@ -112,7 +112,7 @@ def _still_there(found: Surveyed) -> Surveyed:
 
 
 def _gone(path: Path) -> bool:
-    """Surely not there; of one that cannot be looked at nobody knows."""
+    """Surely not there; of one that cannot be looked at it is unknown."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
 
 
 def unlisted(surveyed: Surveyed) -> list[str]:
-    """Names in the folder that the manifest does not list: nobody reads them."""
+    """Names in the folder that the manifest does not list: they are not read."""
     if surveyed.manifest is None:
         return []
     listed = {MANIFEST_NAME, *surveyed.manifest.files}

@@ -107,8 +107,8 @@ class NativeWeights(Weights):
         if others:
             raise ConversionError(f"{self.path} holds {others[0]}, which a model of its settings does not have")
 
-    @cached_property  # type: ignore[override]
-    def tokenizer_files(self) -> Sequence[Path]:
+    @cached_property
+    def tokenizer_files(self) -> Sequence[Path]:  # type: ignore[override]
         """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it."""
         files = saved_tokenizer_files(self._data, self.path.parent)
         if files and self.recorded_tokenizer is not None:
@@ -120,8 +120,8 @@ class NativeWeights(Weights):
                 )
         return files
 
-    @cached_property  # type: ignore[override]
-    def generation(self) -> Mapping[str, Any]:
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
         home = self.path.parent / TOKENIZER_FOLDER
         return (read_json(home, GENERATION) or {}) if home.is_dir() else {}
 
@@ -181,7 +181,7 @@ def write_native(
     folder = folder.resolve()
     shapes = parameter_shapes(weights.model)
     targets = [
-        Target(name, Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
+        Target(Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
         for name, shape in shapes.items()
     ]
     files = weights.tokenizer_files
@@ -198,7 +198,11 @@ def write_native(
     tensors: dict[str, TensorEntry] = {}
     for name, part in zip(names, parts, strict=True):
         entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT)
-        tensors |= {weight_key(target.key): _entry(target, name) for target in part}
+        for target in part:
+            shape = target.piece.shape
+            parts_of_it = (Part(name, tuple((0, size) for size in shape)),)
+            entry = TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, parts_of_it)
+            tensors[weight_key(target.key)] = entry
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
     if weights.generation and GENERATION not in named:
@@ -219,12 +223,6 @@ def write_native(
     output.write(LATEST_NAME, f"{step}\n".encode())
     output.write(CONFIG_NAME, _model_yaml(config).encode())
     return output.commit()
-
-
-def _entry(target: Target, file: str) -> TensorEntry:
-    shape = target.piece.shape
-    part = Part(file, tuple((0, size) for size in shape))
-    return TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, (part,))
 
 
 def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -> RunConfig:

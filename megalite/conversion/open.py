@@ -42,7 +42,7 @@ def detect_format(path: Path) -> Format:
     # A folder of ours may hold the files of a tokenizer, but not these.
     if "config.json" in names or any(name.endswith(".safetensors.index.json") for name in names):
         fitting.append("huggingface")
-    if any(map(_is_megatron, names)):
+    if names & {TRACKER, ".metadata", "common.pt"} or any(n.startswith(("iter_", "mp_rank_")) for n in names):
         fitting.append("megatron")
     if len(fitting) == 1:
         return fitting[0]
@@ -59,7 +59,3 @@ def detect_format(path: Path) -> Format:
         f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "
         f"(huggingface), no {TRACKER}, iter_* or mp_rank_* (megatron); it holds {shown}"
     )
-
-
-def _is_megatron(name: str) -> bool:
-    return name in (TRACKER, ".metadata", "common.pt") or name.startswith(("iter_", "mp_rank_"))

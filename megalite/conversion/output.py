@@ -235,9 +235,13 @@ _HEADER_ROOM = 160
 class Target:
     """One tensor to be written."""
 
-    key: str
     piece: Piece
     dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return self.piece.theirs
 
     @property
     def record(self) -> Record:

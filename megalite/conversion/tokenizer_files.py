@@ -36,7 +36,7 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
         if kind is None and not names.isdisjoint(_KNOWN):
             return found
         if names.isdisjoint(_KNOWN) and not any(path.glob("*.tiktoken")):
-            raise ConversionError(f"{path} : none of {', '.join(_KNOWN)} and no .tiktoken file is there")
+            raise ConversionError(f"{path}: none of {', '.join(_KNOWN)} and no .tiktoken file is there")
         try:
             model, vocab_file, merge_file = look_into(path, kind)
         except ConfigError as error:
@@ -86,7 +86,7 @@ def _place(text: str, own: Path) -> Path | None:
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
-    """Each file by the name it is looked for under. It may be called anything: its content tells.
+    """Each file by the name it is looked for under. It may be called anything: its content decides.
 
     tiktoken's is called tokenizer.model, as Meta calls Llama 3's.
     """

@@ -17,7 +17,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 
 OLDEST = 5
-"""First major version whose spelling of the settings is used here."""
+"""First major version that spells the settings as they are used here."""
 
 
 def stock_version() -> str | None:
@@ -54,7 +54,9 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
         logits: torch.Tensor = model.eval()(tokens, use_cache=False).logits
     except Exception as error:  # of many kinds, for whatever is wrong in the folder
         said = (str(error).strip().splitlines() or [""])[0]
-        raise ConversionError(f"{folder}: transformers does not load it: {type(error).__name__}: {said}") from None
+        raise ConversionError(
+            f"{folder}: transformers {stock_version()} does not load it: {type(error).__name__}: {said}"
+        ) from None
     return logits
 
 

@@ -82,7 +82,7 @@ class Weights:
     """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for.
 
     Subclasses give each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of
-    the word embedding and of the head beyond `model.vocab_size` are padding: whoever writes them makes as many as the
+    the word embedding and of the head beyond `model.vocab_size` are padding: a writer makes as many as the
     target has.
     """
 
@@ -136,7 +136,7 @@ def innermost(weights: Weights) -> Weights:
 
 
 class LastRead(Wrapped):
-    """Keeps the tensor read last, which must not be changed: several tensors of theirs are often pieces of one of ours."""
+    """Keeps the tensor read last, which must not be changed: several of theirs are often pieces of one of ours."""
 
     def __init__(self, inner: Weights) -> None:
         super().__init__(inner)

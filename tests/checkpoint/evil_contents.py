@@ -25,13 +25,10 @@ def text(change: Callable[[str], str | bytes]) -> Evil:
 
 
 def sealed(change: Callable[[Body], object]) -> Evil:
-    """A manifest changed and sealed again."""
     return lambda target: target.edit(change)
 
 
 def set_to(*path: Any, to: Any) -> Evil:
-    """One value of the manifest."""
-
     def change(body: Any) -> None:
         for key in path[:-1]:
             body = body[key]
@@ -41,8 +38,6 @@ def set_to(*path: Any, to: Any) -> Evil:
 
 
 def file_name(name: str) -> Evil:
-    """Another name for the weights, in the list and in the parts."""
-
     def change(body: Body) -> None:
         body["files"][name] = body["files"].pop(WEIGHTS)
         for entry in body["tensors"].values():
@@ -53,7 +48,6 @@ def file_name(name: str) -> Evil:
 
 
 def nested(depth: int) -> Any:
-    """Lists in lists."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
@@ -61,7 +55,6 @@ def nested(depth: int) -> Any:
 
 
 def header(change: Callable[[Body], object]) -> Evil:
-    """The weights' header changed, and the manifest's hash with it."""
     return lambda target: target.rewrite(change)
 
 
@@ -71,7 +64,6 @@ def raw_header(content: bytes, length: int | None = None) -> Evil:
 
 
 def entry(**changes: Any) -> Evil:
-    """One tensor's entry in the weights' header."""
     return header(lambda found: found[NAME].update(changes))
 
 
@@ -99,7 +91,6 @@ def in_two_parts(names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: 
 
 
 def twice_in_header(target: Target) -> None:
-    """A key twice: which is meant?"""
     found, data = target.header()
     once = json.dumps(found)
     again = json.dumps({NAME: {**found[NAME], "data_offsets": [0, 4 * 96]}})
@@ -107,7 +98,6 @@ def twice_in_header(target: Target) -> None:
 
 
 def many_parts(body: Body) -> None:
-    """Thousands of parts that are all the same."""
     part = body["tensors"][KEY]["parts"][0]
     body["tensors"][KEY]["parts"] = [part] * 2_000
 

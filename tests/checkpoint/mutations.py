@@ -26,7 +26,6 @@ class Place:
 
     @property
     def others(self) -> list[Path]:
-        """The other files of the checkpoint."""
         return sorted(other for other in self.path.parent.iterdir() if other != self.path)
 
 
@@ -34,8 +33,6 @@ Mutation = Callable[[Place, Random], None]
 
 
 def _in_place(name: str, change: Callable[[bytes, Random], bytes]) -> Mutation:
-    """The file with other content."""
-
     def mutation(place: Place, choose: Random) -> None:
         place.path.write_bytes(change(place.path.read_bytes(), choose))
 
@@ -95,7 +92,6 @@ def remove(place: Place, choose: Random) -> None:
 
 
 def swap_files(place: Place, choose: Random) -> None:
-    """Two files under each other's names."""
     other = choose.choice(place.others)
     mine, theirs = place.path.read_bytes(), other.read_bytes()
     place.path.write_bytes(theirs)
@@ -103,17 +99,14 @@ def swap_files(place: Place, choose: Random) -> None:
 
 
 def copy_of_another(place: Place, choose: Random) -> None:
-    """Another file of the checkpoint under this one's name."""
     shutil.copyfile(choose.choice(place.others), place.path)
 
 
 def of_another_run(place: Place, choose: Random) -> None:
-    """The file of the same name, step and shapes of another run."""
     shutil.copyfile(place.foreign / place.path.name, place.path)
 
 
 def of_the_older_step(place: Place, choose: Random) -> None:
-    """The file of the same name of the step before."""
     shutil.copyfile(place.older / place.path.name, place.path)
 
 
@@ -134,7 +127,6 @@ def to_link(place: Place, choose: Random) -> None:
 
 
 def to_folder(place: Place, choose: Random) -> None:
-    """A folder of the file's name."""
     place.path.unlink()
     place.path.mkdir()
 

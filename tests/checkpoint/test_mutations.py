@@ -59,7 +59,6 @@ class Runs:
 
 
 def train(context: RankContext, root: str) -> None:
-    """Train both runs, saving after each step."""
     for name, seed in (("run", 1), ("foreign", 2)):
         runner = Runner(build(context, tiny_config(2, **RUN, dp=2, seed=seed)))
         for _ in range(2):
@@ -82,7 +81,6 @@ def runs(pristine: Path, tmp_path: Path) -> Runs:
 
 
 def mend(pristine: Path, runs: Runs) -> None:
-    """Put the newest checkpoint back as it was."""
     shutil.rmtree(runs.newest)
     shutil.copytree(pristine / "run" / "step-0000002", runs.newest)
 

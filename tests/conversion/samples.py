@@ -38,7 +38,6 @@ EXPERTS: dict[str, Any] = {**LLAMA, "num_experts": 4}
 
 
 def model_of(settings: dict[str, Any]) -> ModelConfig:
-    """The complete model section of flat settings."""
     return validate(replace(RunConfig(), **settings), 1).model
 
 
@@ -90,7 +89,6 @@ def byte_tokenizer(folder: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in _files(folder)}
 
 

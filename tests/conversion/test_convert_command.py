@@ -33,7 +33,6 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def gpt(tmp_path: Path) -> Path:
-    """A small GPT with a tokenizer."""
     weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "data"))
     return write_native(weights, tmp_path / "gpt")
 

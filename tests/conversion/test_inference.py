@@ -136,7 +136,6 @@ def test_layouts_that_do_not_fit(changes: dict[str, int], layout: tuple[int, int
 
 
 def made_up(folder: Path, *, tokenizer: bool = True, **changes: Any) -> Path:
-    """A checkpoint of ours that was never trained."""
     files = byte_tokenizer(folder.parent / "vocabulary") if tokenizer else []
     weights = MadeUp(folder.parent, {**GPT, **changes}, tokenizer_files=files)
     return write_native(weights, folder)

@@ -47,8 +47,6 @@ print(kilobytes("VmHWM") - before)
 
 
 class Constant(MadeUp):
-    """Values that take no time to draw."""
-
     def read(self, name: str) -> torch.Tensor:
         return torch.full(parameter_shapes(self.model)[name].shape, 0.5)
 
@@ -80,4 +78,6 @@ def test_peak_is_one_tensor_and_blocks(tmp_path: Path) -> None:
                 shutil.rmtree(tmp_path / size / to)
     shutil.rmtree(tmp_path)
     for conversion, peak in peaks.items():
-        assert largest < peak < largest + BLOCKS, f"{conversion}: {peak / largest:.2f} of the largest tensor"
+        # What waits to be hashed is twice as large in float64.
+        room = 2 * BLOCKS if conversion == "first to native" else BLOCKS
+        assert largest < peak < largest + room, f"{conversion}: {peak / largest:.2f} of the largest tensor"

@@ -16,7 +16,6 @@ LARGE = 10**9
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in each format."""
     home = tmp_path_factory.mktemp("models")
     weights = MadeUp(home, LLAMA)
     write_native(weights, home / "native")

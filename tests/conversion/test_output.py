@@ -23,7 +23,6 @@ IDENTITY = {"source": "a", "settings": {"dtype": "None"}}
 
 
 def write(output: Output, name: str, data: bytes, **facts: Any) -> None:
-    """A file as a writer makes it."""
     path = output.staging / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -240,8 +239,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 def target(key: str, size: int, dtype: torch.dtype = F32) -> Target:
-    """A one-dimensional tensor."""
-    return Target(key, Piece(key, key, (size,)), dtype)
+    return Target(Piece(key, key, (size,)), dtype)
 
 
 class TestSplitting:
@@ -255,7 +253,7 @@ class TestSplitting:
     def test_no_file_is_larger_but_of_one_tensor(self, tmp_path: Path, limit: int) -> None:
         weights = MadeUp(tmp_path, GPT)
         shapes = parameter_shapes(weights.model).items()
-        targets = [Target(name, Piece(name, name, shape.shape), BF16) for name, shape in shapes]
+        targets = [Target(Piece(name, name, shape.shape), BF16) for name, shape in shapes]
         output = Output(tmp_path / "model", identity={})
         for number, part in enumerate(split_files(targets, limit)):
             entry = write_file(output, str(number), part, weights, ignore, digest=False, metadata={})
@@ -291,7 +289,7 @@ class TestWriting:
         ]
         ours = weights.read(name)
         weights.reads.clear()
-        found = self.write(tmp_path, weights, [Target(piece.theirs, piece, dtype) for piece in pieces])
+        found = self.write(tmp_path, weights, [Target(piece, dtype) for piece in pieces])
         assert weights.reads == {name: 1}
         rounded = ours.to(dtype)
         assert torch.equal(found["all"], rounded)
@@ -306,10 +304,10 @@ class TestWriting:
 
         weights = Large(tmp_path, GPT)
         size = weights.read("final_norm.weight").numel()
-        wide = Target("final_norm.weight", Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
+        wide = Target(Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
         with pytest.raises(ConversionError, match=r"final_norm.weight holds 70000, too large for float16.*65504"):
             self.write(tmp_path, weights, [wide])
-        fits = Target(wide.key, wide.piece, BF16)
+        fits = Target(wide.piece, BF16)
         assert self.write(tmp_path, weights, [fits])["final_norm.weight"][3] == 70144
 
     def test_infinities_and_nans_stay_what_they_are(self, tmp_path: Path) -> None:
@@ -320,12 +318,12 @@ class TestWriting:
                 return tensor
 
         piece = Piece("final_norm.weight", "final_norm.weight", (32,))
-        found = self.write(tmp_path, Broken(tmp_path, GPT), [Target(piece.theirs, piece, F16)])
+        found = self.write(tmp_path, Broken(tmp_path, GPT), [Target(piece, F16)])
         assert str(found["final_norm.weight"][:3]) == "tensor([inf, -inf, nan], dtype=torch.float16)"
 
 
 def test_a_finished_file_is_passed_over(tmp_path: Path) -> None:
-    targets = [Target(name, Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
+    targets = [Target(Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
     first = write_file(
         Output(tmp_path / "m", identity={}), "a", targets, MadeUp(tmp_path, GPT), ignore, digest=True, metadata={}
     )

@@ -23,8 +23,6 @@ def _one_thread() -> None:
 
 
 class Changed(Wrapped):
-    """One tensor is another one."""
-
     def __init__(self, weights: Any, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(weights)
         self._name, self._change = name, change
@@ -35,8 +33,6 @@ class Changed(Wrapped):
 
 
 class OtherModel(Wrapped):
-    """The settings are others."""
-
     def __init__(self, weights: Any, settings: dict[str, Any]) -> None:
         super().__init__(weights)
         self.model = model_of(settings)
@@ -121,8 +117,6 @@ def test_a_number_that_became_infinite_is_wrong(tmp_path: Path) -> None:
 
 
 class Rewidened(Wrapped):
-    """In float32 what was in bf16."""
-
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 

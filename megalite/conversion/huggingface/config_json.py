@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.manifest import unique_keys
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
@@ -66,18 +67,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
     """A JSON object."""
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise ConversionError(f"{where}: the key {twice[:100]!r} is there twice")
-        return found
-
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except ConversionError:
-        raise
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{where}: not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -97,6 +88,14 @@ def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
 
 MAX_LAYERS = 1 << 16
 """More than any network has: what is checked layer by layer must end."""
+
+Table = Sequence[tuple[Any, ...]]
+"""Of what is the same in both: (our setting, their key, a method of `ModelFile`[, the default of a missing key])."""
+
+
+def written(model: ModelConfig, table: Table) -> dict[str, Any]:
+    """What a table's keys say of the network."""
+    return {theirs: getattr(model, ours) for ours, theirs, *_ in table}
 
 
 class ModelFile:
@@ -124,6 +123,14 @@ class ModelFile:
         ok = value is None or (type(value) is int and 1 <= value <= limit)
         found: int | None = self._checked(name, value, ok, f"a whole number from 1 to {limit}")
         return found
+
+    def layers(self, name: str) -> int:
+        """A number of layers."""
+        return self.integer(name, limit=MAX_LAYERS)
+
+    def settings(self, table: Table) -> dict[str, Any]:
+        """Our settings, read by a table."""
+        return {ours: getattr(self, kind)(theirs, *default) for ours, theirs, kind, *default in table}
 
     def number(self, name: str, default: float) -> float:
         """A finite number."""

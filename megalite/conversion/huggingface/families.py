@@ -1,19 +1,29 @@
 """The families that can be read and written: config.json and tensor names of each, and which one expresses a model."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.config_json import MAX_LAYERS, ModelFile, resolved
+from megalite.conversion.huggingface.config_json import ModelFile, resolved, written
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 _PREFIX = "transformer."
+_GPT2 = (
+    ("num_layers", "n_layer", "layers"),
+    ("hidden_size", "n_embd", "integer"),
+    ("num_attention_heads", "n_head", "integer"),
+    ("vocab_size", "vocab_size", "integer"),
+    ("norm_epsilon", "layer_norm_epsilon", "epsilon", 1e-5),
+    ("tie_embeddings", "tie_word_embeddings", "flag", True),
+    ("attention_dropout", "attn_pdrop", "number", 0.1),
+    ("init_method_std", "initializer_range", "number", 0.02),
+)
 
 
 def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
@@ -32,21 +42,14 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
             f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both "
             "to one value (it only matters in training)"
         )
-    hidden_size = file.integer("n_embd")
+    settings = file.settings(_GPT2)
     model = file.model(
+        **settings,
         seq_length=positions,
-        num_layers=file.integer("n_layer", limit=MAX_LAYERS),
-        hidden_size=hidden_size,
-        num_attention_heads=file.integer("n_head"),
-        ffn_hidden_size=file.optional_integer("n_inner") or 4 * hidden_size,
-        vocab_size=file.integer("vocab_size"),
+        ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
         max_position_embeddings=positions,
-        norm_epsilon=file.epsilon("layer_norm_epsilon", 1e-5),
         activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
-        tie_embeddings=file.flag("tie_word_embeddings", True),
         hidden_dropout=dropouts[0],
-        attention_dropout=file.number("attn_pdrop", 0.1),
-        init_method_std=file.number("initializer_range", 0.02),
     )
     return model, positions
 
@@ -54,19 +57,12 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
 def write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
     """What a GPT-2 config.json says of the network, as far as it can."""
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_attention_heads,
+        **written(model, _GPT2),
         "n_inner": model.ffn_size,
         "n_positions": model.max_position_embeddings or seq_length,
-        "vocab_size": model.vocab_size,
-        "layer_norm_epsilon": model.norm_epsilon,
         "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
-        "tie_word_embeddings": model.tie_embeddings,
         "embd_pdrop": model.hidden_dropout,
         "resid_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "initializer_range": model.init_method_std,
     }
 
 
@@ -196,22 +192,15 @@ def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Fami
     """The family `name`, or without a name the first, that expresses the network."""
     candidates = list(FAMILIES.values()) if name is None else [family_named(name)]
     found = [(differences(family, model, seq_length), family) for family in candidates]
-    differing, family = min(found, key=lambda item: _distance(item[0]))
+    # Another kind of network is further away than any number of settings.
+    differing, family = min(found, key=lambda item: (len(_KINDS & item[0].keys()), len(item[0])))
     if not differing:
         return family
-    fitting = [] if name is None else _fitting(model, seq_length)
+    others = FAMILIES.values() if name is not None else ()
+    fitting = [other.name for other in others if not differences(other, model, seq_length)]
     who = f"no Hugging Face family is this model; the nearest, {family.name}," if name is None else family.name
     remedy = f"--family {fitting[0]} is the same model" if fitting else "megalite's own format keeps it"
     raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
-
-
-def _distance(differing: Mapping[str, str]) -> tuple[int, int]:
-    """How far a family is from a model: another kind of network is further away than any number of settings."""
-    return len(_KINDS & differing.keys()), len(differing)
-
-
-def _fitting(model: ModelConfig, seq_length: int) -> list[str]:
-    return [name for name, family in FAMILIES.items() if not differences(family, model, seq_length)]
 
 
 def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str, str]:

@@ -154,8 +154,8 @@ class HuggingFaceWeights(Weights):
             self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
         ]
 
-    @cached_property  # type: ignore[override]
-    def generation(self) -> Mapping[str, Any]:
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Weights`: config.json's ids, and over them generation_config.json."""
         values = read_json(self.path, GENERATION) or {}
         refuse_code(values, self.path / GENERATION)
@@ -266,7 +266,7 @@ def write_huggingface(
 
     Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
 
-    `family` is a name of `FAMILIES`; None: the source's if it is a Hugging Face folder, else the first that expresses it.
+    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it.
     """
     opened = innermost(weights)
     theirs = opened if isinstance(opened, HuggingFaceWeights) else None
@@ -276,8 +276,11 @@ def write_huggingface(
     tokenizer = export_tokenizer(weights.tokenizer_files, weights.seq_length, chosen.name)
     token_ids: Mapping[str, Any]
     generation: Mapping[str, Any] | None
-    if theirs is not None and _keeps_tokens(weights, theirs):
-        token_ids, generation = theirs.token_ids, _generation(theirs)
+    # Ids of tokens mean what they did where the folder's own tokenizer goes along, or none.
+    going = [path.resolve() for path in weights.tokenizer_files]
+    if theirs is not None and going in ([], [path.resolve() for path in theirs.tokenizer_files]):
+        token_ids, generation = theirs.token_ids, read_json(theirs.path, GENERATION)
+        refuse_code(generation or {}, theirs.path / GENERATION)
     else:
         before = weights.generation
         token_ids = {name: tokenizer.token_ids.get(name, before.get(name)) for name in TOKEN_IDS}
@@ -285,9 +288,7 @@ def write_huggingface(
             token_ids["eos_token_id"] = _end_of_document(weights, log)
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
-    targets = [
-        Target(piece.theirs, piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)
-    ]
+    targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
     count = len(files)
@@ -324,12 +325,6 @@ def _config(family: Family, weights: Weights, targets: list[Target], token_ids: 
     }
 
 
-def _keeps_tokens(weights: Weights, theirs: HuggingFaceWeights) -> bool:
-    """The ids of tokens still mean what they did: the folder's own tokenizer goes along, or none."""
-    files, own = ([path.resolve() for path in source.tokenizer_files] for source in (weights, theirs))
-    return files in ([], own)
-
-
 def _end_of_document(weights: Weights, log: Log) -> int | None:
     """What ends a document, by the tokenizer that goes along or else by the one that the model was trained with."""
     try:
@@ -338,14 +333,6 @@ def _end_of_document(weights: Weights, log: Log) -> int | None:
         log(f"no eos_token_id: the tokenizer cannot be opened: {error}")
         return None
     return None if tokenizer is None else tokenizer.eod
-
-
-def _generation(theirs: HuggingFaceWeights) -> dict[str, Any] | None:
-    """What a folder says in generation_config.json; without it transformers goes by config.json and its class."""
-    values = read_json(theirs.path, GENERATION)
-    if values is not None:
-        refuse_code(values, theirs.path / GENERATION)
-    return values
 
 
 def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ tensor-parallel size, so the rows of its padding may differ in number.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Named(dict[str, torch.Tensor]):
     """Tensors by common name.
 
     Attributes:
-        old_qkv: names of those that are stored as `query_key_value`, whose rows had other orders at first.
+        old_qkv: names of those that are stored as `query_key_value`, with other orders of rows at first.
     """
 
     def __init__(self) -> None:
@@ -228,7 +229,7 @@ def _experts(
         local = (width, h) if layer == "linear_fc1" else (h, size)
         for expert in range(count):
             name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.weight"
-            yield Piece(name, shape.name, local, lambda tensor, expert=expert: held(tensor)[expert])  # type: ignore[misc]
+            yield Piece(name, shape.name, local, partial(lambda index, tensor: held(tensor)[index], expert))
 
 
 def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:

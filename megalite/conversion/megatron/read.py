@@ -1,4 +1,4 @@
-"""Megatron-LM checkpoints, read: the `torch` format, whose ranks' slices make whole tensors, or `torch_dist`."""
+"""Megatron-LM checkpoints, read: the `torch` format, of which the ranks' slices make whole tensors."""
 
 import itertools
 import re

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -140,7 +139,7 @@ class TorchFile:
     """What `torch.save` wrote: `content` with tensors that have type and shape, and `read` for their elements.
 
     torch's unpickler with `weights_only=True` builds the content, of `ALLOWED` names and torch's own; under a
-    FakeTensorMode it reads no storage, and each tells where in the file it is. Elements are read from there and
+    FakeTensorMode it reads no storage, and each says where in the file it is. Elements are read from there and
     compared with the zip archive's CRC-32, which `torch.load` leaves unread.
 
     The file is opened for each call and closed again: a checkpoint has hundreds of them.
@@ -271,7 +270,7 @@ Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """A tensor of a shape and type that has no elements yet."""
 
 _DESCRIPTOR = b"PK\7\x08"
-"""What stands behind the bytes of an entry whose header has no checksum; it comes next."""
+"""What stands behind the bytes of an entry without a checksum in its header; it comes next."""
 _CHECKSUM_IN_ENTRY = 16
 """Where the checksum is in an entry of the archive's directory."""
 
@@ -326,10 +325,6 @@ class TorchFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> "TorchFileWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the file, finished or not."""
         self._file.close()

@@ -262,7 +262,7 @@ class _Export:
             for name, pieces in zip(names, ranks, strict=True):
                 path = output.staging / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                writers.append(files.enter_context(self._writer(path, stage, pieces)))
+                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces))))
             self._fill(writers, stage, ranks, advance)
             for writer in writers:
                 writer.finish()

@@ -52,7 +52,6 @@ def their_logits(model: Any) -> torch.Tensor:
 
 
 def our_stage(weights: Weights) -> GPTStage:
-    """The whole network in float64, with these weights."""
     stage = build(weights.model)
     parameters = named(stage)
     assert sorted(parameters) == sorted(parameter_shapes(weights.model))
@@ -88,7 +87,6 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, read by the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)

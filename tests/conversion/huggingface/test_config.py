@@ -40,7 +40,6 @@ def read(name: str, values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_missing_keys_are_those_of_transformers(name: str) -> None:
-    """What its class fills in, read from what it saves, is what we fill in."""
     module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     theirs = getattr(module, f"{CLASSES[name]}Config")(**needed(name))
     saved = json.loads(theirs.to_json_string(use_diff=False))
@@ -187,7 +186,6 @@ def test_qwen_has_a_window_in_all_layers_or_none(changes: dict[str, Any], window
 
 
 def test_the_same_value_in_two_places_is_no_contradiction() -> None:
-    """As a file has it that every version of transformers is to read."""
     values = needed("llama") | {"head_dim": 2, "rope_theta": 50.0}
     scaling = {"rope_type": "linear", "factor": 2.0}
     once, _ = read("llama", values | {"rope_scaling": scaling})

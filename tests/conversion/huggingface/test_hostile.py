@@ -46,7 +46,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def make(folder: Path) -> Path:
-    """A sound folder of two files with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     every = tensors()
@@ -75,8 +74,6 @@ def text(name: str, content: str | bytes) -> Break:
 
 
 def place(name: str, file: Any) -> Break:
-    """The index says that a tensor is in `file`."""
-
     def change(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
         index["weight_map"][name] = file
@@ -86,8 +83,6 @@ def place(name: str, file: Any) -> Break:
 
 
 def tensor(file: str, name: str, value: torch.Tensor | None) -> Break:
-    """The file has another tensor under that name, or none."""
-
     def change(folder: Path) -> None:
         found = load_file(folder / file)
         found.pop(name, None)
@@ -160,7 +155,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "not an object": (text("config.json", "[]"), r"config\.json: not a JSON object"),
     "deep": (text("config.json", '{"a":' * 100_000), r"config\.json: not JSON"),
     "huge number": (text("config.json", '{"a": ' + "9" * 5000 + "}"), r"config\.json: not JSON: Exceeds the limit"),
-    "key twice": (text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' is there twice"),
+    "key twice": (text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' appears twice"),
     "endless": (large, "more than 268435456 are not read"),
     "a folder": (both(remove("config.json"), lambda f: (f / "config.json").mkdir()), "not a plain file"),
     "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "not a plain file"),
@@ -208,7 +203,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "twice": (tensor(TWO, NORM, torch.ones(8)), f"{NORM} is in {ONE} and in {TWO}"),
     "missing": (
         both(remove(TWO, INDEX), lambda f: (f / ONE).rename(f / "model.safetensors")),
-        r"model\.layers\.1\.input_layernorm\.weight is missing; llama as config\.json describes it has it",
+        r"model\.layers\.1\.input_layernorm\.weight is missing; llama of its config\.json has it",
     ),
     "unknown": (
         both(tensor(ONE, "model.extra", torch.ones(2)), place("model.extra", ONE)),
@@ -258,7 +253,6 @@ def test_it_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cache_of_hugging_face_is_read(tmp_path: Path) -> None:
-    """There every file is a link to ../../blobs/."""
     folder = make(tmp_path / "models--a--b" / "snapshots" / "0123abcd")
     for i, name in enumerate((ONE, TWO, INDEX, "config.json")):
         link(name, f"../../blobs/{i}")(folder)

@@ -79,7 +79,6 @@ def stock(folder: Path, **how: Any) -> Any:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
-    """Logits to 1e-9 in float64, and the same greedy tokens."""
     weights = random_weights(name, tmp_path / "ours")
     folder = write(weights, tmp_path / "theirs")
     them, us = stock(folder), our_stage(weights)
@@ -94,7 +93,6 @@ def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """Theirs to our names and back: every tensor bit for bit, and a configuration of the same meaning."""
     saved(name, tmp_path / "before")
     before = HuggingFaceWeights(tmp_path / "before")
     for source in (before, InMemory.copy(before)):
@@ -141,7 +139,6 @@ def test_several_files(tmp_path: Path) -> None:
 
 
 def test_each_tensor_of_ours_is_read_once(tmp_path: Path) -> None:
-    """Mixtral's experts are 3·E tensors of theirs and 2 of ours."""
     weights = random_weights("mixtral", tmp_path / "ours")
     read: list[str] = []
 

@@ -15,7 +15,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
-    """The part of Megatron-LM's args that tells what the model is."""
     model = weights.model
     same = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "position_embedding_type")
     same += ("normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "vocab_size")
@@ -54,7 +53,6 @@ def padded(model: ModelConfig, tp: int) -> int:
 
 
 def rows(weights: MadeUp, name: str, tp: int, rank: int) -> torch.Tensor:
-    """A rank's rows of the vocabulary."""
     ours = weights.read(name)
     total = padded(weights.model, tp)
     whole = torch.zeros(total, ours.shape[1], dtype=ours.dtype)
@@ -63,7 +61,6 @@ def rows(weights: MadeUp, name: str, tp: int, rank: int) -> torch.Tensor:
 
 
 def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tensors:
-    """Layer `index` of the model as layer `number` of a stage, under the names of megatron.core's local layers."""
     model, there, made = weights.model, f"decoder.layers.{number}", {}
 
     def read(name: str) -> torch.Tensor:
@@ -176,7 +173,6 @@ def save(
 
 
 def write(folder: Path, rank: str, content: Any) -> Path:
-    """One rank's file of iteration 3."""
     path = folder / "iter_0000003" / rank / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     torch.save(content, path)

@@ -130,8 +130,6 @@ def test_dtype(tmp_path: Path) -> None:
 
 
 class TooLarge(MadeUp):
-    """One weight that fp16 has not."""
-
     def read(self, name: str) -> torch.Tensor:
         values = super().read(name)
         if name == "layers.0.attention.out.weight":
