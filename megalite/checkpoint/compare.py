@@ -58,8 +58,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between the tensors of two checkpoints."""
-
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     declared: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
@@ -71,7 +69,6 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
         return not (self.only_first or self.only_second or self.declared or self.differing)
 
 

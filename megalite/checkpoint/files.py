@@ -77,7 +77,6 @@ def remove_tree(path: Path) -> None:
 
 
 def open_plain(path: Path) -> int:
-    """Open a plain file for reading."""
     file_length(path)
     try:
         # Should it have become something else meanwhile: no link is followed, no pipe waited for.
@@ -87,7 +86,6 @@ def open_plain(path: Path) -> int:
 
 
 def file_length(path: Path) -> int:
-    """Length of a plain file in bytes."""
     try:
         status = path.lstat()
     except OSError as error:
@@ -98,7 +96,6 @@ def file_length(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain file."""
     length = file_length(path)
     if length > MAX_TEXT:
         raise CheckpointError(f"{path.name}: {length} bytes long; what can be read has at most {MAX_TEXT}")

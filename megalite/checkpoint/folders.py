@@ -25,7 +25,6 @@ def step_name(step: int) -> str:
 
 
 def staging_name(step: int) -> str:
-    """Folder name of a step's checkpoint while it is being written."""
     return f"{STAGING_PREFIX}{step}"
 
 

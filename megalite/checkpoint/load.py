@@ -37,15 +37,12 @@ class Checkpoint:
         self._open: dict[str, None] = {}
 
     def keys(self) -> list[str]:
-        """Keys of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def has(self, key: str) -> bool:
-        """There is a tensor of this key."""
         return key in self.manifest.tensors
 
     def entry(self, key: str) -> TensorEntry:
-        """What the manifest says of a tensor: its dtype, global shape and parts."""
         if key not in self.manifest.tensors:
             near = difflib.get_close_matches(key, self.manifest.tensors, n=1)
             hint = f"; the nearest is {near[0]}" if near else ""

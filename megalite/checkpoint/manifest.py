@@ -129,7 +129,6 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
         try:
             with many_objects():
                 # Not asdict: it copies everything, and takes longer than the writing of a small checkpoint.

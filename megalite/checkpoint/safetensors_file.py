@@ -127,7 +127,6 @@ class SafetensorsWriter:
         return FileEntry(self._length, sha256)
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         if self._digest is not None:
             self._digest.close()
         if self._descriptor is not None:
@@ -152,7 +151,6 @@ class SafetensorsWriter:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

@@ -34,12 +34,10 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Size of its data."""
         return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
 def file_bytes(records: Sequence[Record], metadata: Mapping[str, str] = FORMAT_PT) -> int:
-    """Size of the file that these records make."""
     return len(header_bytes(records, metadata)) + sum(record.nbytes for record in records)
 
 
@@ -97,7 +95,6 @@ def read_header(descriptor: int, length: int) -> Header:
 
 
 def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
-    """The header and where the data starts."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
         raise HeaderFault(f"{length} bytes are too few for a safetensors file")

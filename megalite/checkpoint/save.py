@@ -128,11 +128,9 @@ class SavedTensor:
 
     @property
     def key(self) -> str:
-        """The tensor's key in the manifest."""
         return weight_key(self.spec.name) if self.key_group == "weight" else optimizer_key(self.state, self.spec.name)
 
     def record(self, file_key: str) -> Record:
-        """The tensor as its file declares it."""
         return Record(file_key, DTYPE_NAMES[self.dtype], self.spec.shape)
 
     @property
@@ -222,7 +220,6 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
 
 
 def planned_bytes(plan: Sequence[SavedTensor]) -> int:
-    """Size of the files that this rank will write."""
     return sum(file_bytes(records) for records in _records_by_kind(plan).values())
 
 

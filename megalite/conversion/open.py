@@ -13,7 +13,6 @@ from megalite.conversion.weights import ConversionError, Weights
 
 
 def open_weights(path: Path, *, format: Format | None = None, step: int | None = None) -> Weights:
-    """Open the model at `path`."""
     format = format or detect_format(path)
     if format == "native":
         return NativeWeights(path, step=step)
@@ -25,13 +24,11 @@ def open_weights(path: Path, *, format: Format | None = None, step: int | None =
 
 
 def open_megatron(folder: Path, *, iteration: int | None = None) -> Weights:
-    """Open the checkpoint in a folder that Megatron-LM saved to, or in the folder of one iteration."""
     step = step_folder(folder, iteration)
     return MegatronDistWeights(step) if is_dist(step) else MegatronWeights(step)
 
 
 def detect_format(path: Path) -> Format:
-    """What wrote the folder, by the names in it."""
     if not path.is_dir():
         what = "is a file; give the folder that holds it" if path.exists() else "does not exist"
         raise ConversionError(f"{path} {what}")

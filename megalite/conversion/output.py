@@ -233,19 +233,15 @@ _HEADER_ROOM = 160
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be written."""
-
     piece: Piece
     dtype: torch.dtype
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
         return self.piece.theirs
 
     @property
     def record(self) -> Record:
-        """The tensor as its file declares it."""
         return Record(self.key, DTYPE_NAMES[self.dtype], self.piece.shape)
 
 

@@ -105,7 +105,6 @@ class Verification:
         return not self.wrong and self.unexplained <= self.tolerance * max(self.scale, 1e-30)
 
     def lines(self) -> list[str]:
-        """The findings in words, the verdict last."""
         found = []
         if self.rounded:
             name, worst = max(self.rounded.items(), key=lambda item: item[1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megalite.cli import convert
 from megalite.config.data import DataConfig
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
@@ -94,6 +95,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def run(*words: str | Path) -> int:
+    """`megalite convert`."""
+    return convert.main([str(word) for word in words])
 
 
 def ignore(count: int) -> None:

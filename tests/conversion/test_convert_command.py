@@ -19,26 +19,17 @@ from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import parameter_shapes
-from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, train
+from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, run, train
 from tests.conversion.test_verify import Changed, flipped
 
 ROOT = Path(__file__).parents[2]
 LARGE = 10**9
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def gpt(tmp_path: Path) -> Path:
     weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "data"))
     return write_native(weights, tmp_path / "gpt")
-
-
-def run(*words: str | Path) -> int:
-    return convert.main([str(word) for word in words])
 
 
 def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

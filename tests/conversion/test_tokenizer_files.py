@@ -4,23 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megalite.cli import convert
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, run
 
 tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = ["<unk>", "A", "</s>", "<|end|>"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
@@ -36,10 +29,6 @@ def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
 def checkpoint(folder: Path, files: list[Path]) -> Path:
     weights = MadeUp(folder.parent, GPT, tokenizer_files=files)
     return write_native(weights, folder)
-
-
-def run(*words: str | Path) -> int:
-    return convert.main([str(word) for word in words])
 
 
 class TestEndToken:

@@ -17,11 +17,6 @@ from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer
 QKV = "layers.1.attention.qkv.weight"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Changed(Wrapped):
     def __init__(self, weights: Any, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(weights)

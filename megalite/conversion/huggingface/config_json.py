@@ -66,7 +66,6 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
-    """A JSON object."""
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -125,15 +124,12 @@ class ModelFile:
         return found
 
     def layers(self, name: str) -> int:
-        """A number of layers."""
         return self.integer(name, limit=MAX_LAYERS)
 
     def settings(self, table: Table) -> dict[str, Any]:
-        """Our settings, read by a table."""
         return {ours: getattr(self, kind)(theirs, *default) for ours, theirs, kind, *default in table}
 
     def number(self, name: str, default: float) -> float:
-        """A finite number."""
         return self.finite(name, self.values.get(name, default))
 
     def epsilon(self, name: str, default: float) -> float:
@@ -149,7 +145,6 @@ class ModelFile:
         return float(self._checked(name, value, ok, "a number"))
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
         value = self.values.get(name, default)
         return bool(self._checked(name, value, type(value) is bool, "true or false"))
 
@@ -162,7 +157,6 @@ class ModelFile:
         return choices[value]
 
     def fault(self, text: str) -> ConversionError:
-        """An error that names the file."""
         return ConversionError(f"{self.where}: {text}")
 
     def model(self, *, seq_length: int, **settings: Any) -> ModelConfig:

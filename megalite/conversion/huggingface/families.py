@@ -180,7 +180,6 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def family_named(name: str) -> Family:
-    """The family of that name."""
     if name not in FAMILIES:
         raise ConversionError(
             f"{name[:60] or repr(name)} is not a family that can be expressed; use {', '.join(FAMILIES)}"

@@ -65,7 +65,6 @@ class SentencePieceModel:
 
 
 def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel:
-    """Read a .model file."""
     try:
         fields = list(_fields(content))
         trainer = _last(fields, _TRAINER)
@@ -254,8 +253,6 @@ _NAMED_TOKENS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_
 
 @dataclass(frozen=True)
 class Exported:
-    """The tokenizer of an exported folder."""
-
     files: dict[str, bytes] = field(default_factory=dict)
     token_ids: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
@@ -344,7 +341,6 @@ def _require_qwen2(content: bytes) -> None:
 
 
 def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> dict[str, Any]:
-    """GPT-2's tokenizer as a tokenizer.json."""
     ids = parse_json(files["vocab.json"], where["vocab.json"])
     if type(ids.get(GPT2_END)) is not int:
         raise ConversionError(f"{where['vocab.json']}: {GPT2_END} is not in the vocabulary; add it with a new id")
@@ -364,7 +360,6 @@ def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> di
 
 
 def _token_ids(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the tokens that tokenizer_config.json names."""
     vocabulary = _vocabulary(files)
     found = {}
     for id_name, name in _NAMED_TOKENS.items():

@@ -51,8 +51,6 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class Shards:
-    """All tensors of a folder, open for reading."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._readers: dict[str, SafetensorsReader] = {}
@@ -73,7 +71,6 @@ class Shards:
             raise ConversionError(str(error)) from None
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor, for messages."""
         return self._folder / self._file_of[name]
 
     def _add(self, file: str) -> None:
@@ -167,7 +164,6 @@ class HuggingFaceWeights(Weights):
         return reduce(torch.promote_types, types)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor under our name, in its stored type."""
         # Zeros for the rows that pad the vocabulary, which nothing of theirs is put into.
         ours = torch.zeros(self._shapes[name], dtype=self.dtype(name))
         for piece in self._pieces[name]:

@@ -74,7 +74,6 @@ class Arguments:
         return int(self._needed(name, default, int, lambda value: 0 < value <= _LARGEST_WHOLE, what))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False."""
         return bool(self._needed(name, default, bool, lambda value: True, "True or False is needed"))
 
     def number(self, name: str, default: float) -> float:
@@ -127,7 +126,6 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConfig:
-    """The network that these arguments describe."""
     wrong = [f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed]
     if wrong:
         raise ConversionError(f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}")

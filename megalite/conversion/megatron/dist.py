@@ -174,8 +174,6 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A block of a tensor and the bytes that `torch.save` made of it."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -185,15 +183,12 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor over all ranks."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
 
 
 def read_metadata(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name."""
     try:
         described = describe(path.read_bytes(), ALLOWED)
     except PickleError as error:
@@ -310,7 +305,6 @@ class MegatronDistWeights(MegatronModel):
         return self._sources[name][0].stored.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, put together from the blocks of all ranks."""
         output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
             place = source.piece.view(output).view(source.piece.shape)

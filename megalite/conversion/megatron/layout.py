@@ -200,7 +200,6 @@ def _sliced(name: str, shape: ParameterShape, shard: Shard) -> Piece:
 
 
 def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, shard: Shard) -> Piece:
-    """The rows of an embedding or a head on one rank."""
     rows = vocabulary // shard.tp
     return Piece(name, ours, (rows, hidden_size), first_rows(rows, shard.r * rows))
 

@@ -55,7 +55,6 @@ class MegatronModel(Weights):
     generation: Mapping[str, Any] = {}
 
     def describe(self, args: Arguments, *, padded_vocabulary: int, tp: int) -> None:
-        """Set the network and its shapes."""
         self.model = read_model(args, padded_vocabulary=padded_vocabulary, tp=tp)
         self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
         self.shapes = parameter_shapes(self.model)
@@ -73,7 +72,6 @@ def is_step(folder: Path) -> bool:
 
 
 def is_dist(step: Path) -> bool:
-    """The step is in the `torch_dist` format."""
     return (step / ".metadata").is_file()
 
 
@@ -103,7 +101,6 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
 
 
 def _known(folder: Path) -> str:
-    """The iterations in a folder, for a message."""
     names = sorted(path.name for path in folder.glob("*") if path.name == RELEASE or _STEP.match(path.name))
     return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "") if names else "no iteration"
 
@@ -185,8 +182,6 @@ WORD_OURS = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one piece of a tensor of ours is."""
-
     file: TorchFile
     tensor: torch.Tensor
     piece: Piece
@@ -214,7 +209,6 @@ class MegatronWeights(MegatronModel):
         return self._sources[name][0].tensor.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, put together from the ranks' files."""
         for source, copy in self._copies[name]:
             self._compare(source, copy)
         output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))

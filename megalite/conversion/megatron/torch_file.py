@@ -326,5 +326,4 @@ class TorchFileWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         self._file.close()

@@ -239,17 +239,14 @@ class _Export:
     implementation: str
 
     def files(self, stage: int) -> list[str]:
-        """Of each tensor-parallel rank."""
         return [f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)]
 
     def pieces(self, stage: int, rank: int) -> list[Piece]:
-        """What goes into a file."""
         held = self._stage(stage)
         vocabulary = vocabulary_of(self.weights.model, self.tp)[1]
         return list(stage_pieces(self.weights.model, held, Shard(self.tp, rank), vocabulary=vocabulary))
 
     def bytes_of(self, stage: int, rank: int) -> int:
-        """Of a file's tensors."""
         pieces = self.pieces(stage, rank)
         return sum(math.prod(piece.shape) * self._type(piece).itemsize for piece in pieces)
 
