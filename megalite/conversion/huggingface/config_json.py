@@ -45,8 +45,8 @@ def find_file(folder: Path, name: str) -> Path | None:
     return target
 
 
-def read_bytes(folder: Path, name: str) -> bytes | None:
-    """The content of a file of `folder`, or None if there is none."""
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file of `folder`, or None if there is no such file."""
     path = find_file(folder, name)
     if path is None:
         return None
@@ -54,15 +54,10 @@ def read_bytes(folder: Path, name: str) -> bytes | None:
         size = path.stat().st_size
         if size > MAX_JSON:
             raise ConversionError(f"{folder / name}: {size} bytes; more than {MAX_JSON} are not read")
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConversionError(f"{folder / name}: {error.strerror}") from None
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file of `folder`, or None if there is no such file."""
-    content = read_bytes(folder, name)
-    return None if content is None else parse_json(content, folder / name)
+    return parse_json(content, folder / name)
 
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:

@@ -155,26 +155,23 @@ class RankFile:
         self.version = content.get("checkpoint_version", 0)
         if not isinstance(self.version, int | float) or not 0 <= self.version < 4:
             raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; 0 to 3.0 are known")
-        self.chunks = [_tensors(path, chunk) for chunk in _chunks(path, content)]
+        self.chunks = list(_chunks(path, content))
 
 
-def _chunks(path: Path, content: Mapping[Any, Any]) -> list[Any]:
-    """The `model`, or `model0`, `model1`, ... of a virtual pipeline."""
-    if "model" in content:
-        return [content["model"]]
-    count = sum(f"model{index}" in content for index in range(len(content)))
-    if not count or any(f"model{index}" not in content for index in range(count)):
+def _chunks(path: Path, content: Mapping[Any, Any]) -> Iterator[Named]:
+    """The tensors of `model`, or of `model0`, `model1`, ... of a virtual pipeline."""
+    names = ["model"]
+    if "model" not in content:
+        names = [f"model{index}" for index in range(sum(f"model{index}" in content for index in range(len(content))))]
+    if not names or not all(name in content for name in names):
         raise ConversionError(f"{path} has neither model nor model0, model1, ...")
-    return [content[f"model{index}"] for index in range(count)]
-
-
-def _tensors(path: Path, chunk: Any) -> Named:
-    if not isinstance(chunk, Mapping):
-        raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
-    try:
-        return tensors_of(chunk)
-    except ConversionError as error:
-        raise ConversionError(f"{path}: {error}") from None
+    for chunk in (content[name] for name in names):
+        if not isinstance(chunk, Mapping):
+            raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
+        try:
+            yield tensors_of(chunk)
+        except ConversionError as error:
+            raise ConversionError(f"{path}: {error}") from None
 
 
 WORD_OURS = "embedding.word.weight"
