@@ -27,7 +27,7 @@ from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
-from megalite.conversion.weights import parameter_shapes
+from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.parity.pool import RankPool
 
 MODEL = ModelConfig(
@@ -41,7 +41,7 @@ TINY = replace(MODEL, num_layers=2, hidden_size=64, kv_channels=4, ffn_hidden_si
 LIMIT = 1 << 30
 
 
-class RandomWeights:
+class RandomWeights(Weights):
     """Random bf16 weights, to begin with."""
 
     path, format, seq_length, tokenizer_files = Path("random"), "megalite", 2048, ()

@@ -47,11 +47,7 @@ class RankPart:
 
 
 def prepare_staging(folder: Path, step: int) -> Path:
-    """Tidy up what earlier crashes left in `folder` and make the empty folder that a save writes into (rank 0).
-
-    Raises:
-        OSError: no permission, no space, ...
-    """
+    """Tidy up what earlier crashes left in `folder` and make the empty folder that a save writes into (rank 0)."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
@@ -99,11 +95,7 @@ def _verifies(checkpoint: Path) -> bool:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged.
-
-    Raises:
-        OSError: it cannot be removed. One that is protected against writing keeps its name.
-    """
+    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged."""
     if not checkpoint.is_symlink() and not os.access(checkpoint, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
     checkpoint.rename(_hidden(checkpoint))
@@ -128,16 +120,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
 
     Args:
-        preamble: the manifest without files and tensors.
-        ranks: how many ranks wrote a part.
-        log: told of what goes wrong once the checkpoint is there: then the save has not failed.
-
-    Returns:
-        The folder's path, `.../step-N`.
-
-    Raises:
-        CheckpointError: a part is missing, or the parts of a tensor do not tile it.
-        OSError: no space, no permission, ...
+        log: gets what goes wrong once the checkpoint is there: then the save has not failed.
     """
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
@@ -168,9 +151,6 @@ def correct_latest(folder: Path, step: int) -> None:
     """Let `latest` name the checkpoint of `step`, which has just been found to be the newest sound one (rank 0).
 
     A crash between the commit and its announcement leaves the name of the one before.
-
-    Raises:
-        OSError: no permission, no space, ...
     """
     path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
     try:

@@ -58,20 +58,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between the tensors of two checkpoints."""
-
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     declared: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
     """Key -> both entries, where dtype or global shape differ."""
     differing: dict[str, Difference] = field(default_factory=dict)
-    """Key -> how its elements differ, the largest difference first. Not of those whose shapes differ."""
+    """Key -> how its elements differ, the largest difference first. Not of those of different shapes."""
     compared: int = 0
     """Tensors of the same shape in both."""
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
         return not (self.only_first or self.only_second or self.declared or self.differing)
 
 
@@ -93,11 +90,7 @@ def blocks(shape: Sequence[int], limit: int = BLOCK) -> Iterator[Slice]:
 
 
 def statistics(checkpoint: Checkpoint, key: str) -> Statistics:
-    """Statistics of one tensor, in float64; mean and std are merged block by block (Chan, Golub, LeVeque 1979).
-
-    Raises:
-        CheckpointError: a file is not what the manifest says.
-    """
+    """Statistics of one tensor, in float64; mean and std are merged block by block (Chan, Golub, LeVeque 1979)."""
     entry = checkpoint.entry(key)
     nan = inf = count = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -127,9 +120,6 @@ def compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str], *, trust
         keys: of the tensors to compare; each is in one of them at least.
         trust_hashes: tensors that lie alike in files of equal sha256 are the same and are not read; only for
             checkpoints that have been verified.
-
-    Raises:
-        CheckpointError: a file is not what its manifest says.
     """
     declared, found = {}, {}
     compared = 0

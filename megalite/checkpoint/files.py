@@ -78,11 +78,6 @@ def remove_tree(path: Path) -> None:
 
 
 def open_plain(path: Path) -> int:
-    """Open a plain file for reading.
-
-    Raises:
-        CheckpointError: it is missing, cannot be read, or is a link, a device or the like.
-    """
     file_length(path)
     try:
         # Should it have become something else meanwhile: no link is followed, no pipe waited for.
@@ -92,12 +87,6 @@ def open_plain(path: Path) -> int:
 
 
 def file_length(path: Path) -> int:
-    """Length of a plain file in bytes.
-
-    Raises:
-        CheckpointError: it is missing, cannot be read, or is a link, a device or the like, which could lead out of
-            the folder or block for ever.
-    """
     try:
         status = path.lstat()
     except OSError as error:
@@ -108,11 +97,6 @@ def file_length(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain file.
-
-    Raises:
-        CheckpointError: as `file_length`, or it is not UTF-8, or longer than any that we write.
-    """
     length = file_length(path)
     if length > MAX_TEXT:
         raise CheckpointError(f"{path.name}: {length} bytes long; what can be read has at most {MAX_TEXT}")

@@ -17,7 +17,6 @@ from megalite.config.errors import CheckpointError
 LATEST_NAME = "latest"
 REPLACED_SUFFIX = ".replaced"
 STAGING_PREFIX = ".tmp-step-"
-_MEGATRON_NAME = re.compile(r"iter_[0-9]{7}")
 _STEP_NAME = re.compile(r"step-([0-9]{7,19})(\.replaced)?")
 
 
@@ -27,7 +26,6 @@ def step_name(step: int) -> str:
 
 
 def staging_name(step: int) -> str:
-    """Folder name of a step's checkpoint while it is being written."""
     return f"{STAGING_PREFIX}{step}"
 
 
@@ -51,7 +49,7 @@ class Candidate:
 def candidates(folder: Path, step: int | None = None) -> list[Candidate]:
     """What in `folder` is named like a checkpoint (of `step`, if given), newest first.
 
-    `step-N.replaced` comes after `step-N`: a crash while step N is saved anew can leave it as the only one.
+    `step-N.replaced` comes after `step-N`: a crash while step N is saved again can leave it as the only one.
 
     Raises:
         CheckpointMissing: there is nothing of the kind; the message says what there is.
@@ -86,7 +84,11 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
         step = step_of(here.name)
         which = "" if step is None else f" --ckpt-step {step}"
         return CheckpointError(f"{folder} is itself a checkpoint; it is meant by --load {here.parent}{which}")
-    foreign = _foreign(names)
+    foreign = ""
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        foreign = "a Hugging Face folder"
+    elif "latest_checkpointed_iteration.txt" in names or any(re.fullmatch(r"iter_\d{7}", name) for name in names):
+        foreign = "a folder of Megatron-LM's checkpoints"
     if foreign:
         return CheckpointError(
             f"{folder} is {foreign}; megalite convert {folder} imported --to native makes a checkpoint of it"
@@ -103,15 +105,6 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
     else:
         what = "nothing at all"
     return CheckpointMissing(f"no checkpoint in {folder}: no step-* folder, {what}")
-
-
-def _foreign(names: list[str]) -> str | None:
-    """Whose format the folder is of, going by the names in it."""
-    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
-        return "a Hugging Face folder"
-    if "latest_checkpointed_iteration.txt" in names or any(_MEGATRON_NAME.fullmatch(name) for name in names):
-        return "a folder of Megatron-LM's checkpoints"
-    return None
 
 
 def _subfolders(folder: Path) -> list[str]:

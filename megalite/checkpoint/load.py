@@ -21,12 +21,7 @@ MAX_OPEN = 64
 
 
 class Checkpoint:
-    """A verified checkpoint, open for reading. Files are opened when first touched.
-
-    Args:
-        path: its folder.
-        manifest: what it says about itself.
-    """
+    """A verified checkpoint, open for reading. Files are opened when first touched."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -35,19 +30,12 @@ class Checkpoint:
         self._open: dict[str, None] = {}
 
     def keys(self) -> list[str]:
-        """Keys of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def has(self, key: str) -> bool:
-        """There is a tensor of this key."""
         return key in self.manifest.tensors
 
     def entry(self, key: str) -> TensorEntry:
-        """What the manifest says of a tensor: its dtype, global shape and parts.
-
-        Raises:
-            CheckpointError: there is none of this key; the message names the nearest.
-        """
         if key not in self.manifest.tensors:
             near = difflib.get_close_matches(key, self.manifest.tensors, n=1)
             hint = f"; the nearest is {near[0]}" if near else ""
@@ -64,11 +52,6 @@ class Checkpoint:
 
         Args:
             slice: per dimension [start, stop) in the global shape; None for all of it.
-            device: of the result.
-            dtype: of the result; None for the stored one.
-
-        Raises:
-            CheckpointError: no such key, the slice is not inside the tensor, or a file is not what the manifest says.
         """
         entry = self.entry(key)
         wanted = tuple((0, size) for size in entry.global_shape) if slice is None else tuple(slice)
@@ -82,9 +65,6 @@ class Checkpoint:
         """`read` into a tensor that is there, of the slice's shape and any strides, type and device.
 
         Into contiguous memory on the CPU and of the stored type the bytes come directly from the disk.
-
-        Raises:
-            CheckpointError: as `read`.
         """
         entry = self._check(key, slice)
         names = part_keys(key, [part.file for part in entry.parts])
@@ -121,19 +101,15 @@ def find_checkpoint(
     """The newest checkpoint in `folder` that verifies, or that of `step`.
 
     A checkpoint verifies if its manifest is sound and every file has the length and sha256 that the manifest says.
-    The ranks share out the hashing and agree on the outcome: all open the same checkpoint or raise the same error.
+    The ranks share out the hashing and agree on the outcome: all open the same checkpoint or raise the same error,
+    CheckpointMissing where nothing is named like a checkpoint.
 
     Args:
         step: only this one, with no fallback; None for the newest.
-        device: for the collectives of `world`.
         log: gets a line for each damaged checkpoint passed over: which file, and what is wrong. Every rank calls it
             with the same lines, so give it one that prints on one rank.
 
     Collectives: one `gather_json` over `world`, and two for each checkpoint examined.
-
-    Raises:
-        CheckpointMissing: there is nothing named like a checkpoint; the message says what there is.
-        CheckpointError: there is, but none (or not the step asked for) verifies; or the folder is one level off.
     """
     damaged: list[str] = []
     for candidate in _agreed_candidates(folder, step, world, device):

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which tensors it has, which slice of each lies in which file, every file's sha256.
 
 No torch here: inspecting, planning and converting need it without. The text is canonical JSON that carries its own
-sha256, so an edited or damaged manifest is told from a sound one as surely as a damaged file is.
+sha256, so an edited or damaged manifest is found as surely as a damaged file is.
 """
 
 import contextlib
@@ -47,11 +47,7 @@ def optimizer_key(state: str, name: str) -> str:
 
 
 def file_key(key: str) -> str:
-    """What a tensor is called inside its safetensors file.
-
-    Raises:
-        CheckpointError: `key` is neither a `weight_key` nor an `optimizer_key`.
-    """
+    """What a tensor is called inside its safetensors file."""
     group, colon, name = key.partition(":")
     if colon and _TENSOR_NAME.fullmatch(name) and name != "__metadata__":  # reserved in safetensors
         if group == "weight":
@@ -65,9 +61,6 @@ def file_key(key: str) -> str:
 def part_keys(key: str, files: Sequence[str]) -> list[str]:
     """What each part of a tensor is called inside its file: the k-th one in the same file, counted from 0, has `#k`
     behind its `file_key` if k > 0.
-
-    Args:
-        files: of each part.
     """
     before: Counter[str] = Counter()
     keys = []
@@ -109,8 +102,6 @@ class Manifest:
     """All that a checkpoint says about itself.
 
     Args:
-        step: optimizer steps done.
-        files: by name inside the checkpoint's folder.
         tensors: by `weight_key` or `optimizer_key`.
         counters: plain JSON: consumed samples, loss scaler, and what else a resumed run continues from.
         config: the resolved run config.
@@ -131,11 +122,6 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The text of `manifest.json`.
-
-        Raises:
-            CheckpointError: counters, config or layout hold what JSON cannot (a tensor, a path, a NaN, ...).
-        """
         try:
             with many_objects():
                 # Not asdict: it copies everything, and takes longer than the writing of a small checkpoint.
@@ -145,13 +131,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = MANIFEST_NAME) -> "Manifest":
-        """Parse and check everything that can be checked without the other files.
-
-        Raises:
-            CheckpointError: naming `source` and the fault: not JSON, edited, of another format version, a missing or
-                extra field, a wrong type, an unsafe file name, a slice outside its tensor, parts that leave a gap or
-                overlap, more data than a file is long.
-        """
+        """Parse and check everything that can be checked without the other files."""
         try:
             with many_objects():
                 return _parse_manifest(_unseal(text))
@@ -170,14 +150,10 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
 
 
 def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:
-    """The files that a manifest lists: its seal is checked, and of its fields this one alone.
-
-    Raises:
-        CheckpointError: as `Manifest.from_json`.
-    """
+    """The files that a manifest lists: its seal is checked, and of its fields this one alone."""
     try:
         with many_objects():
-            files = _object(_unseal(text).get("files"), "files")
+            files = _typed(_unseal(text).get("files"), dict, "files")
             return {name: _parse_file(name, value) for name, value in files.items()}
     except _Fault as fault:
         raise CheckpointError(f"{source}: {_presentable(str(fault))}") from None
@@ -216,7 +192,7 @@ class _Fault(Exception):
 
 def _unseal(text: str) -> dict[str, Any]:
     try:
-        body = json.loads(text, object_pairs_hook=_no_duplicates)
+        body = json.loads(text, object_pairs_hook=unique_keys)
         if not isinstance(body, dict):
             raise _Fault("not a JSON object")
         body.pop("sha256", None)
@@ -228,11 +204,12 @@ def _unseal(text: str) -> dict[str, Any]:
     return body
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(..., object_pairs_hook=unique_keys)`, which keeps the last of several values of one key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _Fault(f"the key {twice[:80]!r} appears twice")
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
     return result
 
 
@@ -246,18 +223,18 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
     tokenizer = fields["tokenizer"]
     if tokenizer is not None and not (isinstance(tokenizer, str) and _SHA256.fullmatch(tokenizer)):
         raise _Fault(f"tokenizer must be null or a sha256, not {tokenizer!r}")
-    files = {name: _parse_file(name, value) for name, value in _object(fields["files"], "files").items()}
-    tensors = {key: _parse_tensor(key, value) for key, value in _object(fields["tensors"], "tensors").items()}
+    files = {name: _parse_file(name, value) for name, value in _typed(fields["files"], dict, "files").items()}
+    tensors = {key: _parse_tensor(key, value) for key, value in _typed(fields["tensors"], dict, "tensors").items()}
     _check_room(tensors, files)
     return Manifest(
         step=_integer(fields["step"], "step"),
         files=files,
         tensors=tensors,
-        counters=_object(fields["counters"], "counters"),
-        config=_object(fields["config"], "config"),
-        layout=_object(fields["layout"], "layout"),
-        megalite_version=_string(fields["megalite_version"], "megalite_version"),
-        code=_object(fields["code"], "code"),
+        counters=_typed(fields["counters"], dict, "counters"),
+        config=_typed(fields["config"], dict, "config"),
+        layout=_typed(fields["layout"], dict, "layout"),
+        megalite_version=_typed(fields["megalite_version"], str, "megalite_version"),
+        code=_typed(fields["code"], dict, "code"),
         tokenizer=tokenizer,
         format_version=version,
     )
@@ -284,10 +261,12 @@ def _parse_tensor(key: str, value: Any) -> TensorEntry:
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise _Fault(f"{key}: dtype {dtype!r} is not one of {', '.join(ITEM_SIZES)}")
-    shape = tuple(_integer(size, f"{key}: global_shape") for size in _list(fields["global_shape"], f"{key}: shape"))
+    shape = tuple(
+        _integer(size, f"{key}: global_shape") for size in _typed(fields["global_shape"], list, f"{key}: shape")
+    )
     if len(shape) > MAX_DIMS or 0 in shape:
         raise _Fault(f"{key}: global_shape {shape} must have at most {MAX_DIMS} dimensions, none of size 0")
-    parts = tuple(_parse_part(key, part) for part in _list(fields["parts"], f"{key}: parts"))
+    parts = tuple(_parse_part(key, part) for part in _typed(fields["parts"], list, f"{key}: parts"))
     fault = tiling_fault(shape, [part.slice for part in parts])
     if fault:
         raise _Fault(f"{key}: {fault}")
@@ -297,16 +276,16 @@ def _parse_tensor(key: str, value: Any) -> TensorEntry:
 def _parse_part(key: str, value: Any) -> Part:
     fields = _fields(value, Part.__dataclass_fields__, f"a part of {key}")
     bounds = []
-    for pair in _list(fields["slice"], f"{key}: slice"):
-        ends = [_integer(end, f"{key}: slice") for end in _list(pair, f"{key}: slice")]
+    for pair in _typed(fields["slice"], list, f"{key}: slice"):
+        ends = [_integer(end, f"{key}: slice") for end in _typed(pair, list, f"{key}: slice")]
         if len(ends) != 2:
             raise _Fault(f"{key}: a slice has {ends} where [start, stop] belongs")
         bounds.append((ends[0], ends[1]))
-    return Part(_string(fields["file"], f"{key}: file"), tuple(bounds))
+    return Part(_typed(fields["file"], str, f"{key}: file"), tuple(bounds))
 
 
 def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> None:
-    """Declared sizes must fit the files that are said to hold them: nobody allocates for a shape that cannot be."""
+    """Declared sizes must fit the files that are said to hold them: nothing is allocated for a shape that cannot be."""
     needed: Counter[str] = Counter()
     for key, entry in tensors.items():
         for part in entry.parts:
@@ -318,23 +297,20 @@ def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) ->
             raise _Fault(f"the tensors in {name} take {size} bytes, the file has {files[name].length}")
 
 
+_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+
+
 def _fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    found, expected = set(_object(value, where)), set(names)
+    found, expected = set(_typed(value, dict, where)), set(names)
     if found != expected:
         wrong = sorted(expected - found) or sorted(found - expected)
         raise _Fault(f"{where}: {'lacks' if expected - found else 'has unknown'} fields {', '.join(wrong)[:200]}")
     return dict(value)
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _Fault(f"{where} must be an object, not {type(value).__name__}")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _Fault(f"{where} must be a list, not {type(value).__name__}")
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise _Fault(f"{where} must be {_KINDS[kind]}, not {type(value).__name__}")
     return value
 
 
@@ -342,10 +318,4 @@ def _integer(value: Any, where: str) -> int:
     # bool is an int to isinstance, and true is no size.
     if type(value) is not int or not 0 <= value < 2**63:
         raise _Fault(f"{where}: {str(value)[:80]!r} is not an integer from 0 to 2**63 - 1")
-    return value
-
-
-def _string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _Fault(f"{where} must be text, not {type(value).__name__}")
     return value

@@ -23,7 +23,7 @@ class Retention:
 
     Args:
         keep_latest: that many of the newest; None: all.
-        keep_every: and for ever those whose step is a multiple of this.
+        keep_every: and forever those of steps that are multiples of this.
     """
 
     keep_latest: int | None = None
@@ -51,10 +51,6 @@ def prune(
     removed is reported to `log` and stays: nothing is lost by it.
 
     Collectives: if `retention` removes anything, a few `gather_json` and broadcasts over `world`.
-
-    Raises:
-        CheckpointError: the newest does not verify, or the folder cannot be listed; the same on every rank. Nothing has
-            been removed.
     """
     if retention.keep_latest is None:
         return

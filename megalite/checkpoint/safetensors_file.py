@@ -1,6 +1,7 @@
 """Safetensors files: a writer that takes one tensor at a time, a reader that touches only the bytes asked for.
 
-Sizes are known before the data, so the header goes first and the tensors follow as they come; the hash runs along.
+Not the safetensors library: it writes from tensors that are all in memory and hashes nothing, and it maps whole files,
+following links. Sizes are known before the data, so the header goes first and the tensors follow; the hash runs along.
 """
 
 import hashlib
@@ -72,14 +73,9 @@ class SafetensorsWriter:
     """Writes one file, its tensors in the order of `records`; holds a few of them in memory at a time.
 
     Args:
-        path: a file that does not exist yet.
-        records: what will come, in this order.
         metadata: text by text, kept in the header.
-        digest: hash what is written, on a thread of its own beside the writing.
-        progress: called after each chunk: a large file takes long, and whoever watches must see that it grows.
-
-    Raises:
-        OSError: here and from `write` and `finish`: disk full, no permission, the file exists, ...
+        digest: hash what is written, on a separate thread.
+        progress: called after each chunk: a large file takes long, and a watchdog must see that it grows.
     """
 
     def __init__(
@@ -93,11 +89,9 @@ class SafetensorsWriter:
     ) -> None:
         self._path, self._progress = path, progress
         self._pending = list(reversed(records))
-        self._digest: RunningDigest | None = None
         self._length = 0
         self._descriptor: int | None = create(path)
-        if digest:
-            self._digest = RunningDigest()
+        self._digest = RunningDigest() if digest else None
         try:
             self._append(memoryview(header_bytes(records, metadata)))
         except BaseException:
@@ -134,7 +128,6 @@ class SafetensorsWriter:
         return FileEntry(self._length, sha256)
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         if self._digest is not None:
             self._digest.close()
         if self._descriptor is not None:
@@ -159,23 +152,11 @@ class SafetensorsWriter:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class SafetensorsReader:
-    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read.
-
-    Args:
-        path: a plain file; links are not followed.
-
-    Attributes:
-        records: its tensors by key, in the order of their data.
-        metadata: the header's own text by text.
-
-    Raises:
-        CheckpointError: missing, not a plain file, a header that is not sound, sizes that do not add up.
-    """
+    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -202,11 +183,7 @@ class SafetensorsReader:
             self.close()
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A new tensor, on the CPU and in the stored type, with the elements at `index` (all by default).
-
-        Raises:
-            CheckpointError: there is none of this key, its type cannot be read, or the file cannot.
-        """
+        """A new tensor, on the CPU and in the stored type, with the elements at `index` (all by default)."""
         record = self.records.get(key)
         if record is None:
             raise CheckpointError(f"{self._path}: {key}: there is no such tensor")
@@ -220,11 +197,7 @@ class SafetensorsReader:
         return output
 
     def read_elements(self, key: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, in the order of the file: a new one of one dimension.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """`count` elements of a tensor from the `start`-th on, in the order of the file: a new one of one dimension."""
         dtype = TORCH_DTYPES[self.records[key].dtype]
         output = torch.empty(count, dtype=dtype)
         try:
@@ -234,11 +207,7 @@ class SafetensorsReader:
         return output
 
     def read_into(self, output: torch.Tensor, record: Record, index: tuple[slice, ...]) -> None:
-        """Copy `record`'s elements at `index` into `output`, which converts them to its dtype and device.
-
-        Raises:
-            CheckpointError: the file's tensor is not there or has another dtype or shape than `record`.
-        """
+        """Copy `record`'s elements at `index` into `output`, which converts them to its dtype and device."""
         found = self.records.get(record.key)
         if found is None:
             raise CheckpointError(f"{self._path}: {record.key}: there is no such tensor")

@@ -12,30 +12,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megalite.checkpoint.manifest import unique_keys
+
 MAX_HEADER = 100 << 20
 """Bytes; the limit of the format's own library."""
 
 FORMAT_PT: Mapping[str, str] = MappingProxyType({"format": "pt"})
 """The metadata that torch's files carry."""
 
-_ITEM_SIZES = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
+_NAMES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"}
+_ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -48,12 +34,10 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Size of its data."""
         return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
 def file_bytes(records: Sequence[Record], metadata: Mapping[str, str] = FORMAT_PT) -> int:
-    """Size of the file that these records make."""
     return len(header_bytes(records, metadata)) + sum(record.nbytes for record in records)
 
 
@@ -99,7 +83,9 @@ def read_header(descriptor: int, length: int) -> Header:
         OSError: the file cannot be read.
     """
     header, start = _read_json(descriptor, length)
-    metadata = _parse_metadata(header.pop("__metadata__", {}))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise HeaderFault("its __metadata__ is not text by text")
     ordered = _parse_records(header, length - start)
     return Header(
         records={record.key: record for _, record in ordered},
@@ -109,7 +95,6 @@ def read_header(descriptor: int, length: int) -> Header:
 
 
 def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
-    """The header and where the data starts."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
         raise HeaderFault(f"{length} bytes are too few for a safetensors file")
@@ -118,25 +103,12 @@ def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
         raise HeaderFault(f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}")
     text = os.pread(descriptor, size, 8)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise HeaderFault(f"its header is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(header, dict):
         raise HeaderFault("its header is not a JSON object")
     return header, 8 + size
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise HeaderFault("its header has a key twice")
-    return result
-
-
-def _parse_metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise HeaderFault("its __metadata__ is not text by text")
-    return value
 
 
 def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]]:

@@ -6,6 +6,7 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +41,6 @@ def agree(error: CheckpointError | None, *, world: Group, device: torch.device) 
     `Group.agree` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
 
     Collectives: one `gather_json`.
-
-    Raises:
-        CheckpointError: the first failing rank's, with how many others there are.
     """
     reports = world.gather_json(None if error is None else str(error), device)
     failed = [rank for rank, report in enumerate(reports) if report is not None]
@@ -83,36 +81,29 @@ def git_revision(root: Path) -> str | None:
 
 
 class BackgroundSave:
-    """A save under way. The thread does not keep the process alive: what it leaves behind the next save removes.
+    """A save under way: `work` returns the checkpoint's folder, or raises.
 
-    Args:
-        work: returns the checkpoint's folder, or raises.
+    The thread does not keep the process alive (an executor's would): what it leaves behind the next save removes.
     """
 
     def __init__(self, work: Callable[[], Path]) -> None:
-        self._work = work
-        self._outcome: Path | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="save", daemon=True)
-        self._thread.start()
+        self._future: Future[Path] = Future()
+        threading.Thread(target=self._run, args=(work,), name="save", daemon=True).start()
 
     @property
     def done(self) -> bool:
         """`result` would not wait."""
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def result(self) -> Path:
         """Wait; the folder, or what the work raised."""
-        self._thread.join()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
+        return self._future.result()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], Path]) -> None:
         try:
-            self._outcome = self._work()
+            self._future.set_result(work())
         except BaseException as error:
-            self._outcome = error
+            self._future.set_exception(error)
 
 
 FILE_KINDS = {"weight": "weights", "optimizer": "optimizer"}
@@ -137,11 +128,9 @@ class SavedTensor:
 
     @property
     def key(self) -> str:
-        """The tensor's key in the manifest."""
         return weight_key(self.spec.name) if self.key_group == "weight" else optimizer_key(self.state, self.spec.name)
 
     def record(self, file_key: str) -> Record:
-        """The tensor as its file declares it."""
         return Record(file_key, DTYPE_NAMES[self.dtype], self.spec.shape)
 
     @property
@@ -170,6 +159,7 @@ def save_checkpoint(
 
     The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
     to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
+    If any rank fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
 
     Args:
         folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
@@ -179,21 +169,13 @@ def save_checkpoint(
             its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
             the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
         counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
-        kernels: operation -> backend, of rank 0; kept with the versions of the code.
-        world: a group of its own if this runs on a thread: no other may use it meanwhile.
-        device: for the collectives of `world`.
+        world: a separate group if this runs on a thread: no other may use it meanwhile.
         make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
             that they are on.
         log: called on rank 0 with what goes wrong once the checkpoint is there.
 
-    Returns:
-        The checkpoint's folder.
 
     Collectives: a few `gather_json` over `world`, and what `tensors` does.
-
-    Raises:
-        CheckpointError: the same on every rank: disk full, no permission, a tensor unlike its plan, slices that leave
-            a gap or overlap, counters that are not plain JSON. Earlier checkpoints are as they were.
     """
     staging = folder / staging_name(step)
     failure: Exception | None = _check_plan(plan)
@@ -209,39 +191,36 @@ def save_checkpoint(
         code={**code_version(), "kernels": dict(kernels)},
         tokenizer=tokenizer,
     )
-    if failure is None and world.rank == 0:
-        try:
-            Manifest.from_json(preamble.to_json())
-            if not make_folder and not folder.is_dir():
-                raise CheckpointError("the folder is not there any more; it was when the run started")
-            prepare_staging(folder, step)
-            _check_room(folder, needed)
-        except Exception as error:
-            failure = error
-    _agree_or_abandon(failure, staging, needed, world, device)
 
+    def begin() -> None:
+        Manifest.from_json(preamble.to_json())
+        if not make_folder and not folder.is_dir():
+            raise CheckpointError("the folder is not there any more; it was when the run started")
+        prepare_staging(folder, step)
+        free = free_bytes(folder)
+        if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if failure is None and world.rank == 0:
+        failure = _failure_of(begin)
+    _agree_or_abandon(failure, staging, needed, world, device)
     failure = _write_shards(staging, world, plan, tensors)
     _agree_or_abandon(failure, staging, needed, world, device)
-    failure = None
-    if world.rank == 0:
-        try:
-            publish(staging, preamble, world.size, log)
-        except Exception as error:
-            failure = error
+    failure = _failure_of(lambda: publish(staging, preamble, world.size, log)) if world.rank == 0 else None
     _agree_or_abandon(failure, staging, needed, world, device)
     return folder / step_name(step)
 
 
+def _failure_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def planned_bytes(plan: Sequence[SavedTensor]) -> int:
-    """Size of the files that this rank will write."""
     return sum(file_bytes(records) for records in _records_by_kind(plan).values())
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """Rather than fill the disk for minutes and fail then."""
-    free = free_bytes(folder)
-    if free is not None and free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _check_plan(plan: Sequence[SavedTensor]) -> CheckpointError | None:
@@ -335,15 +314,13 @@ def _agree_or_abandon(
 
 
 def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> CheckpointError:
-    """The error for the user; disk space is told while the failed files still take theirs."""
-    if isinstance(error, CheckpointError):
-        return CheckpointError(f"cannot save a checkpoint in {folder}: {error}")
+    """The error for the user; disk space is reported while the failed files still take theirs."""
+    what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename and error.filename != str(folder) else ""
-        room = ""
+        what = f"{place}{error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = free_bytes(folder)
             space = "unknown" if free is None else f"{free:,} bytes"
-            room = f"; the checkpoint needs {needed:,} bytes, free there: {space}"
-        return CheckpointError(f"cannot save a checkpoint in {folder}: {place}{error.strerror or error}{room}")
-    return CheckpointError(f"cannot save a checkpoint in {folder}: {type(error).__name__}: {error}")
+            what += f"; the checkpoint needs {needed:,} bytes, free there: {space}"
+    return CheckpointError(f"cannot save a checkpoint in {folder}: {what}")

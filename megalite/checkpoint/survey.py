@@ -71,9 +71,6 @@ class Surveyed:
 def survey(path: Path, step: int | None = None) -> list[Surveyed]:
     """What is at `path`, a folder of checkpoints or one of them, newest first; manifests and file lengths are checked.
 
-    Args:
-        step: only this one.
-
     Raises:
         CheckpointMissing: there is nothing of the kind.
         CheckpointError: a file, a folder one level off, a save under way, or there is no such step.
@@ -116,7 +113,7 @@ def _still_there(found: Surveyed) -> Surveyed:
 
 
 def _gone(path: Path) -> bool:
-    """Surely not there; of one that cannot be looked at nobody knows."""
+    """Surely not there; of one that cannot be looked at it is unknown."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -152,10 +149,6 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
 def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) -> Surveyed:
     """Hash every file, several at a time (hashlib works without the interpreter's lock), and compare its header with
     what the manifest says of its tensors.
-
-    Args:
-        surveyed: what `survey` found; one that is damaged or gone already is returned as it is.
-        progress: called after each file, in this thread.
     """
     manifest = surveyed.manifest
     if manifest is None or not surveyed.sound:
@@ -215,7 +208,7 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
 
 
 def unlisted(surveyed: Surveyed) -> list[str]:
-    """Names in the folder that the manifest does not list: nobody reads them."""
+    """Names in the folder that the manifest does not list: they are not read."""
     if surveyed.manifest is None:
         return []
     listed = {MANIFEST_NAME, *surveyed.manifest.files}

@@ -11,7 +11,6 @@ Slice = tuple[tuple[int, int], ...]
 
 
 def volume(bounds: Slice) -> int:
-    """Number of elements in a slice."""
     return math.prod(stop - start for start, stop in bounds)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,11 +54,7 @@ class TokenizerChoice:
 
 
 def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tokenizer | None:
-    """The tokenizer that a checkpoint was trained with, wherever it is now.
-
-    Raises:
-        ConfigError: its files are gone, or it is another.
-    """
+    """The tokenizer that a checkpoint was trained with, wherever it is now."""
     home = checkpoint.path.parent
     data = DataConfig(**checkpoint.manifest.config["data"])
     if choice.model is not None:
@@ -107,9 +103,6 @@ def folder_tokenizer(weights: HuggingFaceWeights, choice: TokenizerChoice) -> To
 def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Tokens that end a text where transformers generates: the eos_token_id of generation_config.json, else that of
     config.json; and the tokenizer's end of document.
-
-    Raises:
-        ConfigError: they are no token ids.
     """
     generation = read_json(weights.path, GENERATION) or {}
     where, named = weights.path / "config.json", weights.token_ids.get("eos_token_id")
@@ -137,32 +130,6 @@ class InferenceModel:
     is_huggingface: bool
 
 
-class Source(Protocol):
-    """Where the weights come from; the same on every rank."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def seq_length(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that weights are stored in."""
-
-    def fill(self, parameter: ShardedParameter) -> None:
-        """Read this rank's slice of a parameter, rounded to the parameter's type."""
-
-    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
-        """Its tokenizer, or the chosen one; None: it has none."""
-
-    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
-        """Tokens that end a text."""
-
-
 class _FromCheckpoint:
     """A checkpoint of ours, written by any layout. Only the bytes of the rank's slices are read."""
 
@@ -173,7 +140,7 @@ class _FromCheckpoint:
         self.dtype = TORCH_DTYPES[checkpoint.entry(weight_key("embedding.word.weight")).dtype]
 
     def fill(self, parameter: ShardedParameter) -> None:
-        """See `Source`. Of a run in bf16 or fp16 the main parameters have more digits."""
+        """Read this rank's slice, rounded to the parameter's type; main parameters (of bf16, fp16) have more digits."""
         spec = parameter.info.spec
         key, main = weight_key(spec.name), optimizer_key("main_param", spec.name)
         entry = self._checkpoint.entry(key)
@@ -213,6 +180,10 @@ class _FromFolder:
         return folder_end_ids(self._weights, tokenizer)
 
 
+Source = _FromCheckpoint | _FromFolder
+"""Where the weights come from; the same on every rank."""
+
+
 def open_source(folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]) -> Source:
     """Find the weights in `folder`, and check what can be checked before they are read.
 
@@ -220,9 +191,6 @@ def open_source(folder: Path, *, step: int | None, topology: Topology, log: Call
         folder: of checkpoints (the newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face
             model.
         log: as in `find_checkpoint`.
-
-    Raises:
-        ConfigError: it is neither, or not a sound one; the same on every rank.
 
     Collectives: gathers over the world.
     """
@@ -258,11 +226,7 @@ def open_source(folder: Path, *, step: int | None, topology: Topology, log: Call
 
 
 def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
-    """tp must divide what it splits, and every pipeline stage needs a layer.
-
-    Raises:
-        ConfigError: naming sizes that work.
-    """
+    """tp must divide what it splits, and every pipeline stage needs a layer."""
     widths = {"num_query_groups": model.query_groups, "the padded vocabulary": model.padded_vocab_size}
     layers = [model.is_moe_layer(index) for index in range(model.num_layers)]
     if not all(layers):
@@ -324,9 +288,6 @@ def load_model(
         dtype: of parameters and activations; None: the type that the weights are stored in.
         tokenizer: another than its own.
         needs_tokenizer: False: leave the tokenizer alone; nothing ends a text then.
-
-    Raises:
-        ConfigError: see `open_source` and `check_layout`; no tokenizer, or one that does not fit. The same on every rank.
 
     Collectives: gathers over the world.
     """

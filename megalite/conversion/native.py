@@ -29,12 +29,21 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
-from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
-from megalite.conversion.output import Advance, Log, Output, Target, identity_of, silent, split_files, write_file
+from megalite.conversion.output import (
+    DEFAULT_FILE_BYTES,
+    Advance,
+    Log,
+    Output,
+    Target,
+    identity_of,
+    silent,
+    split_files,
+    write_file,
+)
 from megalite.conversion.tokenizer_files import (
     GENERATION,
     has_tokenizer,
@@ -57,7 +66,7 @@ TOKENIZER_FOLDER, CONFIG_NAME = "tokenizer", "config.yaml"
 _CPU = torch.device("cpu")
 
 
-class NativeWeights:
+class NativeWeights(Weights):
     """A verified checkpoint of megalite's.
 
     Where it has main parameters (of a run in bf16 or fp16) these are the weights: nothing else has all their digits.
@@ -65,14 +74,6 @@ class NativeWeights:
     Args:
         folder: of checkpoints, or one checkpoint in it.
         step: which of a folder of checkpoints; default the newest. There is no falling back to an older one.
-
-    Attributes:
-        recorded_tokenizer: sha256 of the tokenizer that it was trained with, if any.
-        missing_tokenizer: what of that one is gone and where it was looked for, if it is.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConversionError: what it says of its model and its tensors do not go together.
     """
 
     format = "megalite"
@@ -81,8 +82,8 @@ class NativeWeights:
         self._checkpoint = _open(folder, step)
         self.path = self._checkpoint.path
         config = saved_config(self._checkpoint)
-        self.model: ModelConfig = config.model
-        self.seq_length: int = config.training.seq_length
+        self.model = config.model
+        self.seq_length = config.training.seq_length
         self._data = config.data
         has_pattern = config.data.tiktoken_pattern is not None
         self.tokenizer_hints = DataConfig(
@@ -98,34 +99,28 @@ class NativeWeights:
             key = main if self._checkpoint.has(main) else weight_key(name)
             entry = self._checkpoint.entry(key)
             if entry.global_shape != shape.shape:
-                raise ConversionError(
-                    f"{self.path}: {name} has shape {list(entry.global_shape)}; a model of its settings has "
-                    f"{list(shape.shape)}"
-                )
+                found, expected = list(entry.global_shape), list(shape.shape)
+                raise ConversionError(f"{self.path}: {name} has shape {found}; a model of its settings has {expected}")
             self._keys[name] = key
-        _refuse_others(self._checkpoint, set(self._keys))
+        others = sorted({entry.name for entry in self._checkpoint.manifest.tensors.values()} - self._keys.keys())
+        if others:
+            raise ConversionError(f"{self.path} holds {others[0]}, which a model of its settings does not have")
 
     @cached_property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it.
-
-        Raises:
-            ConversionError: what is there now is another tokenizer.
-        ConfigError: it cannot be opened.
-        """
+    def tokenizer_files(self) -> Sequence[Path]:  # type: ignore[override]
+        """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it."""
         files = saved_tokenizer_files(self._data, self.path.parent)
         if files and self.recorded_tokenizer is not None:
             tokenizer = open_tokenizer(files, self.tokenizer_hints, self.model.vocab_size)
             if tokenizer is not None and tokenizer.fingerprint() != self.recorded_tokenizer:
                 raise ConversionError(
                     f"{', '.join(map(str, files))}: not the tokenizer that {self.path} was trained with (sha256 "
-                    f"{self.recorded_tokenizer[:12]}...); put that one there, give another with --tokenizer-model, or "
-                    "--without-tokenizer"
+                    f"{self.recorded_tokenizer[:12]}...); give --tokenizer-model, or --without-tokenizer"
                 )
         return files
 
     @cached_property
-    def generation(self) -> Mapping[str, Any]:
+    def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
         home = self.path.parent / TOKENIZER_FOLDER
         return (read_json(home, GENERATION) or {}) if home.is_dir() else {}
 
@@ -169,40 +164,23 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     return validate(merge([level_from_text(json.dumps(tree), source)]).config, 1)
 
 
-def _refuse_others(checkpoint: Checkpoint, known: set[str]) -> None:
-    """A weight that the settings know nothing of would be lost."""
-    others = sorted(entry.name for entry in checkpoint.manifest.tensors.values() if entry.name not in known)
-    if others:
-        raise ConversionError(f"{checkpoint.path} holds {others[0]}, which a model of its settings does not have")
-
-
 def write_native(
     weights: Weights,
     folder: Path,
     *,
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
-    advance: Advance,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
     """A folder of checkpoints with one of step 0, of weights alone; returns the folder.
 
     Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`.
-
-    Args:
-        dtype: of every tensor; None: as it is in the source.
-        max_file_bytes: no file is larger, but for a tensor that is so by itself.
-        log: see `Output`.
-
-    Raises:
-        ConversionError: the target is there already; the tokenizer does not fit; a value does not fit `dtype`.
-        ConfigError: the model is none that megalite could train.
-        OSError: disk full, no permission, ...
     """
     folder = folder.resolve()
     shapes = parameter_shapes(weights.model)
     targets = [
-        Target(name, Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
+        Target(Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
         for name, shape in shapes.items()
     ]
     files = weights.tokenizer_files
@@ -219,7 +197,11 @@ def write_native(
     tensors: dict[str, TensorEntry] = {}
     for name, part in zip(names, parts, strict=True):
         entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT)
-        tensors |= {weight_key(target.key): _entry(target, name) for target in part}
+        for target in part:
+            shape = target.piece.shape
+            parts_of_it = (Part(name, tuple((0, size) for size in shape)),)
+            entry = TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, parts_of_it)
+            tensors[weight_key(target.key)] = entry
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
     if weights.generation and GENERATION not in named:
@@ -240,12 +222,6 @@ def write_native(
     output.write(LATEST_NAME, f"{step}\n".encode())
     output.write(CONFIG_NAME, _model_yaml(config).encode())
     return output.commit()
-
-
-def _entry(target: Target, file: str) -> TensorEntry:
-    shape = target.piece.shape
-    part = Part(file, tuple((0, size) for size in shape))
-    return TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, (part,))
 
 
 def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -> RunConfig:
@@ -274,8 +250,8 @@ def _fitting_tokenizer(weights: Weights) -> str | None:
     if tokenizer.vocab_size > size:
         shown = weights.tokenizer_files[0] if weights.tokenizer_files else tokenizer.name
         raise ConversionError(
-            f"{shown} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the "
-            "model's own with --tokenizer-model, or --without-tokenizer"
+            f"{shown} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the model's own "
+            "with --tokenizer-model, or --without-tokenizer"
         )
     return tokenizer.fingerprint()
 

@@ -14,16 +14,6 @@ from megalite.conversion.weights import ConversionError, Weights
 
 
 def open_weights(path: Path, *, format: Format | None = None, step: int | None = None) -> Weights:
-    """Open the model at `path`.
-
-    Args:
-        path: a folder: checkpoints of megalite's or one of them, a Hugging Face model, or what Megatron-LM saved.
-        format: None: detected from the names in the folder.
-        step: which checkpoint, of a folder of several; not of Hugging Face's, which has one.
-
-    Raises:
-        ConversionError: it is none of these, or not a sound one.
-    """
     format = format or detect_format(path)
     if format == "native":
         return NativeWeights(path, step=step)
@@ -35,24 +25,11 @@ def open_weights(path: Path, *, format: Format | None = None, step: int | None =
 
 
 def open_megatron(folder: Path, *, iteration: int | None = None) -> Weights:
-    """Open the checkpoint in a folder that Megatron-LM saved to, or in the folder of one iteration.
-
-    Args:
-        iteration: which one; default the newest.
-
-    Raises:
-        ConversionError: there is none, or none that can be read.
-    """
     step = step_folder(folder, iteration)
     return MegatronDistWeights(step) if is_dist(step) else MegatronWeights(step)
 
 
 def detect_format(path: Path) -> Format:
-    """What wrote the folder, by the names in it.
-
-    Raises:
-        ConversionError: no or several formats fit; the message says what was looked for.
-    """
     if not path.is_dir():
         what = "is a file; give the folder that holds it" if path.exists() else "does not exist"
         raise ConversionError(f"{path} {what}")
@@ -63,14 +40,12 @@ def detect_format(path: Path) -> Format:
     # A folder of ours may hold the files of a tokenizer, but not these.
     if "config.json" in names or any(name.endswith(".safetensors.index.json") for name in names):
         fitting.append("huggingface")
-    if any(map(_is_megatron, names)):
+    if names & {TRACKER, ".metadata", "common.pt"} or any(n.startswith(("iter_", "mp_rank_")) for n in names):
         fitting.append("megatron")
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise ConversionError(
-            f"{path} could be of {' or '.join(fitting)}; say which with --from {fitting[0]}, or move the other away"
-        )
+        raise ConversionError(f"{path} could be of {' or '.join(fitting)}; say which with --from {fitting[0]}")
     try:
         candidates(path)
     except CheckpointMissing:
@@ -82,7 +57,3 @@ def detect_format(path: Path) -> Format:
         f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "
         f"(huggingface), no {TRACKER}, iter_* or mp_rank_* (megatron); it holds {shown}"
     )
-
-
-def _is_megatron(name: str) -> bool:
-    return name in (TRACKER, ".metadata", "common.pt") or name.startswith(("iter_", "mp_rank_"))

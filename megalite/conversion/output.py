@@ -41,8 +41,12 @@ _NAME_MAX = 255
 """Bytes of the name of a file or folder, on every file system in use."""
 
 
-def silent(line: str) -> None:
-    """The `Log` of who wants none."""
+def silent(said: object) -> None:
+    """The `Log` and the `Advance` of who wants none."""
+
+
+DEFAULT_FILE_BYTES = 5 * 10**9
+"""Where the next safetensors file begins; a larger tensor has a file for itself."""
 
 
 class Output:
@@ -53,17 +57,7 @@ class Output:
 
     Args:
         target: must not exist yet, or be an empty folder.
-        identity: plain JSON of everything that the result depends on: source and its state, settings (see
-            `identity_of`). What another identity has left is removed.
-        files: names of the large files that will be written, for the line that says how many are done.
-        log: gets a line, once no other process can be at it: whether an interrupted conversion continues.
-
-    Raises:
-        ConversionError: the target is there already, or another process is writing it; see `workplace_of` too.
-        OSError: no permission, no space, ...
     """
-
-    staging: Path
 
     def __init__(
         self, target: Path, *, identity: Mapping[str, Any], files: Sequence[str] = (), log: Log = silent
@@ -78,13 +72,15 @@ class Output:
         is_new = not (self._workplace / "progress.json").exists()
         former = self._former_marks()
         self._marks = former or {}
-        if former is None and not is_new:
-            log("starts again: the source or a setting has changed since the interruption")
-        elif former is not None:
+        if former is not None:
             done = sum(name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files)
             log(f"continues: {done} of {len(files)} files are done")
+        elif not is_new:
+            log("starts again: the source or a setting has changed since the interruption")
         self.staging.mkdir(exist_ok=True)
-        self._remove_unfinished()
+        for path in sorted(self.staging.rglob("*")):
+            if (path.is_symlink() or not path.is_dir()) and str(path.relative_to(self.staging)) not in self._marks:
+                remove_tree(path)  # unfinished
         self._save_progress()
         sync_folder(self._workplace)
         sync_folder(self._workplace.parent)
@@ -117,11 +113,7 @@ class Output:
         self.mark(name, {})
 
     def commit(self) -> Path:
-        """Give the folder its name, durably; returns it.
-
-        Raises:
-            ConversionError: the target has come to be in the meantime.
-        """
+        """Give the folder its name, durably; returns it."""
         for folder in sorted({self.staging, *(path for path in self.staging.rglob("*") if path.is_dir())}):
             sync_folder(folder)
         _refuse_existing(self._target, self._workplace)
@@ -138,9 +130,7 @@ class Output:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConversionError(
-                f"another process is converting into {self._target}; wait for it, or give another target"
-            ) from None
+            raise ConversionError(f"another process is converting into {self._target}; give another target") from None
         except OSError:
             pass  # a file system without locks
         return unlock
@@ -158,24 +148,13 @@ class Output:
         remove_tree(self.staging)
         return None
 
-    def _remove_unfinished(self) -> None:
-        for path in sorted(self.staging.rglob("*")):
-            if path.is_dir() and not path.is_symlink():
-                continue
-            if str(path.relative_to(self.staging)) not in self._marks:
-                remove_tree(path)
-
     def _save_progress(self) -> None:
         text = json.dumps({"identity": self._identity, "marks": self._marks}, indent=1)
         replace_durably(self._workplace / "progress.json", text.encode())
 
 
 def check_target(target: Path) -> None:
-    """Find out early, and without making anything, what would stop an `Output`.
-
-    Raises:
-        ConversionError: the target is there already, or cannot be made where it is to be.
-    """
+    """Find out early, and without making anything, what would stop an `Output`."""
     workplace, resolved = workplace_of(target), target.resolve()
     _refuse_existing(resolved, workplace)
     parent = next(path for path in resolved.parents if path.exists())
@@ -188,11 +167,7 @@ def check_target(target: Path) -> None:
 
 
 def workplace_of(target: Path) -> Path:
-    """The folder beside `target` that an unfinished conversion keeps its files in.
-
-    Raises:
-        ConversionError: there cannot be one, as the target is the root or its name too long.
-    """
+    """The folder beside `target` that an unfinished conversion keeps its files in."""
     resolved = target.resolve()
     if not resolved.name:
         raise ConversionError(f"the target is {resolved}, which is there already; give a folder below it")
@@ -200,7 +175,7 @@ def workplace_of(target: Path) -> Path:
     for part, most in ((resolved.name, limit), *((name, _NAME_MAX) for name in resolved.parent.parts)):
         if len(os.fsencode(part)) > most:
             raise ConversionError(
-                f"the name {part[:40]}... in the target has {len(os.fsencode(part))} bytes; give one of at most {most}"
+                f"{part[:40]}... in the target has {len(os.fsencode(part))} bytes; give one of at most {most}"
             )
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
 
@@ -243,9 +218,7 @@ def _refuse_existing(target: Path, workplace: Path) -> None:
     if workplace.is_dir() and not (workplace / "files").exists():
         remove_tree(workplace)  # killed between the rename and the tidying up: the target is whole
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    raise ConversionError(
-        f"{target} exists and is not empty ({shown}); give a target that does not exist yet, or remove it"
-    )
+    raise ConversionError(f"{target} exists and is not empty ({shown}); give another target, or remove it")
 
 
 def _is_whole(path: Path, length: int) -> bool:
@@ -261,21 +234,15 @@ _HEADER_ROOM = 160
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be written.
-
-    Args:
-        key: its name in the file.
-        piece: from which of our tensors, and how.
-        dtype: that it is stored in.
-    """
-
-    key: str
     piece: Piece
     dtype: torch.dtype
 
     @property
+    def key(self) -> str:
+        return self.piece.theirs
+
+    @property
     def record(self) -> Record:
-        """The tensor as its file declares it."""
         return Record(self.key, DTYPE_NAMES[self.dtype], self.piece.shape)
 
 
@@ -310,10 +277,6 @@ def write_file(
         targets: in the order of the file. Those that are pieces of one tensor should follow each other: then it is read
             once, also across files if `weights` is a `LastRead`.
         digest: hash what is written.
-
-    Raises:
-        ConversionError: a value is too large for the type that it is to be stored in, and what `weights.read` raises.
-        OSError: disk full, no permission, ...
     """
     done = output.finished(name)
     if done is not None:
@@ -346,12 +309,7 @@ def stored_blocks(
 ) -> Iterator[torch.Tensor]:
     """The `count` elements of a stored tensor in contiguous blocks of its type: `values`, then zeros.
 
-    Args:
-        name: of the tensor of ours that they are of, for messages.
-        copy: give no views of `values`: who hashes a block late would keep all of them in memory.
-
-    Raises:
-        ConversionError: a value is too large for the type.
+    copy: give no views of `values`: who hashes a block late would keep all of them in memory.
     """
     for block in blocks(values):
         stored = torch.empty(block.shape, dtype=dtype).copy_(block) if copy else block.to(dtype).contiguous()
@@ -361,15 +319,7 @@ def stored_blocks(
 
 
 def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    """No finite value may become infinite, as large ones do in float16.
-
-    Args:
-        name: of the tensor of ours that they are a part of.
-        before, after: the same elements in the type that they have and in the one that they get.
-
-    Raises:
-        ConversionError: one does; it is named.
-    """
+    """No finite value may become infinite, as large ones do in float16."""
     if before.numel() == 0 or not before.dtype.is_floating_point:
         return
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:

@@ -26,14 +26,7 @@ _NO_HINTS = DataConfig()
 
 
 def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
-    """The tokenizer's files that `path`, a file or a folder of Hugging Face's, Meta's or OpenAI's kind, stands for.
-
-    Args:
-        kind: the tokenizer_type, which says which of several in a folder is meant.
-
-    Raises:
-        ConversionError: there are none, or nothing tells which of several is meant.
-    """
+    """The tokenizer's files that `path`, a file or a folder of Hugging Face's, Meta's or OpenAI's kind, stands for."""
     if path.is_file():
         beside = path.with_name(SETTINGS)  # it names the end of document
         return [path, beside] if path.name == MODEL_JSON and beside.is_file() else [path]
@@ -43,9 +36,7 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
         if kind is None and not names.isdisjoint(_KNOWN):
             return found
         if names.isdisjoint(_KNOWN) and not any(path.glob("*.tiktoken")):
-            raise ConversionError(
-                f"{path} has no tokenizer: none of {', '.join(_KNOWN)} and no .tiktoken file is there"
-            )
+            raise ConversionError(f"{path}: none of {', '.join(_KNOWN)} and no .tiktoken file is there")
         try:
             model, vocab_file, merge_file = look_into(path, kind)
         except ConfigError as error:
@@ -72,11 +63,7 @@ def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
 
 
 def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
-    """That a file of the tokenizer that a checkpoint was trained with is gone: its place on record, and those looked at.
-
-    Args:
-        home: as in `saved_tokenizer_files`.
-    """
+    """That a file of the tokenizer that a checkpoint was trained with is gone: its place on record, and those looked at."""
     own = _own_folder(home)
     for text in _recorded(data):
         if _place(text, own) is None:
@@ -99,12 +86,9 @@ def _place(text: str, own: Path) -> Path | None:
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
-    """Each file by the name it is looked for under. It may be called anything: its content tells.
+    """Each file by the name it is looked for under. It may be called anything: its content decides.
 
     tiktoken's is called tokenizer.model, as Meta calls Llama 3's.
-
-    Raises:
-        ConversionError: two files that differ are the same part of a tokenizer.
     """
     contents = {path: read_tokenizer_file(path) for path in files}
     vocabulary = any(_canonical_name(path, content) == VOCAB for path, content in contents.items())
@@ -139,11 +123,7 @@ def has_tokenizer(files: Sequence[Path]) -> bool:
 
 
 def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, folder: Path | None = None) -> DataConfig:
-    """The settings of the tokenizer that these files make, read from `folder` (default: from where they are).
-
-    Args:
-        hints: `Weights.tokenizer_hints`; what has no effect on these files is left out.
-    """
+    """The settings of the tokenizer that these files make, read from `folder` (default: from where they are)."""
     if not named and hints.tokenizer_type in WITHOUT_FILES:
         return DataConfig(tokenizer_type=hints.tokenizer_type)
     place = {name: str(path if folder is None else folder / name) for name, path in named.items()}
@@ -161,15 +141,7 @@ def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, fo
 def open_tokenizer(
     files: Sequence[Path], hints: DataConfig = _NO_HINTS, vocab_size: int | None = None
 ) -> Tokenizer | None:
-    """The tokenizer that the files make, or None of none.
-
-    Args:
-        hints: see `tokenizer_settings`.
-        vocab_size: of the model; read by NullTokenizer and by a tiktoken file in JSON.
-
-    Raises:
-        ConfigError: they are garbled, incomplete, or need a package that is not installed.
-    """
+    """The tokenizer that the files make, or None of none."""
     return build_tokenizer(tokenizer_settings(named_tokenizer_files(files), hints), vocab_size)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
 from megalite.conversion.tokenizer_files import tokenizer_of
 from megalite.conversion.weights import ConversionError, Weights, Wrapped, parameter_shapes
 from megalite.models.gpt import GPTStage
@@ -18,7 +17,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 
 OLDEST = 5
-"""First major version whose spelling of the settings is used here."""
+"""First major version that spells the settings as they are used here."""
 
 
 def stock_version() -> str | None:
@@ -36,9 +35,6 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
 
     transformers computes norms, rotary tables and softmaxes in float32 whatever `dtype` is. No code of the folder is
     run and nothing is downloaded.
-
-    Raises:
-        ConversionError: transformers does not load or run it.
     """
     import transformers
 
@@ -80,32 +76,23 @@ _CHUNK = 1 << 22
 OURS, STOCK = "megalite", "transformers"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A tensor that differs: its name and the largest absolute difference between two elements."""
-
-    name: str
-    worst: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """What the comparison found.
 
     Args:
-        wrong: tensors of the target that are not the source's, rounded to their type, bit for bit, or in which a
-            finite number would be rounded to infinity.
-        rounded: tensors that rounding to a narrower type has changed.
+        wrong: by name the largest absolute difference of tensors of the target that are not the source's, rounded to
+            their type, bit for bit, or in which a finite number would be rounded to infinity.
+        rounded: the same of tensors that rounding to a narrower type has changed.
         logits: largest absolute difference between the source's and the target's logits.
         unexplained: the part of it that rounding does not explain: between the target's logits and those of the source's
             weights rounded to the target's types, or, if it is larger, between the source's by two programs.
-        scale: largest absolute logit of the source.
         tolerance: on `unexplained`, for a scale of 1.
         computed: who computed the source's logits, the target's, in which type and on what.
     """
 
-    wrong: tuple[Difference, ...]
-    rounded: tuple[Difference, ...]
+    wrong: dict[str, float]
+    rounded: dict[str, float]
     logits: float
     unexplained: float
     scale: float
@@ -118,15 +105,11 @@ class Verification:
         return not self.wrong and self.unexplained <= self.tolerance * max(self.scale, 1e-30)
 
     def lines(self) -> list[str]:
-        """The findings in words, the verdict last."""
         found = []
         if self.rounded:
-            worst = max(self.rounded, key=lambda difference: difference.worst)
-            found.append(
-                f"weights: {len(self.rounded)} tensors changed by rounding, {worst.name} most, by {worst.worst:.3g}"
-            )
-        for difference in self.wrong[:10]:
-            found.append(f"weights: {difference.name} differs by up to {difference.worst:.6g}")
+            name, worst = max(self.rounded.items(), key=lambda item: item[1])
+            found.append(f"weights: {len(self.rounded)} tensors changed by rounding, {name} most, by {worst:.3g}")
+        found += [f"weights: {name} differs by up to {worst:.6g}" for name, worst in [*self.wrong.items()][:10]]
         if len(self.wrong) > 10:
             found.append(f"weights: {len(self.wrong) - 10} more tensors differ")
         if not self.wrong:
@@ -143,16 +126,15 @@ class Verification:
 class Rounded(Wrapped):
     """Weights rounded to the types that another model stores them in."""
 
-    def __init__(self, weights: Weights, other: Weights) -> None:
-        super().__init__(weights)
+    def __init__(self, inner: Weights, other: Weights) -> None:
+        super().__init__(inner)
         self._other = other
 
     def dtype(self, name: str) -> torch.dtype:
-        """The other's."""
         return self._other.dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
-        return self._weights.read(name).to(self.dtype(name))
+        return self.inner.read(name).to(self.dtype(name))
 
 
 def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True) -> Verification:
@@ -160,13 +142,6 @@ def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_
 
     Logits of a Hugging Face folder come from stock transformers where that is installed, others from this package. One
     model at a time is in memory.
-
-    Args:
-        log: gets a line for each step that takes time.
-        use_stock: False: all logits come from this package.
-
-    Raises:
-        ConversionError: one of them cannot be read, has other tensors, or transformers does not load it.
     """
     ours, theirs = parameter_shapes(source.model), parameter_shapes(target.model)
     if source.model.vocab_size != target.model.vocab_size:
@@ -192,8 +167,8 @@ def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_
     tolerance = (_OURS_TOLERANCE if first_by == second_by == OURS else _STOCK_TOLERANCE)[dtype]
     by = first_by if first_by == second_by else f"{first_by} and {second_by}"
     return Verification(
-        wrong=tuple(wrong),
-        rounded=tuple(rounded),
+        wrong=wrong,
+        rounded=rounded,
         logits=logits,
         unexplained=unexplained,
         scale=float(first.abs().max()),
@@ -202,19 +177,18 @@ def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_
     )
 
 
-def _compare_weights(source: Weights, target: Weights) -> tuple[list[Difference], list[Difference]]:
+def _compare_weights(source: Weights, target: Weights) -> tuple[dict[str, float], dict[str, float]]:
     """(tensors that are wrong, tensors that rounding changed); padding of the vocabulary is left out."""
     vocab = source.model.vocab_size
     assert vocab is not None
-    wrong, rounded = [], []
+    wrong: dict[str, float] = {}
+    rounded: dict[str, float] = {}
     for name in parameter_shapes(source.model):
         ours, theirs = source.read(name), target.read(name)
         if name in ("embedding.word.weight", "head.weight"):
             ours, theirs = ours[:vocab], theirs[:vocab]
         if ours.shape != theirs.shape:
-            raise ConversionError(
-                f"{name} is {list(ours.shape)} in {source.path}, {list(theirs.shape)} in {target.path}"
-            )
+            raise ConversionError(f"{name}: {list(ours.shape)} in {source.path}, {list(theirs.shape)} in {target.path}")
         worst, worst_rounding, same = 0.0, 0.0, True
         for a, b in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK)):
             expected = a.to(b.dtype)
@@ -227,9 +201,9 @@ def _compare_weights(source: Weights, target: Weights) -> tuple[list[Difference]
                 worst = max(worst, _worst(expected, b))
             worst_rounding = max(worst_rounding, _worst(a, expected)) if a.dtype != b.dtype else 0.0
         if not same:
-            wrong.append(Difference(name, worst))
+            wrong[name] = worst
         if worst_rounding > 0.0:
-            rounded.append(Difference(name, worst_rounding))
+            rounded[name] = worst_rounding
     return wrong, rounded
 
 
@@ -278,23 +252,19 @@ def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stoc
 def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits [b, s, vocab_size] of tokens [b, s] by `GPTStage` on the CPU."""
     model = weights.model
-    stage = _stage(model, dtype, tokens.shape[1])
-    for parameter in stage.parameters():
-        assert isinstance(parameter, ShardedParameter)
-        values = weights.read(parameter.info.spec.name)
-        parameter[: len(values)].copy_(values[: len(parameter)])  # rows of padding, more or fewer, make no logits
-    logits: torch.Tensor = stage.eval()(tokens, stage.context())
-    return logits.transpose(0, 1)[..., : model.vocab_size]
-
-
-def _stage(model: ModelConfig, dtype: torch.dtype, length: int) -> GPTStage:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=dtype, device=torch.device("cpu"))
-    return GPTStage(
+    stage = GPTStage(
         model,
         first_layer=0,
         last_layer=model.num_layers,
         has_embedding=True,
         has_head=True,
         factory=factory,
-        seq_length=length,
+        seq_length=tokens.shape[1],
     )
+    for parameter in stage.parameters():
+        assert isinstance(parameter, ShardedParameter)
+        values = weights.read(parameter.info.spec.name)
+        parameter[: len(values)].copy_(values[: len(parameter)])  # rows of padding, more or fewer, make no logits
+    logits: torch.Tensor = stage.eval()(tokens, stage.context())
+    return logits.transpose(0, 1)[..., : model.vocab_size]

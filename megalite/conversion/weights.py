@@ -7,7 +7,7 @@ and export cannot disagree. Elements are copied in blocks: beside one tensor of 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,11 +32,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Theirs is [in, out] where ours is [out, in]."""
-    return tensor.t()
-
-
 def first_rows(rows: int, first: int = 0) -> View:
     """Rows [first, first + rows), or as many of them as there are."""
     return lambda tensor: tensor[first : first + rows]
@@ -44,14 +39,9 @@ def first_rows(rows: int, first: int = 0) -> View:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of theirs.
+    """One tensor of theirs, of `shape`: a `view` of the tensor of ours named `ours`, in the same order of elements.
 
-    Args:
-        theirs: its name there.
-        ours: the name of the tensor of ours that it is a piece of.
-        view: from ours to what theirs holds, element for element and in the same order, whatever the two shapes. If
-            theirs has more elements, these are padding of the vocabulary at its end: zeros when written, not read.
-        shape: of theirs.
+    Elements of theirs beyond the view's pad the vocabulary: zeros when written, not read.
     """
 
     theirs: str
@@ -82,54 +72,39 @@ def fill(place: torch.Tensor, read: Read) -> None:
 
 
 class ConversionError(ConfigError):
-    """Weights cannot be converted; the message names the file or the field, and what would work."""
+    """Weights cannot be converted; the message names the file or the field, and what would work.
 
-
-class Weights(Protocol):
-    """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for.
-
-    Every implementation gives each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the
-    CPU. Rows of the word embedding and of the head beyond `model.vocab_size` are padding: whoever writes them makes as
-    many as the target has, whatever their number here.
+    Every function of this package may raise it.
     """
 
-    @property
-    def path(self) -> Path:
-        """Where it is, for messages."""
 
-    @property
-    def format(self) -> str:
-        """`megalite`, `huggingface` or `megatron`."""
+class Weights:
+    """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for.
 
-    @property
-    def model(self) -> ModelConfig:
-        """The network, with vocab_size and (for learned positions) max_position_embeddings resolved."""
+    Subclasses give each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of
+    the word embedding and of the head beyond `model.vocab_size` are padding: a writer makes as many as the
+    target has.
+    """
 
-    @property
-    def seq_length(self) -> int:
-        """Longest sequence that it was made for."""
-
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """Files of its tokenizer, if it has any."""
-
-    @property
-    def tokenizer_hints(self) -> DataConfig:
-        """What these files do not tell of it: the tokenizer_type of one that has none, and tiktoken_pattern."""
-
-    @property
-    def generation(self) -> Mapping[str, Any]:
-        """What generation_config.json would say of it: bos_token_id, eos_token_id, ..., as far as it is known."""
+    path: Path
+    format: str
+    """`megalite`, `huggingface` or `megatron`."""
+    model: ModelConfig
+    """With vocab_size and (for learned positions) max_position_embeddings resolved."""
+    seq_length: int
+    tokenizer_files: Sequence[Path]
+    tokenizer_hints: DataConfig
+    """What these files do not tell: the tokenizer_type of one that has none, and tiktoken_pattern."""
+    generation: Mapping[str, Any]
+    """What generation_config.json would say: bos_token_id, eos_token_id, ..., as far as it is known."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Type that a tensor is stored in."""
+        raise NotImplementedError
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in its stored type; the caller may change it.
-
-        Raises:
-            ConversionError: the file lacks it, or has another shape.
-        """
+        """The whole tensor, in its stored type; the caller may change it."""
+        raise NotImplementedError
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, ParameterShape]:
@@ -137,50 +112,20 @@ def parameter_shapes(model: ModelConfig) -> dict[str, ParameterShape]:
     return {shape.name: shape for shape in stage_shapes(model, 0, model.num_layers, True, True)}
 
 
-class Wrapped:
-    """The weights inside, unchanged; subclasses change one thing."""
+class Wrapped(Weights):
+    """The weights `inner`, unchanged; subclasses change one thing."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, inner: Weights) -> None:
+        self.inner = inner
 
-    @property
-    def inner(self) -> Weights:
-        """Those that are wrapped."""
-        return self._weights
-
-    @property
-    def path(self) -> Path:
-        return self._weights.path
-
-    @property
-    def format(self) -> str:
-        return self._weights.format
-
-    @property
-    def model(self) -> ModelConfig:
-        return self._weights.model
-
-    @property
-    def seq_length(self) -> int:
-        return self._weights.seq_length
-
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        return self._weights.tokenizer_files
-
-    @property
-    def tokenizer_hints(self) -> DataConfig:
-        return self._weights.tokenizer_hints
-
-    @property
-    def generation(self) -> Mapping[str, Any]:
-        return self._weights.generation
+    def __getattr__(self, name: str) -> Any:  # the attributes of Weights, when they are asked for
+        return getattr(self.inner, name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._weights.dtype(name)
+        return self.inner.dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
-        return self._weights.read(name)
+        return self.inner.read(name)
 
 
 def innermost(weights: Weights) -> Weights:
@@ -191,55 +136,36 @@ def innermost(weights: Weights) -> Weights:
 
 
 class LastRead(Wrapped):
-    """Keeps the tensor read last: several tensors of theirs are often pieces of one of ours.
+    """Keeps the tensor read last, which must not be changed: several of theirs are often pieces of one of ours."""
 
-    The tensor that `read` gives must not be changed.
-    """
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(weights)
-        self._name: str | None = None
-        self._tensor: torch.Tensor | None = None
+    def __init__(self, inner: Weights) -> None:
+        super().__init__(inner)
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def read(self, name: str) -> torch.Tensor:
-        if self._tensor is None or self._name != name:
-            self._tensor = None  # before the next one takes its room
-            self._tensor = self._weights.read(name)
-            self._name = name
-        return self._tensor
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one takes its room
+            self._last = name, self.inner.read(name)
+        return self._last[1]
 
 
 class Repadded(Wrapped):
     """The vocabulary's rows padded to another multiple: who writes adds rows of zeros, or leaves out padding."""
 
-    def __init__(self, weights: Weights, divisible_by: int) -> None:
-        super().__init__(weights)
-        self._model = replace(weights.model, make_vocab_size_divisible_by=divisible_by)
-
-    @property
-    def model(self) -> ModelConfig:
-        """With the new multiple."""
-        return self._model
+    def __init__(self, inner: Weights, divisible_by: int) -> None:
+        super().__init__(inner)
+        self.model = replace(inner.model, make_vocab_size_divisible_by=divisible_by)
 
 
 class WithTokenizer(Wrapped):
-    """Another tokenizer's files, or none, in place of the source's own."""
+    """Another tokenizer's files, or none, in place of the source's own.
 
-    def __init__(self, weights: Weights, files: Sequence[Path]) -> None:
-        super().__init__(weights)
-        self._files = tuple(files)
+    Ids of another tokenizer are others; of the hints only the pattern stays, which a tiktoken file may need.
+    """
 
-    @property
-    def tokenizer_files(self) -> Sequence[Path]:
-        """Those given."""
-        return self._files
-
-    @property
-    def generation(self) -> Mapping[str, Any]:
-        """The source's where its tokenizer is left out; ids of another tokenizer are others."""
-        return {} if self._files else self._weights.generation
-
-    @property
-    def tokenizer_hints(self) -> DataConfig:
-        """The source's pattern, which a tiktoken file may need; not its kind."""
-        return DataConfig(tiktoken_pattern=self._weights.tokenizer_hints.tiktoken_pattern)
+    def __init__(self, inner: Weights, files: Sequence[Path]) -> None:
+        super().__init__(inner)
+        self.tokenizer_files = tuple(files)
+        if files:
+            self.generation = {}
+        self.tokenizer_hints = DataConfig(tiktoken_pattern=inner.tokenizer_hints.tiktoken_pattern)

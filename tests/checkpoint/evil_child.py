@@ -106,7 +106,6 @@ def attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
 
 
 def check_loading(target: Target, expected: Outcome, problems: list[str]) -> None:
-    """The trainer's way: find the newest that verifies, read all of it."""
     lines: list[str] = []
     asked = attempt(problems, "step 2", lambda: find(target.run, step=2, log=lines.append))
     found = attempt(problems, "newest", lambda: find(target.run, log=lines.append))
@@ -197,7 +196,6 @@ def unseen(watch: Watch, target: Target) -> list[str]:
 
 
 def main() -> None:
-    """Deal with every piece in a folder of its own."""
     root = Path(sys.argv[1])
     Target.prepare(root / "pristine")
     watch = Watch()

@@ -25,13 +25,10 @@ def text(change: Callable[[str], str | bytes]) -> Evil:
 
 
 def sealed(change: Callable[[Body], object]) -> Evil:
-    """A manifest changed and sealed again."""
     return lambda target: target.edit(change)
 
 
 def set_to(*path: Any, to: Any) -> Evil:
-    """One value of the manifest."""
-
     def change(body: Any) -> None:
         for key in path[:-1]:
             body = body[key]
@@ -41,8 +38,6 @@ def set_to(*path: Any, to: Any) -> Evil:
 
 
 def file_name(name: str) -> Evil:
-    """Another name for the weights, in the list and in the parts."""
-
     def change(body: Body) -> None:
         body["files"][name] = body["files"].pop(WEIGHTS)
         for entry in body["tensors"].values():
@@ -53,7 +48,6 @@ def file_name(name: str) -> Evil:
 
 
 def nested(depth: int) -> Any:
-    """Lists in lists."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
@@ -61,7 +55,6 @@ def nested(depth: int) -> Any:
 
 
 def header(change: Callable[[Body], object]) -> Evil:
-    """The weights' header changed, and the manifest's hash with it."""
     return lambda target: target.rewrite(change)
 
 
@@ -71,7 +64,6 @@ def raw_header(content: bytes, length: int | None = None) -> Evil:
 
 
 def entry(**changes: Any) -> Evil:
-    """One tensor's entry in the weights' header."""
     return header(lambda found: found[NAME].update(changes))
 
 
@@ -99,7 +91,6 @@ def in_two_parts(names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: 
 
 
 def twice_in_header(target: Target) -> None:
-    """A key twice: which is meant?"""
     found, data = target.header()
     once = json.dumps(found)
     again = json.dumps({NAME: {**found[NAME], "data_offsets": [0, 4 * 96]}})
@@ -107,7 +98,6 @@ def twice_in_header(target: Target) -> None:
 
 
 def many_parts(body: Body) -> None:
-    """Thousands of parts that are all the same."""
     part = body["tensors"][KEY]["parts"][0]
     body["tensors"][KEY]["parts"] = [part] * 2_000
 
@@ -147,9 +137,7 @@ MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
     "lists in lists": (DAMAGED, text(lambda old: "[" * 1_000_000)),
     "objects in objects": (DAMAGED, text(lambda old: '{"a":' * 500_000)),
     "closed lists in lists": (DAMAGED, text(lambda old: "[" * 100_000 + "]" * 100_000)),
-    "NaN": (DAMAGED, text(lambda old: old.replace('"consumed_samples":16', '"consumed_samples":NaN'))),
     "minus infinity": (DAMAGED, text(lambda old: old.replace('"step":2', '"step":-Infinity'))),
-    "1e999": (DAMAGED, text(lambda old: old.replace('"consumed_samples":16', '"consumed_samples":1e999'))),
     "a number of a million digits": (DAMAGED, text(lambda old: old.replace('"step":2', '"step":' + "9" * 10**6))),
     "a fraction of a million digits": (DAMAGED, text(lambda old: old.replace('"step":2', '"step":0.' + "9" * 10**6))),
     "an edit": (DAMAGED, text(lambda old: old.replace('"tp":1', '"tp":2'))),
@@ -157,7 +145,6 @@ MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
     # Sealed, so that the hash is right.
     "step of four thousand digits": (DAMAGED, set_to("step", to=int("9" * 4000))),
     "version 0": (DAMAGED, set_to("format_version", to=0)),
-    "version 3": (DAMAGED, set_to("format_version", to=3)),
     "version true": (DAMAGED, set_to("format_version", to=True)),
     "version 1.0": (DAMAGED, set_to("format_version", to=1.0)),
     "version of a megabyte": (DAMAGED, set_to("format_version", to="2" * 10**6)),
@@ -168,20 +155,13 @@ MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
     "an unknown field of a file": (DAMAGED, set_to("files", WEIGHTS, SCREEN, to=1)),
     "hash of a megabyte": (DAMAGED, set_to("files", WEIGHTS, "sha256", to="f" * 10**6)),
     "length 2^63": (DAMAGED, set_to("files", WEIGHTS, "length", to=2**63)),
-    "length -1": (DAMAGED, set_to("files", WEIGHTS, "length", to=-1)),
-    "file in the parent": (DAMAGED, file_name("../outside/precious.safetensors")),
     "file in the older step": (DAMAGED, file_name(f"../step-0000001/{WEIGHTS}")),
-    "file at an absolute path": (DAMAGED, file_name("/etc/passwd.safetensors")),
-    "file of another drive": (DAMAGED, file_name("C:\\x.safetensors")),
-    "file with a NUL": (DAMAGED, file_name("weights\0.safetensors")),
-    "file with a line's end": (DAMAGED, file_name(f"{WEIGHTS}\n")),
     "file in full-width letters": (DAMAGED, file_name("ｗeights.safetensors")),
     "file name of a megabyte": (DAMAGED, file_name("x" * 10**6 + ".safetensors")),
     "file that is the manifest": (DAMAGED, file_name(MANIFEST)),
     "file with a URL": (DAMAGED, file_name("http://localhost/x.safetensors")),
     "eight terabytes": (DAMAGED, sealed(terabyte)),
     "a shape that overflows": (DAMAGED, set_to("tensors", KEY, "global_shape", to=[2**62] * 8)),
-    "a negative shape": (DAMAGED, set_to("tensors", KEY, "global_shape", to=[-12, -8])),
     "a thousand dimensions": (DAMAGED, set_to("tensors", KEY, "global_shape", to=[1] * 1000)),
     "a shape of 4000 digits": (DAMAGED, set_to("tensors", KEY, "global_shape", to=[int("9" * 4000), 8])),
     "dtype of a megabyte": (DAMAGED, set_to("tensors", KEY, "dtype", to="F" * 10**6)),

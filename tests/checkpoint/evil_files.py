@@ -22,14 +22,12 @@ HARMLESS, DAMAGED, PASSED_OVER, UNREADABLE = (
 
 
 def torch_file(target: Target) -> bytes:
-    """What torch.save makes of a bomb."""
     buffer = io.BytesIO()
     torch.save({"weight": torch.ones(600), "bomb": Bomb(str(target.canary))}, buffer)
     return buffer.getvalue()
 
 
 def numpy_file(target: Target) -> bytes:
-    """An array of objects."""
     buffer = io.BytesIO()
     np.save(buffer, np.array([Bomb(str(target.canary))], dtype=object), allow_pickle=True)
     return buffer.getvalue()
@@ -106,7 +104,6 @@ def make_each(make: Callable[[Path], object], folder: Path, names: tuple[str, ..
 
 
 def make_socket(path: Path) -> None:
-    """A listening socket."""
     here = Path.cwd()
     os.chdir(path.parent)  # the name of a socket must be short
     try:
@@ -124,14 +121,12 @@ def make_device(path: Path) -> None:
 
 
 def executable(target: Target) -> None:
-    """A script in the place of the weights."""
     path = target.newest / WEIGHTS
     path.write_text(f"#!/bin/sh\ntouch {target.canary}\n")
     path.chmod(0o755)
 
 
 def endless_manifest(target: Target) -> None:
-    """A terabyte of nothing that takes no room."""
     os.truncate(target.newest / MANIFEST, 1 << 40)
 
 

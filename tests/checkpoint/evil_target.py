@@ -19,8 +19,6 @@ MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-00000.safetensors", "op
 
 
 class Outcome(Enum):
-    """What must come of an evil thing."""
-
     HARMLESS = "nobody looks at it: step 2 is loaded, whole"
     DAMAGED = "step 2 is passed over, with its file named, and step 1 used"
     PASSED_OVER = "it makes a third checkpoint, which is passed over; step 2 is loaded, whole"
@@ -41,7 +39,6 @@ class Target:
 
     @staticmethod
     def prepare(root: Path) -> None:
-        """Save the checkpoints and what lies outside of their folder."""
         for step in (1, 2):
             save_as(root / "run", SOLO, step=step, seed=step)
         (root / "outside").mkdir()
@@ -69,39 +66,32 @@ class Target:
         return pickle.dumps(Bomb(str(self.canary)), protocol)
 
     def body(self) -> dict[str, Any]:
-        """The newest manifest, without its sha256."""
         body: dict[str, Any] = json.loads((self.newest / MANIFEST).read_text())
         body.pop("sha256")
         return body
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
-        """Change the newest manifest and seal it again."""
         body = self.body()
         change(body)
         (self.newest / MANIFEST).write_text(seal(body))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Give a file other content, and the manifest its length and hash."""
         (self.newest / name).write_bytes(data)
         entry = {"length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         self.edit(lambda body: body["files"].update({name: entry}))
 
     def header(self) -> tuple[dict[str, Any], bytes]:
-        """Header and data of the newest weights."""
         content = (self.newest / WEIGHTS).read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
         return json.loads(content[8 : 8 + size]), content[8 + size :]
 
     def rewrite(self, change: Callable[[dict[str, Any]], object]) -> None:
-        """Change the header of the newest weights."""
         header, data = self.header()
         change(header)
         self.replace(WEIGHTS, with_header(json.dumps(header).encode(), data))
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
-
     def __init__(self, canary: str) -> None:
         self.canary = canary
 

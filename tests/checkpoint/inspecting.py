@@ -19,7 +19,6 @@ WEIGHTS = "weights-00000.safetensors"
 
 
 def train(folder: Path) -> None:
-    """Leave two checkpoints of a tiny run in `folder`."""
     runner = Runner(build(RankContext(0), tiny_config(1, precision="bf16", **LLAMA)))
     for _ in range(2):
         runner.step()
@@ -27,7 +26,6 @@ def train(folder: Path) -> None:
 
 
 def save_tensors(folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Scheme = rows, **changes: Any) -> Path:
-    """A checkpoint of step 1 with these tensors."""
     settings: dict[str, Any] = {
         "step": 1,
         "counters": {},
@@ -46,7 +44,6 @@ def save_tensors(folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Sche
 
 
 def inspect(*arguments: str | Path) -> int:
-    """Run the command."""
     return main([str(argument) for argument in arguments])
 
 

@@ -26,93 +26,72 @@ class Place:
 
     @property
     def others(self) -> list[Path]:
-        """The other files of the checkpoint."""
         return sorted(other for other in self.path.parent.iterdir() if other != self.path)
 
 
 Mutation = Callable[[Place, Random], None]
 
 
-def flip_bit(place: Place, choose: Random) -> None:
-    """One bit, anywhere."""
-    data = bytearray(place.path.read_bytes())
-    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-    place.path.write_bytes(data)
+def _in_place(name: str, change: Callable[[bytes, Random], bytes]) -> Mutation:
+    def mutation(place: Place, choose: Random) -> None:
+        place.path.write_bytes(change(place.path.read_bytes(), choose))
+
+    mutation.__name__ = name
+    return mutation
 
 
-def flip_bit_in_front(place: Place, choose: Random) -> None:
-    """One bit among the first 200 bytes: lengths, names, shapes and offsets are there."""
-    data = bytearray(place.path.read_bytes())
-    data[choose.randrange(200)] ^= 1 << choose.randrange(8)
-    place.path.write_bytes(data)
+def _flipped(data: bytes, choose: Random, first: int | None = None) -> bytes:
+    """One bit, anywhere or among the first bytes."""
+    changed = bytearray(data)
+    changed[choose.randrange(first or len(data))] ^= 1 << choose.randrange(8)
+    return changed
 
 
-def zero_page(place: Place, choose: Random) -> None:
-    """An aligned page that held something."""
-    data = bytearray(place.path.read_bytes())
-    full = [start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])]
-    start = choose.choice(full)
-    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
-    place.path.write_bytes(data)
+def _without_a_page(data: bytes, choose: Random) -> bytes:
+    """An aligned page that held something is zeros."""
+    start = choose.choice([start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])])
+    return data[:start] + bytes(len(data[start : start + PAGE])) + data[start + PAGE :]
 
 
-def swap_pages(place: Place, choose: Random) -> None:
+def _swapped(data: bytes, choose: Random) -> bytes:
     """Two pages in each other's place: all bytes there, their sum unchanged."""
-    data = place.path.read_bytes()
     pages = [data[start : start + PAGE] for start in range(0, len(data), PAGE)]
     first = choose.randrange(len(pages))
     second = choose.choice([index for index, page in enumerate(pages) if page != pages[first]])
     pages[first], pages[second] = pages[second], pages[first]
-    place.path.write_bytes(b"".join(pages))
+    return b"".join(pages)
 
 
-def lose_page(place: Place, choose: Random) -> None:
+def _shifted(data: bytes, choose: Random) -> bytes:
     """A page taken out of the middle, and as many bytes added at the end."""
-    data = place.path.read_bytes()
     start = choose.randrange(len(data) - 2 * PAGE)
-    place.path.write_bytes(data[:start] + data[start + PAGE :] + choose.randbytes(PAGE))
+    return data[:start] + data[start + PAGE :] + choose.randbytes(PAGE)
 
 
-def truncate(place: Place, choose: Random) -> None:
-    """Cut anywhere."""
-    data = place.path.read_bytes()
-    place.path.write_bytes(data[: choose.randrange(len(data))])
-
-
-def truncate_by_one(place: Place, choose: Random) -> None:
-    """The last byte is missing."""
-    place.path.write_bytes(place.path.read_bytes()[:-1])
-
-
-def extend(place: Place, choose: Random) -> None:
-    """Zeros or noise behind the end."""
+def _longer(data: bytes, choose: Random) -> bytes:
     length = choose.randint(1, 3 * PAGE)
-    tail = choose.choice([bytes(length), choose.randbytes(length)])
-    place.path.write_bytes(place.path.read_bytes() + tail)
+    return data + choose.choice([bytes(length), choose.randbytes(length)])
 
 
-def double(place: Place, choose: Random) -> None:
-    """The whole file once more behind itself, as a repeated append leaves it."""
-    place.path.write_bytes(place.path.read_bytes() * 2)
-
-
-def empty(place: Place, choose: Random) -> None:
-    """Created and never written."""
-    place.path.write_bytes(b"")
-
-
-def zeros(place: Place, choose: Random) -> None:
-    """The right length, and nothing in it: what a crash without fsync leaves."""
-    place.path.write_bytes(bytes(place.path.stat().st_size))
+flip_bit = _in_place("flip_bit", _flipped)
+# Lengths, names, shapes and offsets are in front.
+flip_bit_in_front = _in_place("flip_bit_in_front", lambda data, choose: _flipped(data, choose, 200))
+zero_page = _in_place("zero_page", _without_a_page)
+swap_pages = _in_place("swap_pages", _swapped)
+lose_page = _in_place("lose_page", _shifted)
+truncate = _in_place("truncate", lambda data, choose: data[: choose.randrange(len(data))])
+truncate_by_one = _in_place("truncate_by_one", lambda data, choose: data[:-1])
+extend = _in_place("extend", _longer)
+double = _in_place("double", lambda data, choose: data * 2)  # as a repeated append leaves it
+empty = _in_place("empty", lambda data, choose: b"")
+zeros = _in_place("zeros", lambda data, choose: bytes(len(data)))  # what a crash without fsync leaves
 
 
 def remove(place: Place, choose: Random) -> None:
-    """Missing."""
     place.path.unlink()
 
 
 def swap_files(place: Place, choose: Random) -> None:
-    """Two files under each other's names."""
     other = choose.choice(place.others)
     mine, theirs = place.path.read_bytes(), other.read_bytes()
     place.path.write_bytes(theirs)
@@ -120,17 +99,14 @@ def swap_files(place: Place, choose: Random) -> None:
 
 
 def copy_of_another(place: Place, choose: Random) -> None:
-    """Another file of the checkpoint under this one's name."""
     shutil.copyfile(choose.choice(place.others), place.path)
 
 
 def of_another_run(place: Place, choose: Random) -> None:
-    """The file of the same name, step and shapes of another run."""
     shutil.copyfile(place.foreign / place.path.name, place.path)
 
 
 def of_the_older_step(place: Place, choose: Random) -> None:
-    """The file of the same name of the step before."""
     shutil.copyfile(place.older / place.path.name, place.path)
 
 
@@ -151,7 +127,6 @@ def to_link(place: Place, choose: Random) -> None:
 
 
 def to_folder(place: Place, choose: Random) -> None:
-    """A folder of the file's name."""
     place.path.unlink()
     place.path.mkdir()
 

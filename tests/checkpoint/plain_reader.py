@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """All of a checkpoint in memory."""
-
     tensors: dict[str, torch.Tensor]
     """Full tensors by the manifest's key."""
     counters: dict[str, Any]

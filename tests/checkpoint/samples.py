@@ -88,14 +88,12 @@ def sample_tensors(seed: int = 0) -> dict[tuple[str, str, str], torch.Tensor]:
 
 
 def saved(identity: tuple[str, str, str], full: torch.Tensor, bounds: Slice) -> SavedTensor:
-    """The plan entry of one slice."""
     group, state, name = identity
     spec = ShardSpec(name=name, global_shape=tuple(full.shape), slice=bounds)
     return SavedTensor(key_group=group, state=state, spec=spec, dtype=full.dtype)  # type: ignore[arg-type]
 
 
 def cut(full: torch.Tensor, bounds: Slice) -> torch.Tensor:
-    """The slice of a tensor."""
     return full[tuple(slice(*pair) for pair in bounds)]
 
 
@@ -139,7 +137,6 @@ def whole_on_one(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
 def plan_of(
     tensors: dict[tuple[str, str, str], torch.Tensor], scheme: Scheme, rank: int, ranks: int
 ) -> tuple[list[SavedTensor], list[torch.Tensor]]:
-    """What `rank` writes, with its data."""
     plan, data = [], []
     for identity, full in tensors.items():
         bounds = scheme(tuple(full.shape), ranks)[rank]
@@ -159,7 +156,6 @@ def save_as(
     stream: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]] = iter,
     counters: dict[str, Any] | None = None,
 ) -> Path:
-    """Save the sample tensors of `seed`, cut by `scheme`."""
     plan, data = plan_of(sample_tensors(seed), scheme, group.rank, group.size)
     return save_checkpoint(
         folder,
@@ -177,7 +173,6 @@ def save_as(
 
 
 def find(folder: Path, step: int | None = None, log: Callable[[str], None] = print) -> Checkpoint:
-    """`find_checkpoint` by one rank."""
     return find_checkpoint(folder, step=step, world=SOLO, device=CPU, log=log)
 
 

@@ -55,7 +55,6 @@ def test_statistics_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (50,), (3, 4), (4, 30), (30, 4), (2, 3, 4), (2, 3, 40), (1, 1, 25)])
 def test_blocks(shape: tuple[int, ...]) -> None:
-    """They tile the tensor, in order, and none is too large."""
     found = list(blocks(shape, 12))
     assert tiling_fault(shape, found) is None
     assert all(volume(bounds) <= 12 for bounds in found) and found == sorted(found)

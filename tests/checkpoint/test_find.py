@@ -95,15 +95,6 @@ def test_one_level_off(tmp_path: Path) -> None:
     assert "Not a directory" in slip(tmp_path / "file")
 
 
-def test_former_checkpoint_of_a_step_that_is_being_replaced(tmp_path: Path) -> None:
-    """A crash between moving step 2 aside and moving the new one in leaves only `step-2.replaced`: it counts."""
-    save_as(tmp_path, SOLO, step=1, seed=1)
-    path = save_as(tmp_path, SOLO, step=2, seed=2)
-    path.rename(tmp_path / "step-0000002.replaced")
-    assert_holds(find(tmp_path), seed=2)
-    assert_holds(find(tmp_path, 2), seed=2)
-
-
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
     """Whichever rank's share of the hashing has the damaged file."""

@@ -16,7 +16,6 @@ from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, inspect, ref
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Checkpoints of steps 1 and 2."""
     folder = tmp_path / "run"
     for step in (1, 2):
         _save(folder, step)

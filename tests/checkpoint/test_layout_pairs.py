@@ -61,8 +61,6 @@ def sources_of(run: str, target: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank knows of the run that wrote a checkpoint."""
-
     state: dict[str, dict[str, Part]]
     losses: list[float]
     """Of the steps after the checkpoint."""
@@ -77,7 +75,6 @@ def fresh(context: RankContext, run: str, layout: str, source: str) -> Replica:
 
 
 def write(context: RankContext, layout: str, folder: str) -> dict[str, Written]:
-    """Train every run in one layout, save in between; by run."""
     found = {}
     for run in RUNS:
         runner = Runner(fresh(context, run, layout, layout))

@@ -5,11 +5,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, file_key, optimizer_key, weight_key
-from megalite.checkpoint.tiling import tiling_fault
+from megalite.checkpoint.tiling import flat_boxes, tiling_fault
 from megalite.config.errors import CheckpointError
 
 W = "weight:w"
@@ -111,3 +112,16 @@ def test_tiling_of_many_parts_is_fast() -> None:
     assert "leave a gap" in str(tiling_fault((size, 3), gap))
     assert "overlap" in str(tiling_fault((2,), [((0, 2),), ((1, 2),)]))
     assert "overlap and leave a gap" in str(tiling_fault((2,), [((0, 1),), ((0, 1),)]))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (2, 1, 2, 3)])
+def test_a_range_of_a_flattened_tensor_as_boxes(shape: tuple[int, ...]) -> None:
+    size = int(np.prod(shape))
+    values = np.arange(size).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
+        boxes = flat_boxes(shape, start, stop)
+        parts = [values[tuple(slice(*bounds) for bounds in box)].ravel() for box in boxes]
+        assert np.array_equal(np.concatenate([[], *parts]), np.arange(start, stop)), (start, stop)
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        around = flat_boxes(shape, 0, start) + boxes + flat_boxes(shape, stop, size)
+        assert tiling_fault(shape, around) is None

@@ -78,17 +78,14 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument."""
     return next((item.value for item in call.keywords if item.arg == name), None)
 
 
 def is_constant(node: ast.expr | None, value: bool) -> bool:
-    """The very word True or False."""
     return isinstance(node, ast.Constant) and node.value is value
 
 
 def call_is_safe(call: ast.Call, called: str, module: Module, safe_loaders: set[str], names: dict[str, str]) -> bool:
-    """Of calls that can be made safely: this one is."""
     if called == "torch.load":
         return module.inside(RESTRICTED) and is_constant(keyword(call, "weights_only"), True)
     if called == "numpy.load":
@@ -98,7 +95,6 @@ def call_is_safe(call: ast.Call, called: str, module: Module, safe_loaders: set[
 
 
 def offences(module: Module) -> Iterator[str]:
-    """What in a module could run code out of a file's content."""
     tree = module.tree
     names = names_of(tree)
     for node in ast.walk(tree):
@@ -196,7 +192,6 @@ def test_the_scan_lets_pass(source: str) -> None:
 
 
 def test_where_pickles_may_be_read() -> None:
-    """Restricted, at every call, in one package."""
     safe = "import torch\ntorch.load('x', weights_only=True, map_location='cpu')"
     assert list(offences(Module(f"{RESTRICTED}.read", safe))) == []
     for elsewhere in ("megalite.conversion.weights", "megalite.checkpoint.load", "megalite.conversion.megatronic"):

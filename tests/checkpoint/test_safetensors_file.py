@@ -110,7 +110,6 @@ def slices_of(shape: tuple[int, ...], rng: random.Random) -> tuple[slice, ...]:
 
 @pytest.mark.parametrize("page, chunk", [(4096, CHUNK), (64, 200), (1, 1)])
 def test_any_slice_into_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int) -> None:
-    """Whole rows, parts of rows below and above a page, several dimensions, other types, strided targets."""
     monkeypatch.setattr(safetensors_file, "_PAGE", page)
     monkeypatch.setattr(safetensors_file, "CHUNK", chunk)
     rng = random.Random(page)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import re
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ import torch
 import megalite.checkpoint.commit as commit
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.prune import Retention
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
-from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.checkpoint.save import SavedTensor, code_version, git_revision, save_checkpoint
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
@@ -250,17 +252,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / "step-0000002").iterdir())) == 3
 
 
-def test_a_link_in_place_of_a_step_is_not_followed(tmp_path: Path) -> None:
-    """Replacing a step that is a link to a folder elsewhere removes the link alone."""
-    save_as(tmp_path / "other", SOLO, step=2, seed=1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step-0000002").symlink_to(tmp_path / "other" / "step-0000002")
-    save_as(tmp_path / "run", SOLO, step=2, seed=2)
-    assert_holds(find(tmp_path / "other"), seed=1)
-    assert_holds(find(tmp_path / "run"), seed=2)
-    assert names(tmp_path / "run") == ["latest", "step-0000002"]
-
-
 def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
     save_as(tmp_path, SOLO, step=1, seed=1)
     save_as(tmp_path, SOLO, step=2, seed=2)
@@ -382,3 +373,49 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
     before = heartbeat.beats
     find_checkpoint(tmp_path / "b", step=None, world=group, device=CPU, log=pytest.fail)
     assert heartbeat.beats > before
+
+
+@pytest.mark.parametrize(
+    "latest, every, steps, newest, gone",
+    [
+        (None, None, [1, 2, 3], 3, []),
+        (1, None, [1, 2, 3], 3, [1, 2]),
+        (2, None, [1, 2, 3], 3, [1]),
+        (3, None, [1, 2, 3], 3, []),
+        (9, None, [1, 2, 3], 3, []),
+        (1, 2, [1, 2, 3, 4, 5], 5, [1, 3]),
+        (2, 4, [2, 4, 6, 8, 10], 10, [2, 6]),
+        (1, None, [5], 5, []),
+        # 8 and 9 are damaged leftovers: the run went back to 6 and has come to 7.
+        (1, None, [6, 7, 8, 9], 7, [6]),
+        (2, None, [6, 7, 8, 9], 7, []),
+        # `step-N` and `step-N.replaced` are one step.
+        (2, None, [3, 3, 4], 4, []),
+    ],
+)
+def test_superfluous(latest: int | None, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
+    assert Retention(keep_latest=latest, keep_every=every).superfluous(steps, newest) == gone
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.com")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_revision(tmp_path: Path) -> None:
+    assert git_revision(tmp_path) is None
+    git(tmp_path, "init", "--initial-branch", "a/b")
+    assert git_revision(tmp_path) is None  # no commit yet
+    git(tmp_path, "commit", "--allow-empty", "--message", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert git_revision(tmp_path) == head
+    git(tmp_path, "pack-refs", "--all")
+    assert git_revision(tmp_path) == head
+    git(tmp_path, "checkout", "--detach")
+    assert git_revision(tmp_path) == head
+
+
+def test_versions() -> None:
+    found = code_version()
+    assert found["torch"] == str(torch.__version__) and found["megalite"] and found["python"]

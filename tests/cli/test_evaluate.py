@@ -9,7 +9,7 @@ import torch
 
 from megalite.cli.evaluate import main
 from megalite.conversion.native import write_native
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.data.token_files import write_by_layout
 
 Captured = pytest.CaptureFixture[str]
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with 24 positions and a tokenizer of bytes, and the same text as text, jsonl and token file."""
     folder = tmp_path_factory.mktemp("evaluate")
     weights = MadeUp(folder, GPT, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
-    write_native(weights, folder / "model", dtype=None, max_file_bytes=1 << 30, advance=ignore)
+    write_native(weights, folder / "model")
     (folder / "a.txt").write_text(TEXT)
     (folder / "a.jsonl").write_text(json.dumps({"content": TEXT}) + "\n")
     symbols = json.loads((folder / "vocabulary" / "vocab.json").read_text())

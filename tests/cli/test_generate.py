@@ -14,7 +14,7 @@ from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
 from megalite.generation.generate import BATCH_SIZE
 from megalite.generation.sample import Sampling
-from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer
 
 Captured = pytest.CaptureFixture[str]
 
@@ -24,8 +24,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ours` and `theirs`: one model in two formats, with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("models")
     weights = MadeUp(folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
-    write_native(weights, folder / "ours", dtype=None, max_file_bytes=1 << 30, advance=ignore)
-    write_huggingface(weights, folder / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=ignore)
+    write_native(weights, folder / "ours")
+    write_huggingface(weights, folder / "theirs")
     return folder
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from megalite.cli import convert
 from megalite.config.data import DataConfig
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.conversion.weights import parameter_shapes
+from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.tokenizers.build import build_tokenizer
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
@@ -38,11 +39,10 @@ EXPERTS: dict[str, Any] = {**LLAMA, "num_experts": 4}
 
 
 def model_of(settings: dict[str, Any]) -> ModelConfig:
-    """The complete model section of flat settings."""
     return validate(replace(RunConfig(), **settings), 1).model
 
 
-class MadeUp:
+class MadeUp(Weights):
     """Weights that exist nowhere: each tensor is drawn from its name. Counts how often each is read."""
 
     format = "megalite"
@@ -90,12 +90,16 @@ def byte_tokenizer(folder: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in _files(folder)}
 
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def run(*words: str | Path) -> int:
+    """`megalite convert`."""
+    return convert.main([str(word) for word in words])
 
 
 def ignore(count: int) -> None:

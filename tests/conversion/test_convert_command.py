@@ -19,27 +19,17 @@ from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import parameter_shapes
-from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore, train
+from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, run, train
 from tests.conversion.test_verify import Changed, flipped
 
 ROOT = Path(__file__).parents[2]
 LARGE = 10**9
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def gpt(tmp_path: Path) -> Path:
-    """A small GPT with a tokenizer."""
     weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "data"))
-    return write_native(weights, tmp_path / "gpt", dtype=None, max_file_bytes=LARGE, advance=ignore)
-
-
-def run(*words: str | Path) -> int:
-    return convert.main([str(word) for word in words])
+    return write_native(weights, tmp_path / "gpt")
 
 
 def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,13 +83,6 @@ def test_what_makes_no_sense_is_one_line_and_status_2(
     assert error.startswith("error: ") and error.count("\n") == 1
     assert says in error
     assert not (tmp_path / "target").exists() and not workplace_of(tmp_path / "target").exists()
-
-
-def test_a_target_that_is_there_is_left_alone(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(gpt)
-    assert run(gpt, gpt, "--to", "huggingface") == 2
-    assert "exists and is not empty" in capsys.readouterr().err
-    assert contents(gpt) == before
 
 
 def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from megalite.cli.convert import DTYPES
 from megalite.cli.early_flags import convert_parser
 from megalite.conversion.formats import FORMATS
 from megalite.conversion.native import NativeWeights
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.e2e.commands import commands_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
@@ -23,7 +23,7 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     weights = MadeUp(tmp_path, {**GPT, "seq_length": 128}, tokenizer_files=byte_tokenizer(tmp_path / "data"))
-    convert.write_native(weights, Path("runs/1/checkpoints"), dtype=None, max_file_bytes=10**9, advance=ignore)
+    convert.write_native(weights, Path("runs/1/checkpoints"))
     found = [command.words for command in commands_in(PAGE.read_text(), str(PAGE))]
     assert [words[1] for words in found] == ["convert"] * 4 + ["generate"]
     for _, name, *words in found:

@@ -22,7 +22,7 @@ from megalite.parity.tensors import assemble
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 from tests.conversion.huggingface.models import edit_config, saved
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore, train
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, train
 from tests.generation.models import texts
 from tests.models.test_families import VOCAB, all_float64
 from tests.support.ranks import RankContext, run_ranks
@@ -136,10 +136,9 @@ def test_layouts_that_do_not_fit(changes: dict[str, int], layout: tuple[int, int
 
 
 def made_up(folder: Path, *, tokenizer: bool = True, **changes: Any) -> Path:
-    """A checkpoint of ours that was never trained."""
     files = byte_tokenizer(folder.parent / "vocabulary") if tokenizer else []
     weights = MadeUp(folder.parent, {**GPT, **changes}, tokenizer_files=files)
-    return write_native(weights, folder, dtype=None, max_file_bytes=1 << 30, advance=ignore)
+    return write_native(weights, folder)
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

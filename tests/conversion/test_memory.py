@@ -10,7 +10,7 @@ import torch
 
 from megalite.conversion.native import write_native
 from megalite.conversion.weights import parameter_shapes
-from tests.conversion.samples import GPT, MadeUp, ignore
+from tests.conversion.samples import GPT, MadeUp
 
 SHAPE = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 96 * 1024}
 BLOCKS = 64 << 20
@@ -31,11 +31,11 @@ def kilobytes(name):
 def convert(source, target):
     weights, common = open_weights(source), {"advance": lambda count: None}
     if to == "huggingface":
-        write_huggingface(weights, target, dtype=dtype, family=None, max_file_bytes=1 << 40, **common)
+        write_huggingface(weights, target, dtype=dtype, **common)
     elif to == "megatron":
         write_megatron(weights, target, dtype=dtype, tp=2, pp=1, **common)
     else:
-        write_native(weights, target, dtype=dtype, max_file_bytes=1 << 40, **common)
+        write_native(weights, target, dtype=dtype, **common)
 
 root, source, to, dtype = Path(sys.argv[1]), sys.argv[2], sys.argv[3], getattr(torch, sys.argv[4])
 convert(root / "small" / source, root / "small" / to)  # imports all that it needs
@@ -47,13 +47,12 @@ print(kilobytes("VmHWM") - before)
 
 
 class Constant(MadeUp):
-    """Values that take no time to draw."""
-
     def read(self, name: str) -> torch.Tensor:
         return torch.full(parameter_shapes(self.model)[name].shape, 0.5)
 
 
 CONVERSIONS = (
+    ("first", "native", "float64"),
     # GPT-2 stores its matrices transposed, Megatron-LM in slices: nothing can be copied as it lies.
     ("first", "huggingface", "float32"),
     ("huggingface", "native", "bfloat16"),
@@ -66,7 +65,7 @@ CONVERSIONS = (
 def test_peak_is_one_tensor_and_blocks(tmp_path: Path) -> None:
     for name, settings in (("small", GPT), ("large", GPT | SHAPE)):
         weights = Constant(tmp_path, settings)
-        write_native(weights, tmp_path / name / "first", dtype=None, max_file_bytes=1 << 40, advance=ignore)
+        write_native(weights, tmp_path / name / "first")
     largest = 4 * SHAPE["hidden_size"] * SHAPE["ffn_hidden_size"]
     peaks = {}
     for source, to, dtype in CONVERSIONS:
@@ -79,4 +78,6 @@ def test_peak_is_one_tensor_and_blocks(tmp_path: Path) -> None:
                 shutil.rmtree(tmp_path / size / to)
     shutil.rmtree(tmp_path)
     for conversion, peak in peaks.items():
-        assert largest < peak < largest + BLOCKS, f"{conversion}: {peak / largest:.2f} of the largest tensor"
+        # What waits to be hashed is twice as large in float64.
+        room = 2 * BLOCKS if conversion == "first to native" else BLOCKS
+        assert largest < peak < largest + room, f"{conversion}: {peak / largest:.2f} of the largest tensor"

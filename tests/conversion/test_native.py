@@ -18,31 +18,26 @@ from safetensors import safe_open
 from megalite.checkpoint import files
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import Manifest, seal
-from megalite.cli import generate
 from megalite.config.errors import CheckpointError
 from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.config.validate import validate
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.output import workplace_of
-from megalite.conversion.tokenizer_files import named_tokenizer_files
-from megalite.conversion.weights import ConversionError, Repadded, parameter_shapes
+from megalite.conversion.weights import ConversionError, parameter_shapes
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.resume import load
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, contents, ignore, train
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer, contents, train
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble, build, local_parts, tiny_config
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-LARGE = 10**9
 WIDE = {"tp": 2, "pp": 2}
 
 
-def write(weights: Any, folder: Path, **settings: Any) -> Path:
-    given = {"dtype": None, "max_file_bytes": LARGE, "advance": ignore, **settings}
-    return write_native(weights, folder, **given)
+write = write_native
 
 
 @pytest.fixture(scope="module")
@@ -166,33 +161,6 @@ class TestWriting:
         again = NativeWeights(tmp_path / "a")
         assert (again.model, again.seq_length) == (weights.model, weights.seq_length)
 
-    def test_from_tp2_pp2_and_back(self, trained: tuple[Path, Any], tmp_path: Path) -> None:
-        folder, tensors = trained
-        write(NativeWeights(folder), tmp_path / "a")
-        for name, tensor in tensors_in(tmp_path / "a").items():
-            np.testing.assert_array_equal(tensor.double().numpy(), tensors["main_param"][name], err_msg=name)
-        write(NativeWeights(tmp_path / "a"), tmp_path / "b", max_file_bytes=30_000)
-        one, other = tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b")
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-    def test_padding_of_the_vocabulary(self, tmp_path: Path) -> None:
-        weights = MadeUp(tmp_path, LLAMA)
-        write(Repadded(weights, 128), tmp_path / "a")
-        model = NativeWeights(tmp_path / "a").model
-        assert (model.padded_vocab_size, model.vocab_size) == (384, 301)
-        head = tensors_in(tmp_path / "a")["head.weight"]
-        assert head.shape == (384, 32) and not head[301:].any()
-        assert torch.equal(head[:301], weights.read("head.weight")[:301])
-
-    def test_nothing_is_written_over(self, tmp_path: Path) -> None:
-        weights = MadeUp(tmp_path, GPT)
-        write(weights, tmp_path / "a")
-        before = contents(tmp_path / "a")
-        with pytest.raises(ConversionError, match="exists and is not empty"):
-            write(weights, tmp_path / "a")
-        assert contents(tmp_path / "a") == before
-
     def test_what_cannot_be_trained_is_refused(self, tmp_path: Path) -> None:
         weights = MadeUp(tmp_path, {**GPT, "vocab_size": 200})
         weights.tokenizer_files = byte_tokenizer(tmp_path / "data")
@@ -238,23 +206,6 @@ def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
     assert "there is no optimizer.exp_avg:" in said or "--finetune" in said
 
 
-def test_generates_text_with_the_tokenizer_that_went_along(
-    trained: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    torch.set_num_threads(1)
-    folder, _ = trained
-    write(NativeWeights(folder), tmp_path / "a", dtype=torch.float32)
-    words = ["--prompt", "def main", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
-    said = []
-    for place in (folder, tmp_path / "a"):
-        assert generate.main(["--load", str(place), *words]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[1].startswith("def main")
-    assert (tmp_path / "a" / "tokenizer" / "vocab.json").is_file()
-
-
 def test_settings_beside_the_weights_are_those_of_the_model(tmp_path: Path) -> None:
     files = byte_tokenizer(tmp_path / "data")
     for name, settings in {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS}.items():
@@ -266,19 +217,6 @@ def test_settings_beside_the_weights_are_those_of_the_model(tmp_path: Path) -> N
         manifest = Manifest.from_json((folder / "step-0000000" / "manifest.json").read_text())
         assert ModelConfig(**manifest.config["model"]) == weights.model
         assert manifest.config["data"]["merge_file"] == str(folder / "tokenizer" / "merges.txt")
-
-
-def test_tokenizer_files_are_known_by_name_or_content(tmp_path: Path) -> None:
-    vocab, merges = byte_tokenizer(tmp_path)
-    assert named_tokenizer_files([vocab, merges]) == {"vocab.json": vocab, "merges.txt": merges}
-    one, two = vocab.rename(tmp_path / "gpt2-v.json"), merges.rename(tmp_path / "gpt2-m.txt")
-    assert named_tokenizer_files([two, one]) == {"vocab.json": one, "merges.txt": two}
-    assert named_tokenizer_files([one]) == {"vocab.json": one}
-    assert named_tokenizer_files([two]) == {"merges.txt": two}
-    other = tmp_path / "other.json"
-    other.write_text('{"a": 0}')
-    with pytest.raises(ConversionError, match=r"other.json: a second vocab.json beside .*gpt2-v.json"):
-        named_tokenizer_files([one, other])
 
 
 class Stopped(BaseException):
@@ -356,7 +294,7 @@ def advance(count):
     time.sleep(0.02)
 
 source, target = map(Path, sys.argv[1:])
-write_native(NativeWeights(source), target, dtype=None, max_file_bytes=20_000, advance=advance)
+write_native(NativeWeights(source), target, max_file_bytes=20_000, advance=advance)
 """
 
 
@@ -390,44 +328,3 @@ def test_killed_it_goes_on_without_writing_finished_files_again(tmp_path: Path) 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
-
-
-MEASURED = """
-import re, sys
-from pathlib import Path
-import torch
-from megalite.conversion.native import NativeWeights, write_native
-
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-source, target = map(Path, sys.argv[1:])
-weights = NativeWeights(source)
-before = peak()
-write_native(weights, target, dtype=torch.float64, max_file_bytes=40_000_000, advance=lambda count: None)
-print(peak() - before)
-"""
-
-
-class Flat(MadeUp):
-    """Large and quickly made."""
-
-    def read(self, name: str) -> torch.Tensor:
-        return torch.full(parameter_shapes(self.model)[name].shape, 0.25)
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    settings = {**LLAMA, "hidden_size": 512, "ffn_hidden_size": 2048, "num_layers": 8, "num_attention_heads": 8}
-    weights = Flat(tmp_path, {**settings, "num_query_groups": 8})
-    write(weights, tmp_path / "source", max_file_bytes=40_000_000)
-    shapes = [shape.size for shape in parameter_shapes(weights.model).values()]
-    largest, total = 4 * max(shapes), 4 * sum(shapes)
-    assert total > 15 * largest and total > 100e6
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "source"), str(tmp_path / "target")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
-    )
-    grown = int(done.stdout)
-    # One tensor as it is read, one as it is written (of twice the size here), and the chunks that wait to be hashed.
-    assert grown < 2 * (2 * largest) + 64e6, f"{grown / 1e6:.0f} MB"

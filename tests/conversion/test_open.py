@@ -9,19 +9,18 @@ from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.native import write_native
 from megalite.conversion.open import detect_format, open_weights
 from megalite.conversion.weights import ConversionError
-from tests.conversion.samples import LLAMA, MadeUp, ignore
+from tests.conversion.samples import LLAMA, MadeUp
 
 LARGE = 10**9
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in each format."""
     home = tmp_path_factory.mktemp("models")
     weights = MadeUp(home, LLAMA)
-    write_native(weights, home / "native", dtype=None, max_file_bytes=LARGE, advance=ignore)
-    write_huggingface(weights, home / "huggingface", dtype=None, family=None, max_file_bytes=LARGE, advance=ignore)
-    write_megatron(weights, home / "megatron", dtype=None, tp=1, pp=1, advance=ignore)
+    write_native(weights, home / "native")
+    write_huggingface(weights, home / "huggingface")
+    write_megatron(weights, home / "megatron", tp=1, pp=1)
     return home
 
 

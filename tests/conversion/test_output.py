@@ -15,24 +15,14 @@ from megalite.checkpoint.manifest import FileEntry
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import Output, Target, check_target, identity_of, split_files, workplace_of, write_file
-from megalite.conversion.weights import (
-    ConversionError,
-    LastRead,
-    Piece,
-    Repadded,
-    View,
-    parameter_shapes,
-    transposed,
-    whole,
-)
-from tests.conversion.samples import EXPERTS, GPT, VOCAB, MadeUp, contents, ignore
+from megalite.conversion.weights import ConversionError, Piece, Repadded, first_rows, parameter_shapes, whole
+from tests.conversion.samples import GPT, VOCAB, MadeUp, contents, ignore
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"source": "a", "settings": {"dtype": "None"}}
 
 
 def write(output: Output, name: str, data: bytes, **facts: Any) -> None:
-    """A file as a writer makes it."""
     path = output.staging / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -249,8 +239,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 def target(key: str, size: int, dtype: torch.dtype = F32) -> Target:
-    """A one-dimensional tensor."""
-    return Target(key, Piece(key, key, (size,)), dtype)
+    return Target(Piece(key, key, (size,)), dtype)
 
 
 class TestSplitting:
@@ -264,7 +253,7 @@ class TestSplitting:
     def test_no_file_is_larger_but_of_one_tensor(self, tmp_path: Path, limit: int) -> None:
         weights = MadeUp(tmp_path, GPT)
         shapes = parameter_shapes(weights.model).items()
-        targets = [Target(name, Piece(name, name, shape.shape), BF16) for name, shape in shapes]
+        targets = [Target(Piece(name, name, shape.shape), BF16) for name, shape in shapes]
         output = Output(tmp_path / "model", identity={})
         for number, part in enumerate(split_files(targets, limit)):
             entry = write_file(output, str(number), part, weights, ignore, digest=False, metadata={})
@@ -272,10 +261,6 @@ class TestSplitting:
 
     def test_nothing(self) -> None:
         assert split_files([], 1000) == []
-
-
-def rows_of(first: int, last: int) -> View:
-    return lambda tensor: tensor[first:last]
 
 
 class TestWriting:
@@ -298,13 +283,13 @@ class TestWriting:
         grouped: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unflatten(0, (4, 3, 8))[:, 1]  # noqa: E731
         pieces = [
             Piece("all", name, (96, 32), whole),
-            Piece("turned", name, (32, 96), transposed),
+            Piece("turned", name, (32, 96), torch.t),
             Piece("keys", name, (32, 32), grouped),
-            Piece("rows", name, (3, 32), rows_of(5, 8)),
+            Piece("rows", name, (3, 32), first_rows(3, 5)),
         ]
         ours = weights.read(name)
         weights.reads.clear()
-        found = self.write(tmp_path, weights, [Target(piece.theirs, piece, dtype) for piece in pieces])
+        found = self.write(tmp_path, weights, [Target(piece, dtype) for piece in pieces])
         assert weights.reads == {name: 1}
         rounded = ours.to(dtype)
         assert torch.equal(found["all"], rounded)
@@ -319,10 +304,10 @@ class TestWriting:
 
         weights = Large(tmp_path, GPT)
         size = weights.read("final_norm.weight").numel()
-        wide = Target("final_norm.weight", Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
+        wide = Target(Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
         with pytest.raises(ConversionError, match=r"final_norm.weight holds 70000, too large for float16.*65504"):
             self.write(tmp_path, weights, [wide])
-        fits = Target(wide.key, wide.piece, BF16)
+        fits = Target(wide.piece, BF16)
         assert self.write(tmp_path, weights, [fits])["final_norm.weight"][3] == 70144
 
     def test_infinities_and_nans_stay_what_they_are(self, tmp_path: Path) -> None:
@@ -333,12 +318,12 @@ class TestWriting:
                 return tensor
 
         piece = Piece("final_norm.weight", "final_norm.weight", (32,))
-        found = self.write(tmp_path, Broken(tmp_path, GPT), [Target(piece.theirs, piece, F16)])
+        found = self.write(tmp_path, Broken(tmp_path, GPT), [Target(piece, F16)])
         assert str(found["final_norm.weight"][:3]) == "tensor([inf, -inf, nan], dtype=torch.float16)"
 
 
 def test_a_finished_file_is_passed_over(tmp_path: Path) -> None:
-    targets = [Target(name, Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
+    targets = [Target(Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
     first = write_file(
         Output(tmp_path / "m", identity={}), "a", targets, MadeUp(tmp_path, GPT), ignore, digest=True, metadata={}
     )
@@ -353,24 +338,10 @@ def test_a_finished_file_is_passed_over(tmp_path: Path) -> None:
     assert isinstance(first, FileEntry)
 
 
-def test_experts_in_several_files_are_read_once(tmp_path: Path) -> None:
-    weights = MadeUp(tmp_path, EXPERTS)
-    name = "layers.0.moe.experts.up.weight"
-    _, _, width, h = parameter_shapes(weights.model)[name].shape
-    cut = [lambda t, e=e: t[e, 0] for e in range(4)]
-    targets = [Target(f"e{e}", Piece(f"e{e}", name, (width, h), cut[e]), F32) for e in range(4)]
-    files = split_files(targets, 2 * width * h * 4 + 1000)
-    assert [len(file) for file in files] == [2, 2]
-    output, kept = Output(tmp_path / "m", identity={}), LastRead(weights)
-    for number, part in enumerate(files):
-        write_file(output, str(number), part, kept, ignore, digest=False, metadata={})
-    assert weights.reads == {name: 1}
-
-
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])
 def test_padding_is_added_as_zeros_and_cut(tmp_path: Path, multiple: int, rows: int) -> None:
     weights = MadeUp(tmp_path, GPT)
-    folder = write_native(Repadded(weights, multiple), tmp_path / "m", dtype=None, max_file_bytes=10**9, advance=ignore)
+    folder = write_native(Repadded(weights, multiple), tmp_path / "m")
     ours, found = weights.read("embedding.word.weight"), open_weights(folder)
     theirs = found.read("embedding.word.weight")
     assert theirs.shape == (rows, 32) == parameter_shapes(found.model)["embedding.word.weight"].shape

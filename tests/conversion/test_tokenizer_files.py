@@ -2,26 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from megalite.cli import convert
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, run
 
 tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = ["<unk>", "A", "</s>", "<|end|>"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
@@ -36,11 +28,7 @@ def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
 
 def checkpoint(folder: Path, files: list[Path]) -> Path:
     weights = MadeUp(folder.parent, GPT, tokenizer_files=files)
-    return write_native(weights, folder, dtype=None, max_file_bytes=10**9, advance=ignore)
-
-
-def run(*words: str | Path) -> int:
-    return convert.main([str(word) for word in words])
+    return write_native(weights, folder)
 
 
 class TestEndToken:
@@ -131,8 +119,7 @@ def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
     vocab.unlink()
     empty.unlink()
     weights = MadeUp(tmp_path, GPT, tokenizer_files=[bpe, encoder])  # as a run's --merge-file and --vocab-file
-    options: dict[str, Any] = {"dtype": None, "family": None, "max_file_bytes": 10**9, "advance": ignore}
-    write_huggingface(weights, tmp_path / "hf", **options)
+    write_huggingface(weights, tmp_path / "hf")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode("ABA")[0] == 257 and tokenizer.eos_token_id == 256

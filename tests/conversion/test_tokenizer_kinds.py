@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megalite.cli import convert, generate
+from megalite.cli import generate
 from megalite.config.data import DataConfig
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import (
@@ -20,7 +19,7 @@ from megalite.conversion.tokenizer_files import (
 from megalite.conversion.weights import ConversionError
 from megalite.preprocess.train_tokenizer import train_sentencepiece
 from megalite.tokenizers.build import build_tokenizer
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, run
 from tests.tokenizers.texts import write_megatron_list, write_tiktoken
 
 pytest.importorskip("tiktoken")
@@ -31,13 +30,8 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-
-
-def run(*words: str | Path) -> int:
-    return convert.main([str(word) for word in words])
 
 
 def continued(*words: str | Path) -> int:
@@ -48,7 +42,7 @@ def continued(*words: str | Path) -> int:
 def checkpoint(folder: Path, files: list[Path], **hints: Any) -> Path:
     weights = MadeUp(folder.parent, {**GPT, "vocab_size": 1300}, tokenizer_files=files)
     weights.tokenizer_hints = DataConfig(**hints)
-    return write_native(weights, folder, dtype=None, max_file_bytes=10**9, advance=ignore)
+    return write_native(weights, folder)
 
 
 def of_lines(folder: Path) -> Path:

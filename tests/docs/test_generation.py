@@ -13,7 +13,7 @@ from megalite.cli.early_flags import evaluate_parser, generate_parser
 from megalite.cli.parser import Parser
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
-from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer
 from tests.data.token_files import write_by_layout
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
@@ -29,8 +29,8 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     files = byte_tokenizer(tmp_path / "data")
     weights = MadeUp(tmp_path, {**LLAMA, "seq_length": 64, "vocab_size": 257}, tokenizer_files=files)
-    write_native(weights, Path("runs/1/checkpoints"), dtype=None, max_file_bytes=10**9, advance=ignore)
-    write_huggingface(weights, Path("model-hf"), dtype=None, family=None, max_file_bytes=10**9, advance=ignore)
+    write_native(weights, Path("runs/1/checkpoints"))
+    write_huggingface(weights, Path("model-hf"))
     Path("prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
     Path("valid.jsonl").write_text(json.dumps({"text": "def main():\n" * 9}) + "\n")
     write_by_layout(Path("valid_text_document"), [list(range(200))])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.conversion.huggingface.weights import write_huggingface
-from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer, ignore
+from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer
 from tests.e2e.programs import TORCHRUN, run
 
 pytestmark = pytest.mark.e2e
@@ -17,7 +17,7 @@ def test_four_ranks_write_what_one_does(tmp_path: Path) -> None:
     """tp 2 x pp 2, from a Hugging Face folder: the same bytes, and one rank alone tells."""
     files = byte_tokenizer(tmp_path / "vocabulary")
     weights = MadeUp(tmp_path, {**LLAMA, "vocab_size": 257}, tokenizer_files=files)
-    write_huggingface(weights, tmp_path / "model", dtype=None, family=None, max_file_bytes=10**9, advance=ignore)
+    write_huggingface(weights, tmp_path / "model")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def main\n\nimport\nx\n")
     words = ("tools/generate_text.py", "--load", tmp_path / "model", "--prompts", prompts, "--device", "cpu")

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.manifest import unique_keys
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
@@ -24,9 +25,6 @@ def find_file(folder: Path, name: str) -> Path | None:
 
     A link may stay inside the folder. In Hugging Face's cache, `.../snapshots/REVISION/`, files are links to
     `.../blobs/`: those are followed too, and no others.
-
-    Raises:
-        ConversionError: not the plain name of a file, a link that leads elsewhere or nowhere, not a plain file.
     """
     if not _NAME.fullmatch(name):
         raise ConversionError(f"{folder}: {name[:200]!r} is not the name of a file in this folder")
@@ -41,20 +39,14 @@ def find_file(folder: Path, name: str) -> Path | None:
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
-        raise ConversionError(
-            f"{path} is a link to {target}, outside of the folder; put the file itself there if you trust it"
-        )
+        raise ConversionError(f"{path} is a link to {target}, outside of the folder; put the file itself there")
     if not target.is_file():
         raise ConversionError(f"{path}: not a plain file")
     return target
 
 
-def read_bytes(folder: Path, name: str) -> bytes | None:
-    """The content of a file of `folder`, or None if there is none.
-
-    Raises:
-        ConversionError: as `find_file`, or it is too large or cannot be read.
-    """
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file of `folder`, or None if there is no such file."""
     path = find_file(folder, name)
     if path is None:
         return None
@@ -62,39 +54,15 @@ def read_bytes(folder: Path, name: str) -> bytes | None:
         size = path.stat().st_size
         if size > MAX_JSON:
             raise ConversionError(f"{folder / name}: {size} bytes; more than {MAX_JSON} are not read")
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConversionError(f"{folder / name}: {error.strerror}") from None
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file of `folder`, or None if there is no such file.
-
-    Raises:
-        ConversionError: as `read_bytes`, or it is not a JSON object, or has a key twice.
-    """
-    content = read_bytes(folder, name)
-    return None if content is None else parse_json(content, folder / name)
+    return parse_json(content, folder / name)
 
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ConversionError: naming `where`.
-    """
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise ConversionError(f"{where}: the key {twice[:100]!r} is there twice")
-        return found
-
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except ConversionError:
-        raise
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{where}: not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -103,34 +71,38 @@ def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
 
 
 def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
-    """Nothing from a folder is ever run, so a file that asks for it describes something else than is read here.
-
-    Raises:
-        ConversionError: it names its own Python code.
-    """
+    """Nothing from a folder is ever run, so a file that asks for it describes something else than is read here."""
     for key in ("auto_map", "trust_remote_code", "custom_pipelines"):
         if values.get(key):
             raise ConversionError(
-                f"{where}: {key} names code of the folder's own, which is never run; convert a folder of a model that "
-                f"transformers has itself, or remove {key} if it is one"
+                f"{where}: {key} names code of the folder's own, which is never run; remove {key} "
+                "if transformers has the model itself"
             )
 
 
 MAX_LAYERS = 1 << 16
 """More than any network has: what is checked layer by layer must end."""
 
+Table = Sequence[tuple[Any, ...]]
+"""Of what is the same in both: (our setting, their key, a method of `ModelFile`[, the default of a missing key])."""
+
+
+def written(model: ModelConfig, table: Table) -> dict[str, Any]:
+    """What a table's keys say of the network."""
+    return {theirs: getattr(model, ours) for ours, theirs, *_ in table}
+
 
 class ModelFile:
-    """The values of a config.json; every access says what type it must have.
-
-    Args:
-        values: the JSON object.
-        where: its path, for messages.
-    """
+    """The values of a config.json; every access says what type it must have."""
 
     def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
         self.values = values
         self.where = where
+
+    def _checked(self, name: str, value: Any, ok: bool, what: str) -> Any:
+        if not ok:
+            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be {what}")
+        return value
 
     def integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int:
         """A whole number of at least 1; without default it must be there."""
@@ -142,14 +114,17 @@ class ModelFile:
     def optional_integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int | None:
         """A whole number of at least 1, or null."""
         value = self.values.get(name, default)
-        if value is None:
-            return None
-        if type(value) is not int or not 1 <= value <= limit:
-            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a whole number from 1 to {limit}")
-        return value
+        ok = value is None or (type(value) is int and 1 <= value <= limit)
+        found: int | None = self._checked(name, value, ok, f"a whole number from 1 to {limit}")
+        return found
+
+    def layers(self, name: str) -> int:
+        return self.integer(name, limit=MAX_LAYERS)
+
+    def settings(self, table: Table) -> dict[str, Any]:
+        return {ours: getattr(self, kind)(theirs, *default) for ours, theirs, kind, *default in table}
 
     def number(self, name: str, default: float) -> float:
-        """A finite number."""
         return self.finite(name, self.values.get(name, default))
 
     def epsilon(self, name: str, default: float) -> float:
@@ -161,16 +136,12 @@ class ModelFile:
 
     def finite(self, name: str, value: Any) -> float:
         """`value`, which stands under `name`, as a finite number."""
-        if type(value) not in (int, float) or not -1e30 < value < 1e30:  # NaN fails as well
-            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be a number")
-        return float(value)
+        ok = type(value) in (int, float) and -1e30 < value < 1e30  # NaN is not
+        return float(self._checked(name, value, ok, "a number"))
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
         value = self.values.get(name, default)
-        if type(value) is not bool:
-            raise self.fault(f"{name} is {str(value)[:60]!r}; it must be true or false")
-        return value
+        return bool(self._checked(name, value, type(value) is bool, "true or false"))
 
     def activation(self, name: str, default: str, choices: Mapping[str, str]) -> str:
         """The activation in our words, from one of `choices` (their word -> ours)."""
@@ -181,15 +152,10 @@ class ModelFile:
         return choices[value]
 
     def fault(self, text: str) -> ConversionError:
-        """An error that names the file."""
         return ConversionError(f"{self.where}: {text}")
 
     def model(self, *, seq_length: int, **settings: Any) -> ModelConfig:
-        """The network with these settings, checked, what they leave open filled in.
-
-        Raises:
-            ConversionError: they do not fit one another.
-        """
+        """The network with these settings, checked, what they leave open filled in."""
         try:
             return resolved(replace(RunConfig(), **settings).model, seq_length)
         except ConfigError as error:
@@ -197,20 +163,12 @@ class ModelFile:
 
 
 def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
-    """The network with its derived sizes filled in, and settings that have no effect at their defaults.
-
-    Raises:
-        ConfigError: it is not legal.
-    """
+    """The network with its derived sizes filled in, and settings that have no effect at their defaults."""
     return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
 
 
 def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[str, Any]:
-    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
-
-    Raises:
-        ConversionError: a kind of scaling that our RoPE does not have, or values that contradict each other.
-    """
+    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     values = _rope_values(file)
     base = file.finite("rope_theta", values.get("rope_theta", default_base))
     turned = values.get("partial_rotary_factor")
@@ -218,9 +176,7 @@ def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[
         raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
     settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
     if "factor" in values and "rope_type" not in values:
-        raise file.fault(
-            f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type; say which scaling it is of, such as linear"
-        )
+        raise file.fault(f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type, such as linear")
     kind = values.get("rope_type", "default")
     if kind == "default":
         return settings

@@ -1,29 +1,33 @@
 """The families that can be read and written: config.json and tensor names of each, and which one expresses a model."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.config_json import MAX_LAYERS, ModelFile, resolved
+from megalite.conversion.huggingface.config_json import ModelFile, resolved, written
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
-from megalite.conversion.weights import ConversionError, Piece, View, transposed, whole
+from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 _PREFIX = "transformer."
+_GPT2 = (
+    ("num_layers", "n_layer", "layers"),
+    ("hidden_size", "n_embd", "integer"),
+    ("num_attention_heads", "n_head", "integer"),
+    ("vocab_size", "vocab_size", "integer"),
+    ("norm_epsilon", "layer_norm_epsilon", "epsilon", 1e-5),
+    ("tie_embeddings", "tie_word_embeddings", "flag", True),
+    ("attention_dropout", "attn_pdrop", "number", 0.1),
+    ("init_method_std", "initializer_range", "number", 0.02),
+)
 
 
 def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
-    """The network of a GPT-2 config.json, and its number of positions.
-
-    Raises:
-        ConversionError: it has a feature that our network has not.
-    """
+    """The network of a GPT-2 config.json, and its number of positions."""
     for name, needed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -35,24 +39,17 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
     dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
     if dropouts[0] != dropouts[1]:
         raise file.fault(
-            f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; hidden_dropout is one for both: set them "
-            "to the same value (it only matters in training)"
+            f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both "
+            "to one value (it only matters in training)"
         )
-    hidden_size = file.integer("n_embd")
+    settings = file.settings(_GPT2)
     model = file.model(
+        **settings,
         seq_length=positions,
-        num_layers=file.integer("n_layer", limit=MAX_LAYERS),
-        hidden_size=hidden_size,
-        num_attention_heads=file.integer("n_head"),
-        ffn_hidden_size=file.optional_integer("n_inner") or 4 * hidden_size,
-        vocab_size=file.integer("vocab_size"),
+        ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
         max_position_embeddings=positions,
-        norm_epsilon=file.epsilon("layer_norm_epsilon", 1e-5),
         activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
-        tie_embeddings=file.flag("tie_word_embeddings", True),
         hidden_dropout=dropouts[0],
-        attention_dropout=file.number("attn_pdrop", 0.1),
-        init_method_std=file.number("initializer_range", 0.02),
     )
     return model, positions
 
@@ -60,19 +57,12 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
 def write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
     """What a GPT-2 config.json says of the network, as far as it can."""
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_attention_heads,
+        **written(model, _GPT2),
         "n_inner": model.ffn_size,
         "n_positions": model.max_position_embeddings or seq_length,
-        "vocab_size": model.vocab_size,
-        "layer_norm_epsilon": model.norm_epsilon,
         "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
-        "tie_word_embeddings": model.tie_embeddings,
         "embd_pdrop": model.hidden_dropout,
         "resid_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "initializer_range": model.init_method_std,
     }
 
 
@@ -86,11 +76,7 @@ def gpt2_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator
     prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
     assert model.vocab_size is not None and model.max_position_embeddings is not None
     h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
-
-    def vocabulary(ours: torch.Tensor) -> torch.Tensor:
-        return ours[: model.vocab_size]
-
-    yield Piece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), vocabulary)
+    yield Piece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
     yield Piece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
     for i in range(model.num_layers):
         there, here = f"{prefix}h.{i}", f"layers.{i}"
@@ -102,7 +88,7 @@ def gpt2_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator
         yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
     yield from _norm(f"{prefix}ln_f", "final_norm", h)
     if not model.tie_embeddings:
-        yield Piece("lm_head.weight", "head.weight", (v, h), vocabulary)
+        yield Piece("lm_head.weight", "head.weight", (v, h), first_rows(v))
 
 
 def _norm(theirs: str, ours: str, size: int) -> Iterator[Piece]:
@@ -112,21 +98,13 @@ def _norm(theirs: str, ours: str, size: int) -> Iterator[Piece]:
 
 def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[Piece]:
     """A matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` puts our rows into theirs' order."""
-
-    def weight(tensor: torch.Tensor) -> torch.Tensor:
-        return order(tensor).movedim(-1, 0)
-
-    yield Piece(f"{theirs}.weight", f"{ours}.weight", (columns, rows), transposed if order is whole else weight)
+    yield Piece(f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0))
     yield Piece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
 
 
 def _query_key_value(model: ModelConfig) -> View:
     """Our rows come by head (query, key, value of one, of the next, ...), theirs are all queries, keys, values."""
-
-    def view(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(0, (model.num_attention_heads, 3, model.head_size)).movedim(1, 0)
-
-    return view
+    return lambda tensor: tensor.unflatten(0, (model.num_attention_heads, 3, model.head_size)).movedim(1, 0)
 
 
 _KINDS = {"", "num_experts", "position_embedding_type", "normalization"}
@@ -138,8 +116,6 @@ class Family:
     """One architecture of transformers.
 
     Args:
-        name: config.json's model_type.
-        architecture: its class there.
         read: from config.json to the network and its longest sequence; raises ConversionError for what we have not.
         write: from the network to config.json, as far as that can say it.
         pieces: its tensors; see `gpt2_pieces`.
@@ -204,11 +180,6 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def family_named(name: str) -> Family:
-    """The family of that name.
-
-    Raises:
-        ConversionError: there is none.
-    """
     if name not in FAMILIES:
         raise ConversionError(
             f"{name[:60] or repr(name)} is not a family that can be expressed; use {', '.join(FAMILIES)}"
@@ -217,29 +188,18 @@ def family_named(name: str) -> Family:
 
 
 def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Family:
-    """The family `name`, or without a name the first, that expresses the network.
-
-    Raises:
-        ConversionError: it does not, or none does; the fields in which the nearest differs are named.
-    """
+    """The family `name`, or without a name the first, that expresses the network."""
     candidates = list(FAMILIES.values()) if name is None else [family_named(name)]
     found = [(differences(family, model, seq_length), family) for family in candidates]
-    differing, family = min(found, key=lambda item: _distance(item[0]))
+    # Another kind of network is further away than any number of settings.
+    differing, family = min(found, key=lambda item: (len(_KINDS & item[0].keys()), len(item[0])))
     if not differing:
         return family
-    fitting = [] if name is None else _fitting(model, seq_length)
+    others = FAMILIES.values() if name is not None else ()
+    fitting = [other.name for other in others if not differences(other, model, seq_length)]
     who = f"no Hugging Face family is this model; the nearest, {family.name}," if name is None else family.name
     remedy = f"--family {fitting[0]} is the same model" if fitting else "megalite's own format keeps it"
     raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
-
-
-def _distance(differing: Mapping[str, str]) -> tuple[int, int]:
-    """How far a family is from a model: another kind of network is further away than any number of settings."""
-    return len(_KINDS & differing.keys()), len(differing)
-
-
-def _fitting(model: ModelConfig, seq_length: int) -> list[str]:
-    return [name for name, family in FAMILIES.items() if not differences(family, model, seq_length)]
 
 
 def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str, str]:

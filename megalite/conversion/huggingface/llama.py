@@ -4,11 +4,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.config_json import MAX_LAYERS, ModelFile, read_rope, write_rope
-from megalite.conversion.weights import Piece, View
+from megalite.conversion.huggingface.config_json import ModelFile, read_rope, write_rope, written
+from megalite.conversion.weights import Piece, View, first_rows
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -18,6 +16,17 @@ _ACTIVATIONS = {
     "gelu_new": "geglu_tanh",
 }
 _WRITTEN = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
+
+
+_SAME = (
+    ("num_layers", "num_hidden_layers", "layers"),
+    ("hidden_size", "hidden_size", "integer"),
+    ("num_attention_heads", "num_attention_heads", "integer"),
+    ("vocab_size", "vocab_size", "integer"),
+    ("tie_embeddings", "tie_word_embeddings", "flag", False),
+    ("attention_dropout", "attention_dropout", "number", 0.0),
+    ("init_method_std", "initializer_range", "number", 0.02),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +59,14 @@ class LlamaLike:
     experts: bool = False
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
-        """The network of a config.json, and the longest sequence that it was made for.
-
-        Raises:
-            ConversionError: it has a feature that our network has not.
-        """
-        heads = file.integer("num_attention_heads")
+        """The network of a config.json, and the longest sequence that it was made for."""
         positions = file.integer("max_position_embeddings", self.max_positions)
-        settings: dict[str, Any] = {
-            "num_layers": file.integer("num_hidden_layers", limit=MAX_LAYERS),
-            "hidden_size": file.integer("hidden_size"),
-            "num_attention_heads": heads,
+        settings = file.settings(_SAME)
+        heads = settings["num_attention_heads"]
+        settings |= {
             "num_query_groups": file.optional_integer("num_key_value_heads", self.key_value_heads) or heads,
             "kv_channels": file.optional_integer("head_dim", self.head_size),
             "ffn_hidden_size": file.integer("intermediate_size"),
-            "vocab_size": file.integer("vocab_size"),
             "max_position_embeddings": positions,
             "normalization": "RMSNorm",
             "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),
@@ -73,9 +75,6 @@ class LlamaLike:
             "add_qkv_bias": self.qkv_bias,
             "qk_norm": self.qk_norm,
             "sliding_window": self._read_window(file),
-            "tie_embeddings": file.flag("tie_word_embeddings", False),
-            "attention_dropout": file.number("attention_dropout", 0.0),
-            "init_method_std": file.number("initializer_range", 0.02),
         }
         settings |= read_rope(file, self.rotary_base, positions)
         if self.experts:
@@ -88,19 +87,13 @@ class LlamaLike:
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
         """What a config.json of the family says of the network, as far as it can."""
         values: dict[str, Any] = {
-            "num_hidden_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
+            **written(model, _SAME),
             "num_key_value_heads": model.query_groups,
             "head_dim": model.head_size,
             "intermediate_size": model.expert_ffn_size if self.experts else model.ffn_size,
-            "vocab_size": model.vocab_size,
             "max_position_embeddings": model.max_position_embeddings or seq_length,
             "rms_norm_eps": model.norm_epsilon,
             "hidden_act": _WRITTEN.get(model.activation, "silu"),
-            "tie_word_embeddings": model.tie_embeddings,
-            "attention_dropout": model.attention_dropout,
-            "initializer_range": model.init_method_std,
             **write_rope(model),
         }
         if self.attention_bias or self.linear_biases:
@@ -126,26 +119,24 @@ class LlamaLike:
         if attention != mlp:
             both = f" and mlp_bias {str(mlp).lower()}" if self.linear_biases else ""
             raise file.fault(
-                f"attention_bias is {str(attention).lower()}{both}; biases can be expressed in all linear layers or in "
-                "none of them"
+                f"attention_bias is {str(attention).lower()}{both}; all linear layers or none must have biases"
             )
         return attention
 
     def _read_window(self, file: ModelFile) -> int | None:
         if self.window == "none":
             return None
-        if self.window != "switched":
-            assert self.window is None or isinstance(self.window, int)
-            window = file.optional_integer("sliding_window", self.window)
-        else:
+        if self.window == "switched":
             window = self._read_switched_window(file)
+        else:
+            assert not isinstance(self.window, str)
+            window = file.optional_integer("sliding_window", self.window)
         kinds = file.values.get("layer_types")
         if kinds is not None:
             wanted = "full_attention" if window is None else "sliding_attention"
             if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
                 raise file.fault(
-                    f"layer_types does not say {wanted} for every layer, as the other keys do; layers of different "
-                    "kinds cannot be expressed"
+                    f"layer_types does not say {wanted} for every layer; layers of different kinds cannot be expressed"
                 )
         return window
 
@@ -155,15 +146,15 @@ class LlamaLike:
             return None
         window = file.optional_integer("sliding_window", 4096)
         first = file.values.get("max_window_layers", 28)
-        layers = file.integer("num_hidden_layers", limit=MAX_LAYERS)
+        layers = file.layers("num_hidden_layers")
         if type(first) is not int or first < 0:
             raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number from 0 on")
         if window is None or first >= layers:
             return None
         if first > 0:
             raise file.fault(
-                f"max_window_layers is {first} of {layers} layers: those below see all tokens, the others a window of "
-                f"{window}; a window can only be expressed for all layers (0) or none ({layers})"
+                f"max_window_layers is {first} of {layers} layers: a window of {window} can only be "
+                f"expressed for all layers (0) or none ({layers})"
             )
         return window
 
@@ -177,11 +168,7 @@ def llama_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterato
     """
     assert model.vocab_size is not None
     h = model.hidden_size
-    rows = (model.vocab_size, h)
-
-    def vocabulary(ours: torch.Tensor) -> torch.Tensor:
-        return ours[: model.vocab_size]
-
+    rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
     word, head = "model.embed_tokens.weight", "lm_head.weight"
     if model.tie_embeddings and present is not None and word not in present and head in present:
         word = head  # of the two names of one tensor the writer kept this one
@@ -235,7 +222,7 @@ def _mlp(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
 
 
 def _experts(model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
-    """Mixtral's, as published (an expert's matrices under names of their own) or as transformers 5 holds them (merged)."""
+    """Mixtral's, as published (one tensor per matrix of an expert) or as transformers 5 holds them (merged)."""
     h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
     assert experts is not None
     there = f"{layer}.block_sparse_moe"

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _PIECE_TEXT, _PIECE_SCORE, _PIECE_KIND = 1, 2, 3
 _MODEL_TYPE, _SUFFIX_SPACES, _BYTE_FALLBACK = 3, 24, 35
 _BOS, _EOS, _PAD = 41, 42, 43
 _CHARACTER_MAP, _SPACE_IN_FRONT, _ONE_SPACE, _ESCAPED_SPACES = 2, 3, 4, 5
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _UNIGRAM, _BPE = 1, 2
 _SPACE = "▁"
 
@@ -56,19 +57,14 @@ class SentencePieceModel:
     character_map: bytes
     space_in_front: bool
     one_space: bool
-    unknown: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        found = [i for i, (_, _, kind) in enumerate(self.pieces) if kind == _UNKNOWN]
-        object.__setattr__(self, "unknown", found[0] if found else -1)
+    @cached_property
+    def unknown(self) -> int:
+        """The id of the unknown piece; -1: there is none."""
+        return next((i for i, (_, _, kind) in enumerate(self.pieces) if kind == _UNKNOWN), -1)
 
 
 def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel:
-    """Read a .model file.
-
-    Raises:
-        ConversionError: it is none, or of a kind that a tokenizer.json cannot say.
-    """
     try:
         fields = list(_fields(content))
         trainer = _last(fields, _TRAINER)
@@ -101,21 +97,31 @@ def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel
 
 def sentencepiece_json(model: SentencePieceModel) -> dict[str, Any]:
     """The tokenizer.json of the same ids: no start or end of text is added."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _added(i, text, special=kind != _USER)
-            for i, (text, _, kind) in enumerate(model.pieces)
-            if kind in (_UNKNOWN, _CONTROL, _USER)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": _decoders(model)},
-        "model": _unigram(model) if model.unigram else _bpe(model),
-    }
+    # A control piece is cut out of the text as it is given; pieces of users out of what its normalisation makes of it,
+    # so that what is beside them is normalised in one.
+    added = [
+        _added(i, text, special=kind != _USER)
+        for i, (text, _, kind) in enumerate(model.pieces)
+        if kind in (_UNKNOWN, _CONTROL, _USER)
+    ]
+    return _tokenizer_json(
+        added,
+        normalizer={"type": "Sequence", "normalizers": _normalizers(model)},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": _decoders(model)},
+        model=_unigram(model) if model.unigram else _bpe(model),
+    )
+
+
+def _tokenizer_json(added: list[dict[str, Any]], **steps: Any) -> dict[str, Any]:
+    order = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    return {**head, **{name: steps.get(name) for name in order}}
+
+
+def _added(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
+    return {"id": token_id, "content": text, **flags, "special": special}
 
 
 def _unigram(model: SentencePieceModel) -> dict[str, Any]:
@@ -137,18 +143,20 @@ def _bpe(model: SentencePieceModel) -> dict[str, Any]:
             left, right = text[:cut], text[cut:]
             if left in scores and right in scores:
                 merges.append((-score, ids[text], ids[left], ids[right], f"{left} {right}"))
-    unknown = model.pieces[model.unknown][0] if model.unknown >= 0 else None
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": model.byte_fallback,
-        "vocab": ids,
-        "merges": [merge[-1] for merge in sorted(merges)],
-    }
+    return _bpe_json(
+        ids,
+        [merge[-1] for merge in sorted(merges)],
+        unk_token=model.pieces[model.unknown][0] if model.unknown >= 0 else None,
+        affix=None,
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
+
+
+def _bpe_json(vocab: dict[str, int], merges: list[str], *, affix: str | None, **settings: Any) -> dict[str, Any]:
+    affixes = {"continuing_subword_prefix": affix, "end_of_word_suffix": affix}
+    head = {"type": "BPE", "dropout": None, "unk_token": settings.pop("unk_token")}
+    return {**head, **affixes, **settings, "vocab": vocab, "merges": merges}
 
 
 def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
@@ -179,13 +187,6 @@ def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
     if model.space_in_front:
         found.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return found
-
-
-def _added(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
-    # A control piece is cut out of the text as it is given; pieces of users out of what its normalisation makes of it,
-    # so that what is beside them is normalised in one.
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
-    return {"id": token_id, "content": text, **flags, "special": special}
 
 
 def _piece(content: bytes) -> tuple[str, float, int]:
@@ -252,14 +253,6 @@ _NAMED_TOKENS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_
 
 @dataclass(frozen=True)
 class Exported:
-    """The tokenizer of an exported folder.
-
-    Args:
-        files: content by name.
-        token_ids: bos_token_id, eos_token_id, pad_token_id, as far as they are known.
-        generation: what generation_config.json said, if it came along.
-    """
-
     files: dict[str, bytes] = field(default_factory=dict)
     token_ids: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
@@ -271,15 +264,6 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
     Files of a Hugging Face folder (it has a tokenizer_config.json) stay as they are. Else the tokenizer is a
     tokenizer.json, a SentencePiece model, or vocab.json and merges.txt, under whatever names; its end of document is
     the eos token.
-
-    Args:
-        paths: the files.
-        seq_length: the longest sequence of the model.
-        family: its model_type.
-
-    Raises:
-        ConversionError: a file cannot be read, is not of a tokenizer, is tiktoken's, or asks for its own code; or
-            transformers would make another tokenizer of it in a folder of that family.
     """
     where = _named(paths)
     files = {name: read_tokenizer_file(path) for name, path in where.items()}
@@ -331,8 +315,8 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
         tokens = {name: GPT2_END for name in ("bos_token", "eos_token", "unk_token")}
     else:
         raise ConversionError(
-            f"{', '.join(map(str, where.values()))} do not make a tokenizer; give tokenizer.json, tokenizer.model, or vocab.json and "
-            "merges.txt"
+            f"{', '.join(map(str, where.values()))} do not make a tokenizer; give tokenizer.json, "
+            "tokenizer.model, or vocab.json and merges.txt"
         )
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -343,11 +327,7 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
 
 
 def _require_qwen2(content: bytes) -> None:
-    """transformers 5 takes Qwen2's own tokenizer class for every qwen2, which keeps no more than vocabulary and merges.
-
-    Raises:
-        ConversionError: the tokenizer is another, so that its ids would come out differently.
-    """
+    """transformers 5 takes Qwen2's own tokenizer class for every qwen2, which keeps no more than vocabulary and merges."""
     tokenizer = parse_json(content, "tokenizer.json")
     steps = tokenizer.get("pre_tokenizer") or {}
     split, *rest = steps.get("pretokenizers") or [{}]
@@ -361,7 +341,6 @@ def _require_qwen2(content: bytes) -> None:
 
 
 def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> dict[str, Any]:
-    """GPT-2's tokenizer as a tokenizer.json."""
     ids = parse_json(files["vocab.json"], where["vocab.json"])
     if type(ids.get(GPT2_END)) is not int:
         raise ConversionError(f"{where['vocab.json']}: {GPT2_END} is not in the vocabulary; add it with a new id")
@@ -370,32 +349,17 @@ def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> di
     except UnicodeDecodeError as error:
         raise ConversionError(f"{where['merges.txt']}: not UTF-8: {error}") from None
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": ids[GPT2_END], "content": GPT2_END, **flags}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": ids,
-            "merges": [line for line in lines if line and not line.startswith("#version")],
-        },
-    }
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    return _tokenizer_json(
+        [_added(ids[GPT2_END], GPT2_END, special=True)],
+        normalizer=None,
+        pre_tokenizer=byte_level,
+        decoder=byte_level,
+        model=_bpe_json(ids, merges, unk_token=None, affix="", fuse_unk=False, byte_fallback=False),
+    )
 
 
 def _token_ids(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the tokens that tokenizer_config.json names."""
     vocabulary = _vocabulary(files)
     found = {}
     for id_name, name in _NAMED_TOKENS.items():

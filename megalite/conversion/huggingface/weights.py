@@ -21,7 +21,17 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import FAMILIES, Family, choose_family
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
-from megalite.conversion.output import Advance, Log, Output, Target, identity_of, silent, split_files, write_file
+from megalite.conversion.output import (
+    DEFAULT_FILE_BYTES,
+    Advance,
+    Log,
+    Output,
+    Target,
+    identity_of,
+    silent,
+    split_files,
+    write_file,
+)
 from megalite.conversion.tokenizer_files import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
 from megalite.conversion.weights import (
     BLOCK,
@@ -32,7 +42,6 @@ from megalite.conversion.weights import (
     fill,
     innermost,
     parameter_shapes,
-    whole,
 )
 
 SINGLE = "model.safetensors"
@@ -41,47 +50,26 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class Shards:
-    """All tensors of a folder, open for reading.
-
-    Args:
-        folder: with model.safetensors, or model.safetensors.index.json and the files that it names.
-
-    Attributes:
-        records: type and shape of every tensor, by name.
-
-    Raises:
-        ConversionError: there are none, or the files and the index do not agree.
-    """
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._readers: dict[str, SafetensorsReader] = {}
         self._file_of: dict[str, str] = {}
         self.records: dict[str, Record] = {}
-        index = None if find_file(folder, SINGLE) is not None else read_json(folder, INDEX)
-        if index is not None:
-            self._open_indexed(index)
-        elif find_file(folder, SINGLE) is not None:
+        if find_file(folder, SINGLE) is not None:
             self._add(SINGLE)
+        elif (index := read_json(folder, INDEX)) is not None:
+            self._open_indexed(index)
         else:
             raise _no_weights(folder)
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its stored type."""
-        try:
-            return self._readers[self._file_of[name]].read(name)
-        except CheckpointError as error:
-            raise ConversionError(str(error)) from None
-
     def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, flat."""
+        """`count` elements of a tensor from the `start`-th on, flat, in the stored type."""
         try:
             return self._readers[self._file_of[name]].read_elements(name, start, count)
         except CheckpointError as error:
             raise ConversionError(str(error)) from None
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor, for messages."""
         return self._folder / self._file_of[name]
 
     def _add(self, file: str) -> None:
@@ -121,8 +109,8 @@ def _no_weights(folder: Path) -> ConversionError:
     pickled = [name for name in _PICKLED if (folder / name).exists()]
     if pickled:
         return ConversionError(
-            f"{folder} has its weights in {pickled[0]}, a pickle, which is not read because it can run code; if you "
-            "trust it, load it with transformers once and write it with save_pretrained, which makes safetensors"
+            f"{folder} has its weights in {pickled[0]}, a pickle, which is not read because it can run code; "
+            "if you trust it, load it with transformers and write it with save_pretrained, which makes safetensors"
         )
     if (folder / "adapter_config.json").exists():
         return ConversionError(f"{folder} holds an adapter, not a model; merge it into its base model first")
@@ -133,23 +121,13 @@ HEAD = "lm_head.weight"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class HuggingFaceWeights:
+class HuggingFaceWeights(Weights):
     """A model saved by transformers, open for reading; nothing in the folder is run.
 
     Opening checks all names, shapes and types against config.json; of the values it reads none, but where a tied head
     is stored beside the word embedding: then the two must be equal.
 
-    Args:
-        folder: with config.json and safetensors files.
-
-    Attributes:
-        family: what config.json calls its model_type.
-        token_ids: those of bos_token_id, eos_token_id and pad_token_id that config.json has; for others transformers
-            takes what the family's class has.
-
-    Raises:
-        ConversionError: there is none, it is of a family or has features that cannot be expressed, or its files do not
-            fit its config.json.
+    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has.
     """
 
     format = "huggingface"
@@ -173,7 +151,7 @@ class HuggingFaceWeights:
         ]
 
     @cached_property
-    def generation(self) -> Mapping[str, Any]:
+    def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Weights`: config.json's ids, and over them generation_config.json."""
         values = read_json(self.path, GENERATION) or {}
         refuse_code(values, self.path / GENERATION)
@@ -181,30 +159,22 @@ class HuggingFaceWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; of several that make up one tensor of ours the one that holds all their values."""
-        return reduce(torch.promote_types, (self._stored(piece) for piece in self._pieces[name]))
+        types = (TORCH_DTYPES[self._shards.records[piece.theirs].dtype] for piece in self._pieces[name])
+        return reduce(torch.promote_types, types)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor under our name, in its stored type."""
-        pieces, shape = self._pieces[name], self._shapes[name]
-        if len(pieces) == 1 and pieces[0].view is whole:
-            return self._shards.read(pieces[0].theirs).view(shape)
         # Zeros for the rows that pad the vocabulary, which nothing of theirs is put into.
-        ours = torch.zeros(shape, dtype=self.dtype(name))
-        for piece in pieces:
+        ours = torch.zeros(self._shapes[name], dtype=self.dtype(name))
+        for piece in self._pieces[name]:
             fill(piece.view(ours), partial(self._shards.read_elements, piece.theirs))
         return ours
-
-    def _stored(self, piece: Piece) -> torch.dtype:
-        return TORCH_DTYPES[self._shards.records[piece.theirs].dtype]
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """Their tensors by the tensor of ours that they are pieces of, checked."""
         records = self._shards.records
         if self.model.num_layers > len(records):  # before anything is made for every layer
-            raise ConversionError(
-                f"{self.path / 'config.json'} says {self.model.num_layers} layers, the files hold "
-                f"{len(records)} tensors"
-            )
+            said = f"says {self.model.num_layers} layers, the files hold {len(records)} tensors"
+            raise ConversionError(f"{self.path / 'config.json'} {said}")
         found: dict[str, list[Piece]] = {}
         used = set()
         for piece in self.family.pieces(self.model, records.keys()):
@@ -229,7 +199,7 @@ class HuggingFaceWeights:
         record = self._shards.records.get(piece.theirs)
         if record is None:
             raise ConversionError(
-                f"{self.path}: {piece.theirs} is missing; {self.family.name} as config.json describes it has it"
+                f"{self.path}: {piece.theirs} is missing; {self.family.name} of its config.json has it"
             )
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
@@ -252,8 +222,8 @@ class HuggingFaceWeights:
             same = same and torch.equal(ours, theirs)
         if not same:
             raise ConversionError(
-                f"{self.path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; set it to "
-                "false, if the head is a separate one"
+                f"{self.path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; "
+                "set it to false"
             )
 
 
@@ -269,7 +239,7 @@ def _family_of(values: dict[str, Any], where: Path) -> Family:
     quantized = values.get("quantization_config")
     if quantized:
         raise ConversionError(
-            f"{where}: quantization_config: the weights are quantized; convert the folder that they were made of"
+            f"{where}: quantization_config: the weights are quantized; convert what they were made of"
         )
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -277,37 +247,21 @@ def _family_of(values: dict[str, Any], where: Path) -> Family:
     return FAMILIES[name]
 
 
-_END = "eos_token_id"
-
-
 def write_huggingface(
     weights: Weights,
     folder: Path,
     *,
-    dtype: torch.dtype | None,
-    family: str | None,
-    max_file_bytes: int,
-    advance: Advance,
+    dtype: torch.dtype | None = None,
+    family: str | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
     """Write a model so that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
 
     Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
 
-    Args:
-        weights: the model.
-        folder: must not exist yet, or be empty.
-        dtype: of the tensors; None: as they are stored.
-        family: a name of `FAMILIES`; None: that of the source if it is a Hugging Face folder, else the first that
-            expresses the model.
-        max_file_bytes: where the next safetensors file begins; a larger tensor has a file for itself.
-        advance: called with the bytes of each tensor that was written.
-        log: see `Output`.
-
-    Raises:
-        ConversionError: no family, or not the named one, expresses the model; the target is there already; the
-            tokenizer cannot be expressed.
-        OSError: disk full, no permission, ...
+    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it.
     """
     opened = innermost(weights)
     theirs = opened if isinstance(opened, HuggingFaceWeights) else None
@@ -317,44 +271,38 @@ def write_huggingface(
     tokenizer = export_tokenizer(weights.tokenizer_files, weights.seq_length, chosen.name)
     token_ids: Mapping[str, Any]
     generation: Mapping[str, Any] | None
-    if theirs is not None and _keeps_tokens(weights, theirs):
-        token_ids, generation = theirs.token_ids, _generation(theirs)
+    # Ids of tokens mean what they did where the folder's own tokenizer goes along, or none.
+    going = [path.resolve() for path in weights.tokenizer_files]
+    if theirs is not None and going in ([], [path.resolve() for path in theirs.tokenizer_files]):
+        token_ids, generation = theirs.token_ids, read_json(theirs.path, GENERATION)
+        refuse_code(generation or {}, theirs.path / GENERATION)
     else:
         before = weights.generation
         token_ids = {name: tokenizer.token_ids.get(name, before.get(name)) for name in TOKEN_IDS}
-        if token_ids[_END] is None:
-            token_ids[_END] = _end_of_document(weights, log)
+        if token_ids["eos_token_id"] is None:
+            token_ids["eos_token_id"] = _end_of_document(weights, log)
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
-    targets = [
-        Target(piece.theirs, piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)
-    ]
+    targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
-    names = [SINGLE] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(len(files))]
+    count = len(files)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
     output = Output(folder, identity=identity, files=names, log=log)
     source = LastRead(weights)
     for name, part in zip(names, files):
         write_file(output, name, part, source, advance, digest=False, metadata=FORMAT_PT)
     if len(files) > 1:
-        _write_json(output, INDEX, _index(names, files))
+        total = sum(target.record.nbytes for target in targets)
+        places = {target.key: name for name, part in zip(names, files) for target in part}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        _write_json(output, INDEX, index)
     _write_json(output, "config.json", _config(chosen, weights, targets, token_ids))
     if generation is not None:
         _write_json(output, GENERATION, generation)
     for name, content in tokenizer.files.items():
         output.write(name, content)
     return output.commit()
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(names: list[str], files: list[list[Target]]) -> dict[str, Any]:
-    """Which tensor is in which file."""
-    total = sum(target.record.nbytes for part in files for target in part)
-    places = {target.key: name for name, part in zip(names, files) for target in part}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
 def _config(family: Family, weights: Weights, targets: list[Target], token_ids: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,12 +320,6 @@ def _config(family: Family, weights: Weights, targets: list[Target], token_ids: 
     }
 
 
-def _keeps_tokens(weights: Weights, theirs: HuggingFaceWeights) -> bool:
-    """The ids of tokens still mean what they did: the folder's own tokenizer goes along, or none."""
-    files, own = ([path.resolve() for path in source.tokenizer_files] for source in (weights, theirs))
-    return files in ([], own)
-
-
 def _end_of_document(weights: Weights, log: Log) -> int | None:
     """What ends a document, by the tokenizer that goes along or else by the one that the model was trained with."""
     try:
@@ -386,14 +328,6 @@ def _end_of_document(weights: Weights, log: Log) -> int | None:
         log(f"no eos_token_id: the tokenizer cannot be opened: {error}")
         return None
     return None if tokenizer is None else tokenizer.eod
-
-
-def _generation(theirs: HuggingFaceWeights) -> dict[str, Any] | None:
-    """What a folder says in generation_config.json; without it transformers goes by config.json and its class."""
-    values = read_json(theirs.path, GENERATION)
-    if values is not None:
-        refuse_code(values, theirs.path / GENERATION)
-    return values
 
 
 def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """The `args` of a Megatron-LM checkpoint, of which only plain values are believed, and the network that they describe."""
 
-import math
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import torch
@@ -37,20 +38,21 @@ class Arguments:
         self._values = values
         self.path = path
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """A plain value: None, bool, number, string or a sequence of these.
+    @classmethod
+    def of(cls, content: Any, path: Path) -> "Arguments":
+        """Those in the content of a file."""
+        if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
+            raise ConversionError(f"{path} has no args, which say what the model is")
+        return cls(vars(content["args"]), path)
 
-        Raises:
-            ConversionError: it is something else, or a whole number of more than 63 bits.
-        """
+    def get(self, name: str, default: Any = None) -> Any:
+        """A plain value: None, bool, number, string or a sequence of these."""
         value = self._values.get(name)
         if value is None:
             return default
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, int) and item.bit_length() > _BITS:
-                raise ConversionError(
-                    f"{self.path}: args.{name} has {item.bit_length()} bits; no setting has more than {_BITS}"
-                )
+                raise ConversionError(f"{self.path}: args.{name} has {item.bit_length()} bits, more than {_BITS}")
         if isinstance(value, list | tuple):
             if all(isinstance(item, bool | int | float | str | None) for item in value):
                 return value
@@ -58,44 +60,26 @@ class Arguments:
             return value
         raise ConversionError(f"{self.path}: args.{name} is a {type(value).__name__}, not a plain value")
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A positive whole number below 2^31.
-
-        Raises:
-            ConversionError: there is none and no default, or it is something else.
-        """
+    def _needed(
+        self, name: str, default: Any, kinds: type | UnionType, allowed: Callable[[Any], bool], what: str
+    ) -> Any:
         value = self.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_WHOLE:
+        if isinstance(value, kinds) and isinstance(value, bool) == (kinds is bool) and allowed(value):
             return value
-        raise ConversionError(
-            f"{self.path}: args.{name} is {value!r}; a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
-        )
+        raise ConversionError(f"{self.path}: args.{name} is {value!r}; {what}")
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive whole number below 2^31."""
+        what = f"a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
+        return int(self._needed(name, default, int, lambda value: 0 < value <= _LARGEST_WHOLE, what))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False.
-
-        Raises:
-            ConversionError: it is something else.
-        """
-        value = self.get(name, default)
-        if isinstance(value, bool):
-            return value
-        raise ConversionError(f"{self.path}: args.{name} is {value!r}; True or False is needed")
+        return bool(self._needed(name, default, bool, lambda value: True, "True or False is needed"))
 
     def number(self, name: str, default: float) -> float:
-        """A finite number, at most 1e30 in size.
-
-        Raises:
-            ConversionError: it is something else.
-        """
-        value = self.get(name, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-            if math.isfinite(number) and abs(number) <= _LARGEST_NUMBER:
-                return number
-        raise ConversionError(
-            f"{self.path}: args.{name} is {value!r}; a number is needed, of at most {_LARGEST_NUMBER:g}"
-        )
+        """A finite number, at most 1e30 in size."""
+        what = f"a number is needed, of at most {_LARGEST_NUMBER:g}"
+        return float(self._needed(name, default, int | float, lambda value: abs(value) <= _LARGEST_NUMBER, what))
 
     def differences(self, other: "Arguments") -> list[str]:
         """Arguments of the network and the layout that another file has otherwise."""
@@ -142,15 +126,6 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConfig:
-    """The network that these arguments describe.
-
-    Args:
-        padded_vocabulary: rows of the word embedding over all ranks.
-        tp: tensor-parallel size, of which the padding is a multiple.
-
-    Raises:
-        ConversionError: it is a network that megalite has not; the arguments are named.
-    """
     wrong = [f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed]
     if wrong:
         raise ConversionError(f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}")
@@ -221,7 +196,7 @@ def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
     stated = args.whole("padded_vocab_size", padded)
     if stated != padded:
         raise ConversionError(
-            f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows over {tp} ranks"
+            f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows"
         )
     multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
     size = None if args.get("vocab_size") is None else args.whole("vocab_size")
@@ -241,7 +216,7 @@ def _positions(args: Arguments) -> dict[str, Any]:
         if factor != 1:
             raise ConversionError(
                 f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
-                "are not something that megalite has"
+                "is no RoPE of ours"
             )
         settings |= {"rope_scaling": "llama3", "rope_scaling_factor": args.number("rope_scaling_factor", 8.0)}
     elif kind == "rope" and factor != 1:
@@ -258,9 +233,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
     if not isinstance(experts, int) or isinstance(experts, bool):
         raise ConversionError(f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed")
     if biases:
-        raise ConversionError(
-            f"{args.path}: args.num_experts with args.add_bias_linear: megalite's experts have no biases"
-        )
+        raise ConversionError(f"{args.path}: args.num_experts with args.add_bias_linear: experts have no biases")
     etp = args.get("expert_tensor_parallel_size")
     if etp not in (None, args.get("tensor_model_parallel_size", 1)):
         raise ConversionError(
@@ -307,6 +280,5 @@ def _expert_layers(args: Arguments) -> tuple[int, int]:
         if all((index - first) % every == 0 for index in after) and len(after) == (layers - 1 - first) // every:
             return first, every
     raise ConversionError(
-        f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers at the start and then experts in "
-        "every n-th"
+        f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers and then experts in every n-th"
     )

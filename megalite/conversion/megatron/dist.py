@@ -8,8 +8,7 @@ arguments. (torch's own restricted unpickler reads protocol 2 alone; these files
 
 import math
 import pickletools
-from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 
-from megalite.config.data import DataConfig
-from megalite.conversion.megatron.arguments import Arguments, read_model
+from megalite.conversion.megatron.arguments import Arguments
 from megalite.conversion.megatron.layout import WORD, Shard, Stage, common_name, stage_pieces
-from megalite.conversion.megatron.read import step_folder
+from megalite.conversion.megatron.read import MegatronModel, refuse_unknown
 from megalite.conversion.megatron.torch_file import TorchFile, refusal, require_readable
-from megalite.conversion.weights import ConversionError, Piece, fill, parameter_shapes
+from megalite.conversion.weights import ConversionError, Piece, fill
 
 
 class PickleError(ValueError):
@@ -59,111 +57,87 @@ _VALUES = frozenset(
     BINUNICODE8 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8
     """.split()  # noqa: SIM905
 )
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+# How many values an opcode takes from the stack; None: all above the last mark.
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
+_ITEMS = {"APPEND": 1, "SETITEM": 2, "APPENDS": None, "ADDITEMS": None, "SETITEMS": None}
 
 
 def describe(data: bytes, allowed: Collection[str]) -> Any:
-    """The value that a pickle describes: dicts, lists, tuples, numbers, strings, `Name` and `Made`.
-
-    Args:
-        allowed: the dotted names that may occur.
+    """The value that a pickle describes: dicts, lists, tuples, numbers, strings, `Name` (one of `allowed`) and `Made`.
 
     Raises:
         PickleError: another name occurs, or the bytes are not a pickle of plain data.
     """
-    reader = _Reader(allowed)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            reader.step(opcode.name, argument)
-        return reader.result()
+        (value,) = _stack(data, allowed)
     except PickleError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PickleError(f"it is not a pickle ({error})") from None
+    return value
 
 
-class _Reader:
-    """The stack that the opcodes work on."""
+def _stack(data: bytes, allowed: Collection[str]) -> list[Any]:
+    """What the opcodes leave on the stack."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
 
-    def __init__(self, allowed: Collection[str]) -> None:
-        self._allowed = allowed
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    def pop(count: int | None) -> list[Any]:
+        place = marks.pop() if count is None else len(stack) - count
+        items = stack[place:]
+        del stack[place:]
+        return items
 
-    def result(self) -> Any:
-        """What is left."""
-        (value,) = self._stack
-        return value
-
-    def step(self, code: str, argument: Any) -> None:
-        """One opcode."""
+    operations: Iterator[tuple[Any, Any, Any]] = pickletools.genops(data)
+    for opcode, argument, _ in operations:
+        code = opcode.name
         if code in _VALUES:
-            self._stack.append(argument)
+            stack.append(argument)
         elif code in _CONSTANTS:
-            self._stack.append(_CONSTANTS[code])
+            stack.append(_CONSTANTS[code])
         elif code in _EMPTY:
-            self._stack.append(_EMPTY[code]())
+            stack.append(_EMPTY[code]())
         elif code == "MARK":
-            self._marks.append(len(self._stack))
+            marks.append(len(stack))
         elif code in _TUPLES:
-            self._stack[-_TUPLES[code] :] = [tuple(self._stack[-_TUPLES[code] :])]
-        elif code == "TUPLE":
-            self._stack.append(tuple(self._pop_marked()))
+            stack.append(tuple(pop(_TUPLES[code])))
         elif code in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
-            self._memo[len(self._memo) if code == "MEMOIZE" else argument] = self._stack[-1]
+            memo[len(memo) if code == "MEMOIZE" else argument] = stack[-1]
         elif code in ("GET", "BINGET", "LONG_BINGET"):
-            self._stack.append(self._memo[argument])
-        elif code in ("APPEND", "APPENDS", "ADDITEMS", "SETITEM", "SETITEMS"):
-            self._add(code)
-        elif code in ("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"):
-            self._object(code, argument)
+            stack.append(memo[argument])
+        elif code in _ITEMS:
+            items = pop(_ITEMS[code])
+            _add(stack[-1], items, in_pairs=code.startswith("SETITEM"))
+        elif code in ("GLOBAL", "STACK_GLOBAL"):
+            module, name = argument.split(" ") if code == "GLOBAL" else pop(2)
+            if f"{module}.{name}" not in allowed:
+                raise PickleError(f"GLOBAL {module}.{name}")
+            stack.append(Name(f"{module}.{name}"))
+        elif code in ("REDUCE", "NEWOBJ"):
+            called, arguments = pop(2)
+            if not isinstance(called, Name) or not isinstance(arguments, tuple):
+                raise PickleError("it calls what is not a class")
+            stack.append(Made(called.name, arguments))
+        elif code == "BUILD":
+            (state,) = pop(1)
+            if not isinstance(stack[-1], Made):
+                raise PickleError("it gives a state to what is not an object")
+            stack[-1].state = state
         elif code not in ("PROTO", "FRAME", "STOP"):
             raise PickleError(f"it has the opcode {code}, which no data need")
+    return stack
 
-    def _object(self, code: str, argument: Any) -> None:
-        if code == "BUILD":
-            state = self._stack.pop()
-            if not isinstance(self._stack[-1], Made):
-                raise PickleError("it gives a state to what is not an object")
-            self._stack[-1].state = state
-            return
-        if code == "GLOBAL":
-            name = argument.replace(" ", ".")
-        else:
-            second, first = self._stack.pop(), self._stack.pop()
-            if code != "STACK_GLOBAL":
-                if not isinstance(first, Name) or not isinstance(second, tuple):
-                    raise PickleError("it calls what is not a class")
-                self._stack.append(Made(first.name, second))
-                return
-            name = f"{first}.{second}"
-        if name not in self._allowed:
-            raise PickleError(f"GLOBAL {name}")
-        self._stack.append(Name(name))
 
-    def _add(self, code: str) -> None:
-        if code.endswith("S"):
-            items = self._pop_marked()
-        else:
-            count = 2 if code == "SETITEM" else 1
-            items = self._stack[-count:]
-            del self._stack[-count:]
-        target = self._stack[-1]
-        if isinstance(target, Made):
-            target.items.extend(items)
-        elif code.startswith("SETITEM"):
-            target.update(zip(map(_key, items[::2]), items[1::2], strict=True))
-        elif isinstance(target, set):
-            target.update(map(_key, items))
-        else:
-            target.extend(items)
-
-    def _pop_marked(self) -> list[Any]:
-        place = self._marks.pop()
-        items = self._stack[place:]
-        del self._stack[place:]
-        return items
+def _add(target: Any, items: list[Any], *, in_pairs: bool) -> None:
+    if isinstance(target, Made):
+        target.items.extend(items)
+    elif in_pairs:
+        target.update(zip(map(_key, items[::2]), items[1::2], strict=True))
+    elif isinstance(target, set):
+        target.update(map(_key, items))
+    else:
+        target.extend(items)
 
 
 def _key(value: Any) -> Any:
@@ -200,8 +174,6 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A block of a tensor and the bytes that `torch.save` made of it."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -211,26 +183,16 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor over all ranks."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
 
 
 def read_metadata(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
-
-    Raises:
-        ConversionError: the file contains another class than those that torch writes there (it is named), or is not
-            what torch writes.
-    """
     try:
         described = describe(path.read_bytes(), ALLOWED)
     except PickleError as error:
-        raise ConversionError(
-            f"{refusal(str(path), str(error))}; or save the checkpoint with --ckpt-format torch"
-        ) from None
+        raise ConversionError(f"{refusal(str(path), str(error))}; or use --ckpt-format torch") from None
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error}") from None
     try:
@@ -245,7 +207,7 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConversionError(
-            f"{path} is not what this version of torch writes ({error!r}); save the checkpoint with --ckpt-format torch"
+            f"{path} is not what this version of torch writes ({error!r}); use --ckpt-format torch"
         ) from None
 
 
@@ -315,65 +277,41 @@ class _Source:
     piece: Piece
 
 
-class MegatronDistWeights:
-    """A `torch_dist` checkpoint of a GPT, whatever the layout that saved it; optimizer and random states are not read.
+class MegatronDistWeights(MegatronModel):
+    """A `torch_dist` checkpoint of a GPT, whatever the layout that saved it; optimizer and random states are not read."""
 
-    Args:
-        folder: with the tracker file, or of one iteration.
-        iteration: which one; default that of the tracker file.
-
-    Raises:
-        ConversionError: no such checkpoint, a file with something else in it than tensors and settings, or a model that
-            is none of ours.
-    """
-
-    format = "megatron"
-    tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
-    tokenizer_hints = DataConfig()
-    generation: Mapping[str, Any] = {}
-
-    def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
-        self.path = step_folder(folder, iteration)
-        args = _arguments(self.path)
-        stored = read_metadata(self.path / ".metadata")
-        by_name = _by_common_name(self.path, stored, args)
+    def __init__(self, step: Path) -> None:
+        self.path = step
+        path = step / "common.pt"
+        if not path.is_file():
+            raise ConversionError(f"{path} is missing, which has the args; save with --ckpt-format torch")
+        args = Arguments.of(TorchFile(path).content, path)
+        by_name = _by_common_name(step, read_metadata(step / ".metadata"), args)
         word = by_name.get(WORD)
         if word is None or len(word[0].shape) != 2:
-            raise ConversionError(f"{self.path} has no {WORD}: it holds no GPT")
+            raise ConversionError(f"{step} has no {WORD}: it holds no GPT")
         vocabulary = word[0].shape[0]
-        tp = args.whole("tensor_model_parallel_size", 1)
-        self.model = read_model(args, padded_vocabulary=vocabulary, tp=tp)
-        self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
-        self._shapes = parameter_shapes(self.model)
+        self.describe(args, padded_vocabulary=vocabulary, tp=args.whole("tensor_model_parallel_size", 1))
         self._files: dict[StoredPiece, TorchFile] = {}
-        self._sources: dict[str, list[_Source]] = {name: [] for name in self._shapes}
+        self._sources: dict[str, list[_Source]] = {name: [] for name in self.shapes}
         whole = Stage(0, self.model.num_layers, has_embedding=True, has_head=True)
         unknown = set(by_name)
         for piece in stage_pieces(self.model, whole, Shard(1, 0), vocabulary=vocabulary):
             unknown.discard(piece.theirs)
             self._sources[piece.ours].append(self._source(piece, by_name))
-        if unknown:
-            raise ConversionError(
-                f"{self.path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}"
-            )
+        refuse_unknown(step, unknown)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type that a tensor is stored in."""
         return self._sources[name][0].stored.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, put together from the blocks of all ranks.
-
-        Raises:
-            ConversionError: a file is missing or damaged, or blocks leave a gap.
-        """
-        output = torch.zeros(self._shapes[name].shape, dtype=self.dtype(name))
+        output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
             place = source.piece.view(output).view(source.piece.shape)
             filled = sum(self._fill(place, source, block) for block in source.stored.pieces)
             if filled != place.numel():
                 raise ConversionError(
-                    f"{self.path}: the blocks of {source.piece.theirs} have {filled} of {place.numel()} elements"
+                    f"{self.path}: {source.piece.theirs}: its blocks have {filled} of {place.numel()} elements"
                 )
         return output
 
@@ -406,23 +344,10 @@ class MegatronDistWeights:
             raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args ask for")
         stored, index = found
         if stored.shape[len(index) :] != piece.shape:
-            raise ConversionError(
-                f"{self.path}: {piece.theirs} is {list(stored.shape[len(index) :])}; its args make it {list(piece.shape)}"
-            )
+            shape = list(stored.shape[len(index) :])
+            raise ConversionError(f"{self.path}: {piece.theirs} is {shape}; its args make it {list(piece.shape)}")
         require_readable(self.path, piece.theirs, stored.dtype)
         return _Source(stored, index, piece)
-
-
-def _arguments(step: Path) -> Arguments:
-    path = step / "common.pt"
-    if not path.is_file():
-        raise ConversionError(
-            f"{path} is missing, which says what the model is; save the checkpoint with --ckpt-format torch"
-        )
-    content = TorchFile(path).content
-    if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
-        raise ConversionError(f"{path} has no args, which say what the model is")
-    return Arguments(vars(content["args"]), path)
 
 
 def _by_common_name(

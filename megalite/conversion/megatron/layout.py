@@ -6,14 +6,15 @@ tensor-parallel size, so the rows of its padding may differ in number.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.weights import ConversionError, Piece, View, first_rows
+from megalite.conversion.weights import ConversionError, Piece, first_rows
 from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
 
 _RENAMED = tuple(
@@ -71,7 +72,7 @@ class Named(dict[str, torch.Tensor]):
     """Tensors by common name.
 
     Attributes:
-        old_qkv: names of those that are stored as `query_key_value`, whose rows had other orders at first.
+        old_qkv: names of those that are stored as `query_key_value`, with other orders of rows at first.
     """
 
     def __init__(self) -> None:
@@ -80,11 +81,7 @@ class Named(dict[str, torch.Tensor]):
 
 
 def tensors_of(content: Mapping[Any, Any]) -> Named:
-    """The tensors of a `model` entry, nested or not, by common name.
-
-    Raises:
-        ConversionError: a name is there twice, or dicts that no model needs: in more than one place, or 16 deep.
-    """
+    """The tensors of a `model` entry, nested or not, by common name."""
     found = Named()
     _collect(content, "", found, {id(content)}, 1)
     return found
@@ -105,9 +102,7 @@ def _collect(content: Mapping[Any, Any], prefix: str, found: Named, seen: set[in
             if common is None:
                 continue
             if common in found:
-                raise ConversionError(
-                    f"{common} is there twice, under the names of two versions of Megatron-LM or two models"
-                )
+                raise ConversionError(f"{common} is there twice, under the names of two versions or models")
             found[common] = value
             if ".query_key_value." in name:
                 found.old_qkv.add(common)
@@ -201,15 +196,10 @@ def _sliced(name: str, shape: ParameterShape, shard: Shard) -> Piece:
     local = (*shape.shape[:dim], size, *shape.shape[dim + 1 :])
     if dim == 1 and shape.name.rpartition(".")[0].endswith(".up"):
         local = (2 * size, *local[2:])
-    return Piece(name, shape.name, local, _narrow(dim, shard.r * size, size))
-
-
-def _narrow(dim: int, first: int, size: int) -> View:
-    return lambda tensor: tensor.narrow(dim, first, size)
+    return Piece(name, shape.name, local, lambda tensor: tensor.narrow(dim, shard.r * size, size))
 
 
 def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, shard: Shard) -> Piece:
-    """The rows of an embedding or a head on one rank."""
     rows = vocabulary // shard.tp
     return Piece(name, ours, (rows, hidden_size), first_rows(rows, shard.r * rows))
 
@@ -220,54 +210,30 @@ def _experts(
     """Our stack of experts: one piece for each expert of this rank, or one for all of them."""
     assert shape.shard_dim is not None
     layer = "linear_fc1" if rest == "moe.experts.up.weight" else "linear_fc2"
-    size = shape.shape[shape.shard_dim] // shard.tp
-    cut = _narrow(shape.shard_dim, shard.r * size, size)
-    count = shape.shape[0] // shard.ep
-    first, h = shard.e * count, model.hidden_size
+    dim, h = shape.shard_dim, model.hidden_size
+    size, count = shape.shape[dim] // shard.tp, shape.shape[0] // shard.ep
+    first = shard.e * count
     width = 2 * size if layer == "linear_fc1" and model.is_gated else size
-    if grouped:
-        # [E, h, 2·f/tp] and [E, f/tp, h], each without its first boundary.
-        name, wide = ("weight1", (h, count * width)) if layer == "linear_fc1" else ("weight2", (count * size, h))
-        last_first = _rows_last if layer == "linear_fc1" else _columns_first
-        yield Piece(f"{there}.mlp.experts.{name}", shape.name, wide, _grouped(cut, first, count, last_first))
-        return
-    local = (width, h) if layer == "linear_fc1" else (h, size)
-    for expert in range(count):
-        name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.weight"
-        yield Piece(name, shape.name, local, _expert(cut, first + expert))
 
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        """[count, 2, f/tp, h] (gated) or [count, f/tp, h] of fc1, [count, h, f/tp] of fc2."""
+        return tensor.narrow(dim, shard.r * size, size)[first : first + count]
 
-def _expert(cut: View, expert: int) -> View:
-    return lambda tensor: cut(tensor)[expert]
-
-
-def _grouped(cut: View, first: int, count: int, order: Callable[[torch.Tensor], torch.Tensor]) -> View:
-    return lambda tensor: order(cut(tensor)[first : first + count])
-
-
-def _rows_last(up: torch.Tensor) -> torch.Tensor:
-    """[E, 2, f, h] or [E, f, h] -> [E, h, 2, f] or [E, h, f]."""
-    return up.movedim(-1, 1)
-
-
-def _columns_first(down: torch.Tensor) -> torch.Tensor:
-    """[E, h, f] -> [E, f, h]."""
-    return down.transpose(1, 2)
+    if grouped and layer == "linear_fc1":  # [count, h, width], without its first boundary
+        yield Piece(f"{there}.mlp.experts.weight1", shape.name, (h, count * width), lambda up: held(up).movedim(-1, 1))
+    elif grouped:  # [count, f/tp, h], likewise
+        name = f"{there}.mlp.experts.weight2"
+        yield Piece(name, shape.name, (count * size, h), lambda down: held(down).transpose(1, 2))
+    else:
+        local = (width, h) if layer == "linear_fc1" else (h, size)
+        for expert in range(count):
+            name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.weight"
+            yield Piece(name, shape.name, local, partial(lambda index, tensor: held(tensor)[index], expert))
 
 
 def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
     """qkv of checkpoints before version 2: each rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
-    ordered = _three_first if version < 1.0 else _three_last
-    return replace(piece, view=_regrouped(piece.view, model.head_size, ordered))
-
-
-def _regrouped(cut: View, d: int, order: Callable[[torch.Tensor], torch.Tensor]) -> View:
-    return lambda tensor: order(cut(tensor).unflatten(0, (-1, 3, d)))
-
-
-def _three_first(rows: torch.Tensor) -> torch.Tensor:
-    return rows.transpose(0, 1)
-
-
-def _three_last(rows: torch.Tensor) -> torch.Tensor:
-    return rows.transpose(1, 2)
+    dims = (0, 1) if version < 1.0 else (1, 2)
+    return replace(
+        piece, view=lambda tensor: piece.view(tensor).unflatten(0, (-1, 3, model.head_size)).transpose(*dims)
+    )

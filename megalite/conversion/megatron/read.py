@@ -1,8 +1,8 @@
-"""Megatron-LM checkpoints, read: the `torch` format, whose ranks' slices make whole tensors, or `torch_dist`."""
+"""Megatron-LM checkpoints, read: the `torch` format, of which the ranks' slices make whole tensors."""
 
+import itertools
 import re
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,14 @@ from megalite.conversion.megatron.layout import (
     vocabulary_piece,
 )
 from megalite.conversion.megatron.torch_file import TorchFile, require_readable
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, fill, parameter_shapes
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, fill, parameter_shapes
 from megalite.models.shapes import ParameterShape
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+Place = tuple[int, int, int]
+"""Tensor-, pipeline- and expert-parallel rank."""
 _STEP = re.compile(r"iter_(\d{7,})$")
 _RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)$")
 
@@ -41,7 +43,27 @@ class Grid:
     tp: int
     pp: int
     ep: int
-    files: dict[tuple[int, int, int], Path]
+    files: dict[Place, Path]
+
+
+class MegatronModel(Weights):
+    """What both formats share: Megatron-LM keeps tokenizers elsewhere, and `args` describe the network."""
+
+    format = "megatron"
+    tokenizer_files: Sequence[Path] = ()
+    tokenizer_hints = DataConfig()
+    generation: Mapping[str, Any] = {}
+
+    def describe(self, args: Arguments, *, padded_vocabulary: int, tp: int) -> None:
+        self.model = read_model(args, padded_vocabulary=padded_vocabulary, tp=tp)
+        self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
+        self.shapes = parameter_shapes(self.model)
+
+
+def refuse_unknown(path: Path, unknown: Collection[str]) -> None:
+    """A tensor that is not a part of the model would be lost."""
+    if unknown:
+        raise ConversionError(f"{path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}")
 
 
 def is_step(folder: Path) -> bool:
@@ -50,16 +72,11 @@ def is_step(folder: Path) -> bool:
 
 
 def is_dist(step: Path) -> bool:
-    """The step is in the `torch_dist` format."""
     return (step / ".metadata").is_file()
 
 
 def step_folder(folder: Path, iteration: int | None = None) -> Path:
-    """The folder of one iteration: `folder` itself, or the one in it that the tracker file or `iteration` names.
-
-    Raises:
-        ConversionError: there is none; those that are there are named.
-    """
+    """The folder of one iteration: `folder` itself, or the one in it that the tracker file or `iteration` names."""
     if iteration is None and is_step(folder):
         return folder
     if iteration is not None:
@@ -72,13 +89,11 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise ConversionError(
-            f"{folder} is no Megatron-LM checkpoint: it has neither {TRACKER} nor mp_rank_* folders; it has {_known(folder)}"
+            f"{folder} is no Megatron-LM checkpoint: no {TRACKER} nor mp_rank_*; it has {_known(folder)}"
         )
     text = tracker.read_text(errors="replace")[:100].strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
-        raise ConversionError(
-            f"{tracker} holds {text!r}; it must be a number or {RELEASE}. {folder} has {_known(folder)}"
-        )
+        raise ConversionError(f"{tracker} holds {text!r}; it must be a number or {RELEASE}")
     found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not is_step(found):
         raise ConversionError(f"{tracker} names {found.name}, which is not there; {folder} has {_known(folder)}")
@@ -86,7 +101,6 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
 
 
 def _known(folder: Path) -> str:
-    """The iterations in a folder, for a message."""
     names = sorted(path.name for path in folder.glob("*") if path.name == RELEASE or _STEP.match(path.name))
     return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "") if names else "no iteration"
 
@@ -95,12 +109,6 @@ def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
     """The model files of a `torch` step; every rank of the grid must have one.
 
     `mp_rank_TT_NNN` is a pipeline rank, or with one pipeline stage an expert-parallel rank: only the arguments tell.
-
-    Args:
-        expert_parallel: the size that they tell.
-
-    Raises:
-        ConversionError: there are none, or one is missing; it is named.
     """
     found: dict[tuple[int, int, int], Path] = {}
     for path in sorted(step.glob("mp_rank_*")):
@@ -120,15 +128,12 @@ def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
     if not found:
         raise ConversionError(f"{step} has no mp_rank_*/{MODEL_FILES[0]}")
     tp, pp, ep = (max(place[axis] for place in found) + 1 for axis in range(3))
-    for tensor in range(tp):
-        for pipeline in range(pp):
-            for expert in range(ep):
-                if (tensor, pipeline, expert) not in found:
-                    name = rank_folder(tensor, pipeline, expert, pp=pp, ep=ep)
-                    raise ConversionError(
-                        f"{step / name / MODEL_FILES[0]} is missing; the other files are of tensor {tp} x pipeline {pp} x "
-                        f"expert {ep} ranks"
-                    )
+    for place in itertools.product(range(tp), range(pp), range(ep)):
+        if place not in found:
+            raise ConversionError(
+                f"{step / rank_folder(*place, pp=pp, ep=ep) / MODEL_FILES[0]} is missing; the other files are of tensor "
+                f"{tp} x pipeline {pp} x expert {ep} ranks"
+            )
     return Grid(tp, pp, ep, found)
 
 
@@ -146,113 +151,78 @@ class RankFile:
         self.path = path
         self.file = TorchFile(path)
         content, self.file.content = self.file.content, None  # the optimizer's part of it may go
-        if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
-            raise ConversionError(f"{path} has no args, which say what the model is")
-        self.args = Arguments(vars(content["args"]), path)
+        self.args = Arguments.of(content, path)
         self.version = content.get("checkpoint_version", 0)
         if not isinstance(self.version, int | float) or not 0 <= self.version < 4:
             raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; 0 to 3.0 are known")
-        self.chunks = [_tensors(path, chunk) for chunk in _chunks(path, content)]
+        self.chunks = list(_chunks(path, content))
 
 
-def _chunks(path: Path, content: Mapping[Any, Any]) -> list[Any]:
-    """The `model`, or `model0`, `model1`, ... of a virtual pipeline."""
-    if "model" in content:
-        return [content["model"]]
-    count = sum(f"model{index}" in content for index in range(len(content)))
-    if not count or any(f"model{index}" not in content for index in range(count)):
+def _chunks(path: Path, content: Mapping[Any, Any]) -> Iterator[Named]:
+    """The tensors of `model`, or of `model0`, `model1`, ... of a virtual pipeline."""
+    names = ["model"]
+    if "model" not in content:
+        names = [f"model{index}" for index in range(sum(f"model{index}" in content for index in range(len(content))))]
+    if not names or not all(name in content for name in names):
         raise ConversionError(f"{path} has neither model nor model0, model1, ...")
-    return [content[f"model{index}"] for index in range(count)]
-
-
-def _tensors(path: Path, chunk: Any) -> Named:
-    if not isinstance(chunk, Mapping):
-        raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
-    try:
-        return tensors_of(chunk)
-    except ConversionError as error:
-        raise ConversionError(f"{path}: {error}") from None
+    for chunk in (content[name] for name in names):
+        if not isinstance(chunk, Mapping):
+            raise ConversionError(f"{path}: its model is a {type(chunk).__name__}, not a dict of tensors")
+        try:
+            yield tensors_of(chunk)
+        except ConversionError as error:
+            raise ConversionError(f"{path}: {error}") from None
 
 
 WORD_OURS = "embedding.word.weight"
-Place = tuple[int, int, int]
-"""Tensor-, pipeline- and expert-parallel rank."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one piece of a tensor of ours is."""
-
     file: TorchFile
     tensor: torch.Tensor
     piece: Piece
 
 
-class MegatronWeights:
-    """A `torch` checkpoint of a GPT: megatron.core's or an older one, of any tensor, pipeline and expert sizes.
+class MegatronWeights(MegatronModel):
+    """A `torch` checkpoint of a GPT: megatron.core's or an older one, of any tensor, pipeline and expert sizes."""
 
-    Args:
-        folder: with the tracker file, or of one iteration.
-        iteration: which one; default that of the tracker file.
-
-    Raises:
-        ConversionError: no such checkpoint, a file is missing or damaged, files disagree, or a model that is none of
-            ours.
-    """
-
-    format = "megatron"
-    tokenizer_files: Sequence[Path] = ()  # Megatron-LM keeps them elsewhere
-    tokenizer_hints = DataConfig()
-    generation: Mapping[str, Any] = {}
-
-    def __init__(self, folder: Path, *, iteration: int | None = None) -> None:
-        self.path = step_folder(folder, iteration)
-        self._grid, files = _open_grid(self.path)
+    def __init__(self, step: Path) -> None:
+        self.path = step
+        self._grid, files = _open_grid(step)
         first = files[0, 0, 0]
         embedding = first.chunks[0].get(WORD)
         if embedding is None or embedding.dim() != 2:
             raise ConversionError(f"{first.path} has no {WORD}: it is no GPT's first stage")
         self._vocabulary = embedding.shape[0] * self._grid.tp
         self._stages = _stages(self._grid, files)  # before the number of layers is believed
-        self.model = read_model(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
-        self.seq_length = first.args.whole("seq_length", first.args.whole("max_position_embeddings"))
-        self._shapes = parameter_shapes(self.model)
+        self.describe(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
         self._check_divisible(first)
-        self._sources: dict[str, list[_Source]] = {name: [] for name in self._shapes}
-        self._copies: dict[str, list[tuple[_Source, _Source]]] = {name: [] for name in self._shapes}
+        self._sources: dict[str, list[_Source]] = {name: [] for name in self.shapes}
+        self._copies: dict[str, list[tuple[_Source, _Source]]] = {name: [] for name in self.shapes}
         self._index(files)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type that a tensor is stored in."""
         return self._sources[name][0].tensor.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, put together from the ranks' files.
-
-        Raises:
-            ConversionError: a file has changed since it was opened, or is damaged; ranks that should have the same
-                tensor, or the word embedding and a head tied to it, differ.
-        """
         for source, copy in self._copies[name]:
             self._compare(source, copy)
-        output = torch.zeros(self._shapes[name].shape, dtype=self.dtype(name))
+        output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
             fill(source.piece.view(output), partial(source.file.read, source.tensor))
         return output
 
     def _check_divisible(self, first: RankFile) -> None:
         model, tp, ep = self.model, self._grid.tp, self._grid.ep
-        for name, value in (
-            ("num_attention_heads", model.num_attention_heads),
-            ("num_query_groups", model.query_groups),
-            ("ffn_hidden_size", model.ffn_size),
+        for name, value, ranks in (
+            ("num_attention_heads", model.num_attention_heads, tp),
+            ("num_query_groups", model.query_groups, tp),
+            ("ffn_hidden_size", model.ffn_size, tp),
+            ("num_experts", model.num_experts or 0, ep),
         ):
-            if value % tp:
-                raise ConversionError(f"{first.path}: args.{name} is {value}, which {tp} tensor ranks cannot share")
-        if ep > 1 and (model.num_experts or 0) % ep:
-            raise ConversionError(
-                f"{first.path}: args.num_experts is {model.num_experts}, which {ep} ranks cannot share"
-            )
+            if value % ranks:
+                raise ConversionError(f"{first.path}: args.{name} is {value}, which {ranks} ranks cannot share")
 
     def _compare(self, source: _Source, copy: _Source) -> None:
         """The same elements in two files; the padding of the vocabulary does not matter."""
@@ -268,8 +238,8 @@ class MegatronWeights:
             # As bytes too, because NaN is not equal to itself.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise ConversionError(
-                    f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} should be "
-                    "the same and differ: one of the files is of another time or run"
+                    f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} differ: "
+                    "one is of another time or run"
                 )
 
     def _index(self, files: Mapping[Place, RankFile]) -> None:
@@ -282,17 +252,14 @@ class MegatronWeights:
                 for piece in self._pieces(file, chunk, self._stages[pipeline, chunk], shard):
                     unknown.discard(piece.theirs)
                     source = _Source(file.file, _checked(file.path, held, piece), piece)
-                    shape = self._shapes[piece.ours]
+                    shape = self.shapes[piece.ours]
                     which = piece.ours, shard.r if shape.shard_dim is not None else 0
                     if _is_first_copy(piece, shape, shard):
                         self._sources[piece.ours].append(source)
                         firsts[which] = source
                     else:
                         self._copies[piece.ours].append((firsts[which], source))
-                if unknown:
-                    raise ConversionError(
-                        f"{file.path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}"
-                    )
+                refuse_unknown(file.path, unknown)
         for name, sources in self._sources.items():
             types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
             if len(types) != 1:
@@ -328,54 +295,42 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
     ):
         stated = first.args.whole(name, first.args.whole(old, default) if old else default)
         if stated != size:
-            raise ConversionError(
-                f"{first.path}: args.{name} is {stated}, but {step} has the files of {size}; files are missing or of "
-                "another run"
-            )
-    files = {(0, 0, 0): first}
-    for place, path in sorted(grid.files.items()):
-        if place != (0, 0, 0):
-            files[place] = RankFile(path)
+            raise ConversionError(f"{first.path}: args.{name} is {stated}, but {step} has the files of {size}")
+    files = {place: first if place == (0, 0, 0) else RankFile(path) for place, path in sorted(grid.files.items())}
     for file in files.values():
         different = [] if file is first else first.args.differences(file.args)
         if different or file.version != first.version:
             raise ConversionError(
-                f"{first.path} and {file.path} are not of one checkpoint: {'; '.join(different) or 'checkpoint_version'}"
+                f"{first.path} and {file.path} differ: {'; '.join(different) or 'checkpoint_version'}"
             )
     return grid, files
 
 
 def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int], Stage]:
     """The layers of each (pipeline rank, chunk) as found: chunk v of every rank comes before chunk v + 1 of any."""
-    chunks = len(files[0, 0, 0].chunks)
+    first = files[0, 0, 0]
+    chunks, layers = len(first.chunks), first.args.whole("num_layers")
     found: dict[tuple[int, int], Stage] = {}
-    next_layer, layers = 0, files[0, 0, 0].args.whole("num_layers")
+    next_layer = 0
     for chunk in range(chunks):
         for pipeline in range(grid.pp):
             file = files[0, pipeline, 0]
             if len(file.chunks) != chunks:
-                raise ConversionError(
-                    f"{file.path} has {len(file.chunks)} model chunks, {files[0, 0, 0].path} has {chunks}"
-                )
-            count = _layer_count(file.chunks[chunk])
-            last = chunk == chunks - 1 and pipeline == grid.pp - 1
+                raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks, the first file {chunks}")
+            count = len({name.split(".")[2] for name in file.chunks[chunk] if name.startswith("decoder.layers.")})
             found[pipeline, chunk] = Stage(
-                next_layer, next_layer + count, has_embedding=chunk == 0 and pipeline == 0, has_head=last
+                next_layer,
+                next_layer + count,
+                has_embedding=chunk == pipeline == 0,
+                has_head=(chunk, pipeline) == (chunks - 1, grid.pp - 1),
             )
             next_layer += count
     if next_layer != layers:
-        raise ConversionError(
-            f"{files[0, 0, 0].path}: args.num_layers is {layers}, but the files have {next_layer} layers"
-        )
+        raise ConversionError(f"{first.path}: args.num_layers is {layers}, but the files have {next_layer} layers")
     for place, file in files.items():
         if len(file.chunks) != chunks:
             raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})")
     return found
-
-
-def _layer_count(held: Mapping[str, torch.Tensor]) -> int:
-    numbers = {name.split(".")[2] for name in held if name.startswith("decoder.layers.")}
-    return len(numbers)
 
 
 def _checked(path: Path, held: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
@@ -383,9 +338,7 @@ def _checked(path: Path, held: Mapping[str, torch.Tensor], piece: Piece) -> torc
     if tensor is None:
         raise ConversionError(f"{path} lacks {piece.theirs}, which its args ask for")
     if tuple(tensor.shape) != piece.shape:
-        raise ConversionError(
-            f"{path}: {piece.theirs} is {list(tensor.shape)}; its args and the number of files make it {list(piece.shape)}"
-        )
+        raise ConversionError(f"{path}: {piece.theirs} is {list(tensor.shape)}; its args make it {list(piece.shape)}")
     require_readable(path, piece.theirs, tensor.dtype)
     return tensor
 

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -33,10 +32,10 @@ class Inert:
         return super().__new__(cls)
 
     def __init__(self, *_args: object) -> None:
-        pass
+        """Of any arguments."""
 
     def __setstate__(self, _state: object) -> None:
-        pass
+        """Of any state."""
 
 
 _NUMPY = ("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType") + tuple(
@@ -47,20 +46,16 @@ _PYTHON = (
     *("signal.Signals", "signal.SIGTERM", "signal.SIGINT", "signal.SIGUSR1", "signal.SIGUSR2"),
     *("datetime.timedelta", "datetime.datetime"),
 )
-_ENUMS = """
-    AttnBackend AttnMaskType CudaGraphModule CudaGraphScope InferenceCudaGraphScope ModelType
-    """.split()  # noqa: SIM905
-_RECIPES = """
-    DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling
-    """.split()  # noqa: SIM905
+_ENUMS = "AttnBackend AttnMaskType CudaGraphModule CudaGraphScope InferenceCudaGraphScope ModelType"
+_RECIPES = "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling"
 _MEGATRON = (
     *(f"megatron.{place}.ModelType" for place in ("core.enums", "model.enums", "legacy.model.enums")),
-    *(f"megatron.core.transformer.enums.{name}" for name in _ENUMS),
+    *(f"megatron.core.transformer.enums.{name}" for name in _ENUMS.split()),
     *("megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe"),
     *("megatron.core.optimizer.OptimizerConfig", "megatron.core.optimizer.optimizer_config.OptimizerConfig"),
     *(f"megatron.core.rerun_state_machine.{name}" for name in ("RerunDiagnostic", "RerunMode", "RerunState")),
     *("megatron.fp16.loss_scaler.DynamicLossScaler", "megatron.fp16.loss_scaler.LossScaler"),
-    *(f"transformer_engine.common.recipe.{name}" for name in (*_RECIPES, "Format", "MMParams", "QParams")),
+    *(f"transformer_engine.common.recipe.{name}" for name in (*_RECIPES.split(), "Format", "MMParams", "QParams")),
 )
 
 ALLOWED: list[Any] = [argparse.Namespace, *((Inert, name) for name in (*_NUMPY, *_PYTHON, *_MEGATRON))]
@@ -112,18 +107,12 @@ class _Span(io.RawIOBase):
 
 
 def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
-    """Refuse a weight of whole numbers, and one in a type that has scales elsewhere (fp8 and the like).
-
-    Raises:
-        ConversionError: names the file, the tensor and its type.
-    """
+    """Refuse a weight of whole numbers, and one in a type that has scales elsewhere (fp8 and the like)."""
     if not dtype.is_floating_point:
         raise ConversionError(f"{path}: {name} is of the type {dtype}, not of floating-point numbers")
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(kind) for kind in DTYPE_NAMES if kind.is_floating_point)
-        raise ConversionError(
-            f"{path}: {name} is of the type {dtype}: quantized, not read. Save it again as one of {known}"
-        )
+        raise ConversionError(f"{path}: {name} is of the type {dtype}: quantized, not read; save it as {known}")
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -150,17 +139,10 @@ class TorchFile:
     """What `torch.save` wrote: `content` with tensors that have type and shape, and `read` for their elements.
 
     torch's unpickler with `weights_only=True` builds the content, of `ALLOWED` names and torch's own; under a
-    FakeTensorMode it reads no storage, and each tells where in the file it is. Elements are read from there and
+    FakeTensorMode it reads no storage, and each says where in the file it is. Elements are read from there and
     compared with the zip archive's CRC-32, which `torch.load` leaves unread.
 
     The file is opened for each call and closed again: a checkpoint has hundreds of them.
-
-    Args:
-        start, length: the bytes of the file that are meant; default all.
-
-    Raises:
-        ConversionError: not a file of `torch.save`, cut off, damaged, or one that holds an object of another class
-            than tensors and settings are made of; it is named.
     """
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
@@ -178,9 +160,6 @@ class TorchFile:
         """`count` elements of a tensor in `content` from the `start`-th on: a new tensor of one dimension.
 
         The first read of a storage compares all of it with its checksum.
-
-        Raises:
-            ConversionError: its bytes lie outside of the file, are damaged, or not in one piece.
         """
         size = tensor.element_size()
         output = torch.empty(count, dtype=tensor.dtype)
@@ -191,14 +170,19 @@ class TorchFile:
             raise ConversionError(f"{self.name} is damaged: a tensor is longer than its bytes")
         if not tensor.is_contiguous():
             raise ConversionError(
-                f"{self.name} holds a tensor {list(tensor.shape)} with strides {list(tensor.stride())}; save it "
-                "again with contiguous() tensors"
+                f"{self.name} holds a tensor with strides {list(tensor.stride())}; save contiguous() ones"
             )
         buffer = output.view(torch.uint8).numpy().data
         try:
             with open_span(*self._span) as stream:
                 if record.start not in self._sound:
-                    self._compare(record, _crc(stream, record))
+                    crc = _crc(stream, record)
+                    # 0: space that torch.serialization.skip_data reserved and somebody filled later.
+                    if record.crc not in (0, crc):
+                        raise ConversionError(
+                            f"{self.name} is damaged: the checksum of the {record.length} bytes from {record.start} on "
+                            f"is {crc:08x} and not {record.crc:08x}; take another copy of the file"
+                        )
                     self._sound.add(record.start)
                 stream.seek(record.start + first + start * size)
                 if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
@@ -208,24 +192,12 @@ class TorchFile:
         return output
 
     def record(self, tensor: torch.Tensor) -> Record:
-        """Where the storage of a tensor in `content` is.
-
-        Raises:
-            ConversionError: nowhere.
-        """
+        """Where the storage of a tensor in `content` is."""
         storage = tensor.untyped_storage()
         record = self._records.get(getattr(storage, "_checkpoint_offset", -1))
         if record is None or record.length != storage.nbytes():
             raise ConversionError(f"{self.name} is damaged: a tensor's bytes are not where it says")
         return record
-
-    def _compare(self, record: Record, crc: int) -> None:
-        # 0: space that torch.serialization.skip_data reserved and somebody filled later.
-        if record.crc not in (0, crc):
-            raise ConversionError(
-                f"{self.name} is damaged: the checksum of the {record.length} bytes from {record.start} on is "
-                f"{crc:08x} and not {record.crc:08x}; take another copy of the file"
-            )
 
     def _read_directory(self, stream: BinaryIO) -> dict[int, Record]:
         """Every entry of the archive by where its data start; the small ones are checked here."""
@@ -239,26 +211,22 @@ class TorchFile:
                         raise ConversionError(f"{self.name} is a compressed archive, which torch.save never writes")
                     if "/data/" not in entry.filename:
                         if entry.file_size > LARGEST_ENTRY:
-                            raise ConversionError(
-                                f"{self.name}: {entry.filename} has {entry.file_size} bytes; settings and names have at "
-                                f"most {LARGEST_ENTRY}"
-                            )
+                            said = f"{entry.file_size} bytes; settings and names have at most {LARGEST_ENTRY}"
+                            raise ConversionError(f"{self.name}: {entry.filename} has {said}")
                         data = archive.read(entry)  # compared with its CRC-32
                         if entry.filename.endswith("/byteorder") and data != b"little":
                             raise ConversionError(f"{self.name} was written on a big-endian machine")
         except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
             raise ConversionError(
-                f"{self.name} is not a whole file of torch.save ({error}); files of torch before 1.6 must be loaded "
-                "and saved again by a newer torch first"
+                f"{self.name} is not a whole file of torch.save ({error}); one of torch before 1.6 "
+                "must be loaded and saved again by a newer torch"
             ) from None
         records = {}
         for entry in entries:
             stream.seek(entry.header_offset)
             header = stream.read(_LOCAL_HEADER.size)
             if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-                raise ConversionError(
-                    f"{self.name} is damaged: no entry of the archive where {entry.filename} should be"
-                )
+                raise ConversionError(f"{self.name} is damaged: {entry.filename} is not where it should be")
             _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
             start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             if start + entry.file_size > size:
@@ -302,7 +270,7 @@ Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """A tensor of a shape and type that has no elements yet."""
 
 _DESCRIPTOR = b"PK\7\x08"
-"""What stands behind the bytes of an entry whose header has no checksum; it comes next."""
+"""What stands behind the bytes of an entry without a checksum in its header; it comes next."""
 _CHECKSUM_IN_ENTRY = 16
 """Where the checksum is in an entry of the archive's directory."""
 
@@ -316,9 +284,6 @@ class TorchFileWriter:
     Args:
         path: replaced if it exists.
         content: makes what is to be saved; of tensors only those that it reserves, each with elements.
-
-    Raises:
-        OSError: here and from `fill` and `finish`: disk full, no permission, ...
     """
 
     def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
@@ -337,14 +302,7 @@ class TorchFileWriter:
         self._checksums: list[tuple[Record, int]] = []
 
     def fill(self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Write the elements of a tensor in `content`, converted to its type block by block; if it has more, zeros.
-
-        Args:
-            name: of the tensor of ours that they come from, for messages.
-
-        Raises:
-            ConversionError: a value is too large for that type.
-        """
+        """Write the elements of a tensor in `content`, converted to its type block by block; if it has more, zeros."""
         record = self._reserved.record(place)
         self._file.seek(record.start)
         crc = 0
@@ -367,10 +325,5 @@ class TorchFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> "TorchFileWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()

@@ -33,11 +33,7 @@ _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_orig
 
 
 def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
-    """Refuse a model that Megatron-LM does not have, or cannot split that way.
-
-    Raises:
-        ConversionError: names the fields and what would do.
-    """
+    """Refuse a model that Megatron-LM does not have, or cannot split that way."""
     wrong = list(_inexpressible(model))
     if wrong:
         raise ConversionError(f"Megatron-LM has no such model: {'; '.join(wrong)}")
@@ -93,6 +89,17 @@ def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
     return multiple, -(-model.vocab_size // (multiple * tp)) * multiple * tp
 
 
+_SAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding_type", "normalization"),
+    *("norm_epsilon", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
+)
+_SAME_EXPERTS = (
+    *("num_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size"),
+    *("moe_aux_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+)
+"""Settings of one name and meaning on both sides."""
+
+
 def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
     """What `--use-checkpoint-args` takes over, what loading compares, and the rest of the network's arguments."""
     model = weights.model
@@ -101,17 +108,14 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
     scaling = model.rope_scaling if model.position_embedding_type == "rope" else "none"
     window = model.sliding_window
     values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
+        **{name: getattr(model, name) for name in _SAME},
         "ffn_hidden_size": model.ffn_size,
-        "num_attention_heads": model.num_attention_heads,
         "kv_channels": model.head_size,
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,
         "seq_length": weights.seq_length,
         "encoder_seq_length": weights.seq_length,
         "max_position_embeddings": max(length, weights.seq_length),
-        "position_embedding_type": model.position_embedding_type,
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "rotary_base": int(model.rotary_base),
@@ -121,22 +125,14 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "use_rope_scaling": scaling == "llama3",
         "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
         "window_size": None if window is None else (window - 1, 0),
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.norm_zero_centered,
         "qk_layernorm": model.qk_norm,
         "swiglu": model.activation == "swiglu",
         "squared_relu": False,
         "bias_gelu_fusion": model.activation == "gelu_tanh",
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
         "apply_query_key_layer_scaling": False,
-        "vocab_size": model.vocab_size,
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": multiple,
         "tokenizer_type": _tokenizer_type(weights.tokenizer_files),
@@ -175,25 +171,18 @@ def _tokenizer_type(files: Sequence[Path]) -> str | None:
 def _expert_args(model: ModelConfig) -> dict[str, Any]:
     if model.num_experts is None:
         return {"num_experts": None}
+    scaling = model.moe_router_topk_scaling_factor
     return {
-        "num_experts": model.num_experts,
+        **{name: getattr(model, name) for name in _SAME_EXPERTS},
         "moe_layer_freq": [int(model.is_moe_layer(index)) for index in range(model.num_layers)],
         "moe_ffn_hidden_size": model.expert_ffn_size,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": False,
-        "moe_router_topk_scaling_factor": (
-            None if model.moe_router_topk_scaling_factor == 1.0 else model.moe_router_topk_scaling_factor
-        ),
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk_scaling_factor": None if scaling == 1.0 else scaling,
         "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "seq_aux_loss" if model.moe_aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_z_loss_coeff": model.moe_z_loss_coeff or None,
-        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
-        "moe_token_drop_policy": model.moe_token_drop_policy,
     }
 
 
@@ -201,10 +190,10 @@ def write_megatron(
     weights: Weights,
     folder: Path,
     *,
-    dtype: torch.dtype | None,
-    tp: int,
-    pp: int,
-    advance: Advance,
+    dtype: torch.dtype | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    advance: Advance = silent,
     implementation: str = "transformer_engine",
     log: Log = silent,
 ) -> Path:
@@ -214,19 +203,11 @@ def write_megatron(
     files of its pipeline stage, which are filled together; a conversion that was interrupted continues with the first
     stage that is not finished.
 
-    Args:
-        dtype: of all weights; default each tensor's own.
-        tp, pp: tensor- and pipeline-parallel sizes, which must divide heads, groups, MLP width, and layers.
-        implementation: `--transformer-impl` of the run that will load it.
-        log: see `Output`.
-
-    Raises:
-        ConversionError: the model or the split is one that Megatron-LM does not have, or the target is there already.
-        OSError: no permission, no space, ...
+    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers.
     """
     if implementation not in TRANSFORMER_IMPLEMENTATIONS:
         raise ConversionError(
-            f"transformer implementation {implementation!r}; it is one of {', '.join(TRANSFORMER_IMPLEMENTATIONS)}"
+            f"--transformer-impl {implementation!r}; it is one of {', '.join(TRANSFORMER_IMPLEMENTATIONS)}"
         )
     require_expressible(weights.model, tp=tp, pp=pp)
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
@@ -258,17 +239,14 @@ class _Export:
     implementation: str
 
     def files(self, stage: int) -> list[str]:
-        """Of each tensor-parallel rank."""
         return [f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)]
 
     def pieces(self, stage: int, rank: int) -> list[Piece]:
-        """What goes into a file."""
         held = self._stage(stage)
         vocabulary = vocabulary_of(self.weights.model, self.tp)[1]
         return list(stage_pieces(self.weights.model, held, Shard(self.tp, rank), vocabulary=vocabulary))
 
     def bytes_of(self, stage: int, rank: int) -> int:
-        """Of a file's tensors."""
         pieces = self.pieces(stage, rank)
         return sum(math.prod(piece.shape) * self._type(piece).itemsize for piece in pieces)
 
@@ -281,7 +259,7 @@ class _Export:
             for name, pieces in zip(names, ranks, strict=True):
                 path = output.staging / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                writers.append(files.enter_context(self._writer(path, stage, pieces)))
+                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces))))
             self._fill(writers, stage, ranks, advance)
             for writer in writers:
                 writer.finish()

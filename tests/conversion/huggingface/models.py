@@ -18,6 +18,7 @@ from tests.models.stages import B, S, build, named
 from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model
 
 LLAMA = FAMILIES["llama3"].theirs
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
     "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
     "llama-tied": Family("", {}, "Llama", {**LLAMA, "tie_word_embeddings": True}),
@@ -25,20 +26,9 @@ CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} |
     "llama-linear": Family("", {}, "Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
     "llama-geglu": Family("", {}, "Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
     "mistral-no-window": Family(
-        "", {}, "Mistral", {**FAMILIES["mistral"].theirs, "sliding_window": None, "head_dim": 6}
+        "", {}, "Mistral", FAMILIES["mistral"].theirs | {"sliding_window": None, "head_dim": 6}
     ),
-    "qwen2-window": Family(
-        "",
-        {},
-        "Qwen2",
-        {
-            **FAMILIES["qwen2"].theirs,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "max_window_layers": 0,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "qwen2-window": Family("", {}, "Qwen2", FAMILIES["qwen2"].theirs | WINDOW | {"tie_word_embeddings": True}),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
 """Every case of `test_families` but Gemma, which cannot be converted, and features that it leaves out."""
@@ -62,7 +52,6 @@ def their_logits(model: Any) -> torch.Tensor:
 
 
 def our_stage(weights: Weights) -> GPTStage:
-    """The whole network in float64, with these weights."""
     stage = build(weights.model)
     parameters = named(stage)
     assert sorted(parameters) == sorted(parameter_shapes(weights.model))
@@ -98,7 +87,6 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, read by the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
@@ -112,7 +100,7 @@ def rename(folder: Path, change: Any) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-class InMemory:
+class InMemory(Weights):
     """`Weights` out of a dictionary under our names, such as a conversion in between leaves behind."""
 
     format = "megalite"

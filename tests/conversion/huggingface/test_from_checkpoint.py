@@ -26,9 +26,7 @@ def test_the_ranks_together(name: str, tmp_path: Path) -> None:
     layout = {"tp": 1, "pp": 2} if name == "mixtral" else {"tp": 2, "pp": 2}
     held = train(tmp_path / "run", 4, {**CASES[name], **layout})["weight"]
     weights = NativeWeights(tmp_path / "run")
-    folder = write_huggingface(
-        weights, tmp_path / "theirs", dtype=None, family=None, max_file_bytes=30_000, advance=lambda count: None
-    )
+    folder = write_huggingface(weights, tmp_path / "theirs", max_file_bytes=30_000)
     again, vocab = HuggingFaceWeights(folder), weights.model.vocab_size
     assert again.family.name == name
     for key, shape in parameter_shapes(weights.model).items():

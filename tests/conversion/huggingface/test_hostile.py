@@ -46,7 +46,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def make(folder: Path) -> Path:
-    """A sound folder of two files with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     every = tensors()
@@ -75,8 +74,6 @@ def text(name: str, content: str | bytes) -> Break:
 
 
 def place(name: str, file: Any) -> Break:
-    """The index says that a tensor is in `file`."""
-
     def change(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
         index["weight_map"][name] = file
@@ -86,8 +83,6 @@ def place(name: str, file: Any) -> Break:
 
 
 def tensor(file: str, name: str, value: torch.Tensor | None) -> Break:
-    """The file has another tensor under that name, or none."""
-
     def change(folder: Path) -> None:
         found = load_file(folder / file)
         found.pop(name, None)
@@ -156,39 +151,31 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     # The configuration.
     "no config": (remove("config.json"), "has no config.json"),
     "not JSON": (text("config.json", "{"), r"config\.json: not JSON"),
-    "not UTF-8": (text("config.json", b'{"a": "\xff"}'), r"config\.json: not JSON"),
     "not an object": (text("config.json", "[]"), r"config\.json: not a JSON object"),
     "deep": (text("config.json", '{"a":' * 100_000), r"config\.json: not JSON"),
     "huge number": (text("config.json", '{"a": ' + "9" * 5000 + "}"), r"config\.json: not JSON: Exceeds the limit"),
-    "key twice": (text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' is there twice"),
+    "key twice": (text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' appears twice"),
     "endless": (large, "more than 268435456 are not read"),
     "a folder": (both(remove("config.json"), lambda f: (f / "config.json").mkdir()), "not a plain file"),
     "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "not a plain file"),
     "unknown family": (config(model_type="falcon"), "model_type is 'falcon'; what can be read is gpt2, llama"),
     "no family": (config(model_type=...), "model_type is 'None'"),
-    "family of another type": (config(model_type=["llama"]), "model_type is "),
     "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
     "trust_remote_code": (config(trust_remote_code=True), "trust_remote_code names code"),
     "quantized": (config(quantization_config={"quant_method": "fp8"}), "quantization_config: the weights are"),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
-    "null size": (config(vocab_size=None), "vocab_size is null"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
-    "negative size": (config(intermediate_size=-6), "intermediate_size is '-6'"),
     "true for a size": (config(hidden_size=True), "hidden_size is 'True'"),
-    "fractional size": (config(num_attention_heads=2.0), "num_attention_heads is '2.0'"),
     "absurd layers": (config(num_hidden_layers=10**9), "num_hidden_layers is '1000000000'; .* to 65536"),
     "too many layers": (config(num_hidden_layers=6_000), "says 6000 layers, the files hold 21 tensors"),
     "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight has the shape \[11, 8\]; by config"),
     "epsilon of text": (config(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'; it must be a number"),
     "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps is 'nan'; it must be a number"),
-    "epsilon infinite": (config(rms_norm_eps=float("inf")), "rms_norm_eps is 'inf'; it must be a number"),
     "flag of text": (config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; it must be true or false"),
     "heads that do not divide": (config(num_key_value_heads=3), "num_attention_heads 2 is not divisible"),
     "token of text": (config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     # The index.
     "index leads out": (place(NORM, "../x.safetensors"), r"'\.\./x\.safetensors' is not the name of a file"),
-    "index is absolute": (place(NORM, "/etc/x.safetensors"), "'/etc/x.safetensors' is not the name of a file"),
-    "index names a folder's file": (place(NORM, "a/b.safetensors"), "'a/b.safetensors' is not the name"),
     "index names a pickle": (place(NORM, "pytorch_model.bin"), "'pytorch_model.bin', which is no safetensors"),
     "index with a number": (place(NORM, 1), "weight_map must say for each tensor the name"),
     "index with a null byte": (place(NORM, "a\0.safetensors"), "is not the name of a file"),
@@ -208,7 +195,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "twice": (tensor(TWO, NORM, torch.ones(8)), f"{NORM} is in {ONE} and in {TWO}"),
     "missing": (
         both(remove(TWO, INDEX), lambda f: (f / ONE).rename(f / "model.safetensors")),
-        r"model\.layers\.1\.input_layernorm\.weight is missing; llama as config\.json describes it has it",
+        r"model\.layers\.1\.input_layernorm\.weight is missing; llama of its config\.json has it",
     ),
     "unknown": (
         both(tensor(ONE, "model.extra", torch.ones(2)), place("model.extra", ONE)),
@@ -258,7 +245,6 @@ def test_it_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cache_of_hugging_face_is_read(tmp_path: Path) -> None:
-    """There every file is a link to ../../blobs/."""
     folder = make(tmp_path / "models--a--b" / "snapshots" / "0123abcd")
     for i, name in enumerate((ONE, TWO, INDEX, "config.json")):
         link(name, f"../../blobs/{i}")(folder)
@@ -305,9 +291,7 @@ def test_tokenizer_files_that_are_refused(name: str, content: str, message: str,
     (folder / name).write_text(content)
     weights = HuggingFaceWeights(folder)
     with pytest.raises(ConversionError, match=message):
-        write_huggingface(
-            weights, tmp_path / "to", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
-        )
+        write_huggingface(weights, tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 

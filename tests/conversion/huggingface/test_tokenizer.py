@@ -60,7 +60,6 @@ def assert_same_ids(theirs: Any, ours: Tokenizer, texts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizers of each kind, trained on Python's documentation."""
     import tokenizers
 
     folder = tmp_path_factory.mktemp("trained")
@@ -136,7 +135,6 @@ def test_sentencepiece_that_no_json_expresses(how: dict[str, Any], message: str,
 
 
 def test_merges_go_by_score_whatever_the_ids(trained: Path) -> None:
-    """The best score is merged first, as SentencePiece does it."""
     model = parse_sentencepiece((trained / "ours.model").read_bytes(), "x")
     expected = sentencepiece_json(model)["model"]["merges"]
     turned = dataclasses.replace(model, pieces=[*model.pieces[:3], *model.pieces[:2:-1]])
@@ -259,7 +257,6 @@ def test_no_tokenizer() -> None:
 
 
 def test_the_same_text_is_generated(trained: Path, tmp_path: Path) -> None:
-    """From text to text: their tokenizer, model and greedy search, and ours."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = varied(LLAMA, vocab_size=1000)
@@ -271,9 +268,7 @@ def test_the_same_text_is_generated(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     weights = InMemory(tmp_path / "ours", model, 64, tensors)
     weights.tokenizer_files = [trained / "ours.model"]
-    folder = write_huggingface(
-        weights, tmp_path / "theirs", dtype=None, family=None, max_file_bytes=1 << 30, advance=lambda count: None
-    )
+    folder = write_huggingface(weights, tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
     assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}

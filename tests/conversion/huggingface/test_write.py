@@ -24,7 +24,7 @@ from tests.conversion.huggingface.models import (
 )
 from tests.conversion.samples import byte_tokenizer
 from tests.models.stages import GPT, LLAMA, varied
-from tests.models.test_families import FAMILIES, VOCAB, all_float64
+from tests.models.test_families import VOCAB, all_float64
 
 PROMPT = [5, 17, 30, 3]
 GIB = 1 << 30
@@ -60,9 +60,7 @@ def random_weights(name: str, folder: Path) -> InMemory:
     return InMemory(folder, model, 12, tensors)
 
 
-def write(weights: Any, folder: Path, **changes: Any) -> Path:
-    how: dict[str, Any] = {"dtype": None, "family": None, "max_file_bytes": GIB, "advance": lambda count: None}
-    return write_huggingface(weights, folder, **how | changes)
+write = write_huggingface
 
 
 def stock(folder: Path, **how: Any) -> Any:
@@ -81,7 +79,6 @@ def stock(folder: Path, **how: Any) -> Any:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
-    """Logits to 1e-9 in float64, and the same greedy tokens."""
     weights = random_weights(name, tmp_path / "ours")
     folder = write(weights, tmp_path / "theirs")
     them, us = stock(folder), our_stage(weights)
@@ -96,7 +93,6 @@ def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """Theirs to our names and back: every tensor bit for bit, and a configuration of the same meaning."""
     saved(name, tmp_path / "before")
     before = HuggingFaceWeights(tmp_path / "before")
     for source in (before, InMemory.copy(before)):
@@ -143,7 +139,6 @@ def test_several_files(tmp_path: Path) -> None:
 
 
 def test_each_tensor_of_ours_is_read_once(tmp_path: Path) -> None:
-    """Mixtral's experts are 3·E tensors of theirs and 2 of ours."""
     weights = random_weights("mixtral", tmp_path / "ours")
     read: list[str] = []
 
@@ -276,11 +271,3 @@ def test_settings_of_training_do_not_matter(tmp_path: Path) -> None:
     )
     other = write(weights, tmp_path / "other")
     assert (plain / "config.json").read_bytes() == (other / "config.json").read_bytes()
-
-
-def test_gemma_is_only_read_by_transformers(tmp_path: Path) -> None:
-    """The family that the messages above are about has no mapping here: its folder is refused by name."""
-    assert "gemma" in FAMILIES and "gemma" not in CASES
-    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
-    with pytest.raises(ConversionError, match="model_type is 'gemma'; what can be read is gpt2, llama, mistral"):
-        HuggingFaceWeights(tmp_path)

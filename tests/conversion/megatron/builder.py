@@ -15,29 +15,21 @@ Tensors = dict[str, torch.Tensor]
 
 
 def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
-    """The part of Megatron-LM's args that tells what the model is."""
     model = weights.model
+    same = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "position_embedding_type")
+    same += ("normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "vocab_size")
     args = Namespace(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
+        **{name: getattr(model, name) for name in same},
         ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads,
         group_query_attention=model.query_groups != model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_size,
         seq_length=weights.seq_length,
-        max_position_embeddings=model.max_position_embeddings,
-        position_embedding_type=model.position_embedding_type,
         rotary_base=int(model.rotary_base),
-        normalization=model.normalization,
-        norm_epsilon=model.norm_epsilon,
         swiglu=model.activation == "swiglu",
         bias_gelu_fusion=model.activation == "gelu_tanh",
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_norm,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
-        vocab_size=model.vocab_size,
         padded_vocab_size=padded(model, tp),
         make_vocab_size_divisible_by=8,
         tensor_model_parallel_size=tp,
@@ -61,7 +53,6 @@ def padded(model: ModelConfig, tp: int) -> int:
 
 
 def rows(weights: MadeUp, name: str, tp: int, rank: int) -> torch.Tensor:
-    """A rank's rows of the vocabulary."""
     ours = weights.read(name)
     total = padded(weights.model, tp)
     whole = torch.zeros(total, ours.shape[1], dtype=ours.dtype)
@@ -70,7 +61,6 @@ def rows(weights: MadeUp, name: str, tp: int, rank: int) -> torch.Tensor:
 
 
 def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tensors:
-    """Layer `index` of the model as layer `number` of a stage, under the names of megatron.core's local layers."""
     model, there, made = weights.model, f"decoder.layers.{number}", {}
 
     def read(name: str) -> torch.Tensor:
@@ -183,7 +173,6 @@ def save(
 
 
 def write(folder: Path, rank: str, content: Any) -> Path:
-    """One rank's file of iteration 3."""
     path = folder / "iter_0000003" / rank / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     torch.save(content, path)

@@ -17,7 +17,7 @@ from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.open import open_megatron
 from megalite.conversion.verify import our_logits
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, ignore
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
 
 
 def installed() -> bool:
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 )
 def test_logits_and_back(tmp_path: Path, kind: str, tp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
-    folder = write_megatron(weights, tmp_path / "out", dtype=None, tp=tp, pp=1, advance=ignore, implementation="local")
+    folder = write_megatron(weights, tmp_path / "out", tp=tp, pp=1, implementation="local")
     tokens = torch.randint(weights.model.vocab_size or 0, (2, 24), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, folder / "tokens.pt")
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder)]

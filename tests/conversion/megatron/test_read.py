@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.megatron.read import MegatronWeights
 from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder
@@ -270,18 +269,18 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_which_iteration(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = builder.save(tmp_path / "saved", weights)
-    assert MegatronWeights(folder, iteration=3).path == folder / "iter_0000003"
-    assert MegatronWeights(folder / "iter_0000003").path == folder / "iter_0000003"
+    assert open_megatron(folder, iteration=3).path == folder / "iter_0000003"
+    assert open_megatron(folder / "iter_0000003").path == folder / "iter_0000003"
     with pytest.raises(ConversionError, match="no iteration 4; it has iter_0000003"):
-        MegatronWeights(folder, iteration=4)
+        open_megatron(folder, iteration=4)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(ConversionError, match=r"names iter_0000007, which is not there; .* iter_0000003"):
-        MegatronWeights(folder)
+        open_megatron(folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("../../etc")
     with pytest.raises(ConversionError, match="must be a number or release"):
-        MegatronWeights(folder)
+        open_megatron(folder)
     with pytest.raises(ConversionError, match="is no Megatron-LM checkpoint"):
-        MegatronWeights(tmp_path / "nothing")
+        open_megatron(tmp_path / "nothing")
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:

@@ -35,8 +35,6 @@ class Call:
 
 
 class Custom:
-    """A class of nobody's."""
-
     def __init__(self) -> None:
         self.value = 1
 

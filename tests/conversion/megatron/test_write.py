@@ -13,7 +13,7 @@ from megalite.conversion.open import open_megatron
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron.builder import assert_same, fuse, padded, stage
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, contents, ignore
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, contents
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"activation": "gelu_tanh"},
@@ -31,7 +31,6 @@ def load(path: Path) -> Any:
 
 
 def write(weights: MadeUp, tp: int = 1, pp: int = 1, **options: Any) -> Path:
-    options = {"dtype": None, "advance": ignore, **options}
     return write_megatron(weights, weights.path / "out", tp=tp, pp=pp, **options)
 
 
@@ -131,8 +130,6 @@ def test_dtype(tmp_path: Path) -> None:
 
 
 class TooLarge(MadeUp):
-    """One weight that fp16 has not."""
-
     def read(self, name: str) -> torch.Tensor:
         values = super().read(name)
         if name == "layers.0.attention.out.weight":
@@ -161,7 +158,7 @@ class Stop(Exception):
 def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
     whole = MadeUp(tmp_path / "source", LLAMA)
     (tmp_path / "source").mkdir()
-    write_megatron(whole, tmp_path / "whole", dtype=None, tp=2, pp=2, advance=ignore)
+    write_megatron(whole, tmp_path / "whole", tp=2, pp=2)
     weights = MadeUp(tmp_path / "source", LLAMA)
     half = written_bytes(weights, dtype=None, tp=2, pp=2) // 2 + 20000
     done: list[int] = []
@@ -172,12 +169,12 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        write_megatron(weights, tmp_path / "out", dtype=None, tp=2, pp=2, advance=advance)
+        write_megatron(weights, tmp_path / "out", tp=2, pp=2, advance=advance)
     assert not (tmp_path / "out").exists()
     assert workplace_of(tmp_path / "out").is_dir()
     weights.reads.clear()
     again: list[int] = []
-    write_megatron(weights, tmp_path / "out", dtype=None, tp=2, pp=2, advance=again.append)
+    write_megatron(weights, tmp_path / "out", tp=2, pp=2, advance=again.append)
     assert not any(name.startswith("layers.0.") for name in weights.reads)
     assert weights.reads["layers.1.mlp.up.weight"] == 1
     assert sum(again) == written_bytes(weights, dtype=None, tp=2, pp=2)
