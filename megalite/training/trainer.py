@@ -15,7 +15,6 @@ from megalite.config.registry import Registry
 from megalite.config.rules.run import check_elastic
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data_parallel.lost_peers import raise_if_peer_lost
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.tokenizers.base import Tokenizer
@@ -48,9 +47,10 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
         "load": "megalite.training.resume:resume",
         "save": "megalite.training.save_folder:SaveFolder",
         "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
+        "lost peer": "megalite.data_parallel.lost_peers:raise_if_peer_lost",
     },
 )
-"""By setting: imported in runs that have it."""
+"""Imported in runs that have the setting, or meet with the case."""
 
 
 class Trainer:
@@ -415,7 +415,7 @@ class Trainer:
         elif isinstance(error, RuntimeError):
             if self._roll is not None:
                 self._roll.explain(error)
-            raise_if_peer_lost(error, self.replica.strategy, self.replica.topology.device)
+            _WHEN_ASKED.get("lost peer")(error, self.replica.strategy, self.replica.topology.device)
 
     def _close(self) -> None:
         for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
